@@ -264,7 +264,7 @@ def _walks(
         for rows, ranks in _groups(stage, walked.graph.batch_size):
             # a basis that records queries must see every stage's groups
             cache = PriceCache() if basis.asked is not None else walked.cache(plan.cluster)
-            prices = _prices(plan, stage, ranks, cache, rules=rules, basis=basis)
+            prices = stage_prices(plan, stage, ranks, cache, rules=rules, basis=basis)
             part = walked.graph.with_batch_size(rows)
             own.append(StageWalk(walked, part, plan, index, prices, start, held[index]))
         yield own
@@ -330,15 +330,16 @@ def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...
     ]
 
 
-def _prices(
+def stage_prices(
     plan: Plan,
     stage: StagePlan,
     ranks: tuple[int, ...],
     cache: PriceCache,
     *,
-    rules: Rules,
-    basis: Basis,
+    rules: Rules = default_rules,
+    basis: Basis = DEFAULT,
 ) -> Prices:
+    """Return the prices of ops on a stage's devices, or on ``ranks`` with a share of their own."""
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(

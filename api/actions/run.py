@@ -18,9 +18,8 @@ from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import progress
 from autoparallel.options.run_options import HostOptions, RunOptions, Sources, checked_init
 from autoparallel.planner.errors import UsageError
-from autoparallel.planning.plan import find_cluster
+from autoparallel.planning.plan import find_cluster, what_servers_lack
 from autoparallel.planning.plan_files import load_plan, save_plan
-from autoparallel.planning.served_planning import what_servers_lack
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.report import ONE_SCREEN, print_report
 from autoparallel.target.load import load_target

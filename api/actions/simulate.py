@@ -20,7 +20,8 @@ from autoparallel.options.outputs import writing
 from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
-from autoparallel.planner.configured.configuration import Configuration, PricedStep
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import PricedStep
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import ModelInfo, Plan
 from autoparallel.planner.precision import check_precision
@@ -164,10 +165,21 @@ def configured(
             f"--parallel: slices={slices} without schedule=terapipe",
             fix="schedule=terapipe, or leave slices out",
         )
-    tp, pp, cp = forced.tp or 1, forced.pp or 1, degree(own, "cp")
-    ep = forced.ep or 1
-    dp = forced.dp or max(1, cluster.num_devices // (tp * pp * cp))
     etp = degree(own, "etp") if "etp" in own else None
+    completed = Configuration.completed(
+        forced,
+        cluster.num_devices,
+        cp=degree(own, "cp"),
+        etp=etp,
+        schedule=info.name,
+        num_chunks=chunks,
+        num_slices=slices,
+        layers=layers,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        gradient_dtype=options.gradient_dtype,
+    )
+    tp = completed.tp
     if etp is not None and (etp not in (1, tp) or dispatcher == "gather"):
         raise UsageError(
             "AP112",
@@ -176,29 +188,15 @@ def configured(
             why="whole experts are sent to, or each is shared by all tp ranks",
             fix=f"--dispatcher alltoall with etp=1 or etp={tp}, or leave etp out",
         )
-    data_ep = Configuration(dp=dp, tp=tp, cp=cp, ep=ep, etp=etp).data_ep
-    check_degrees(replace(forced, dp=dp, tp=tp, pp=pp, cp=cp, ep=data_ep), cluster)
-    rows, count = microbatches(options, replace(forced, dp=dp))
-    return Configuration(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        etp=etp,
-        zero=forced.zero or 0,
-        sequence_parallel=True if dispatcher != "gather" and tp > 1 and ep > 1 else None,
-        recompute=forced.recompute or "none",
+    degrees = {name: getattr(completed, name) for name in ("dp", "tp", "pp", "cp")}
+    check_degrees(replace(forced, **degrees, ep=completed.data_ep), cluster)
+    rows, count = microbatches(options, replace(forced, dp=completed.dp))
+    sends_split = dispatcher != "gather" and tp > 1 and completed.ep > 1
+    return replace(
+        completed,
+        sequence_parallel=True if sends_split else None,
         microbatch_size=rows,
         num_microbatches=count,
-        schedule=info.name,
-        num_chunks=chunks,
-        num_slices=slices,
-        layers=layers,
-        precision=options.precision,
-        optimizer=options.optimizer,
-        gradient_dtype=options.gradient_dtype,
-        offload=forced.offload or "none",
     )
 
 

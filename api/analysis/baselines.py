@@ -1,34 +1,42 @@
-"""What hand-written configurations take: DDP, FSDP, and 3-D parallelism as Megatron-LM has it.
+"""Prices of usual configurations: DDP, FSDP, and 3-D parallelism as Megatron-LM has it.
 
-In: a captured graph, a cluster, a plan for it. Out: for each of these three the fastest
-configuration that fits, priced by the same cost model as the plan (``planner.configured``).
+In: the pricer of a model's configurations, a plan for it. Out: for each of these three the fastest
+configuration that fits, priced by the same cost model as the plan.
 
-DDP and FSDP have all devices on one data-parallel axis, with ZeRO 0 and 3; tried are micro-batches
-of 1, 2, 4, … samples per device, with no and with full recomputation. Of 3-D parallelism
-(Narayanan et al. 2021, arXiv:2104.04473) tried are tensor parallelism within a host with its
-sequence-parallel layouts, pipelines of equal stages under 1F1B, ZeRO 1 over the data-parallel axis,
-and as little recomputation as fits; the fastest of these also with larger micro-batches and with
-interleaved stages.
+Each is a set of degrees, of which ``configurations`` tries every choice left open. DDP and FSDP
+have all devices on one data-parallel axis, with ZeRO 0 and 3. Of 3-D parallelism (Narayanan et al.
+2021, arXiv:2104.04473) tried are tensor parallelism within a host with its sequence-parallel
+layouts, pipelines of equal stages under 1F1B, ZeRO 1 over the data-parallel axis, and as little
+recomputation as fits; the fastest of these also with larger micro-batches and with interleaved
+stages.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
-from autoparallel.analysis.configurations import configuration_summary
-from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.cost_model.ops.memory import policy, state_bytes
-from autoparallel.planner.configured.configuration import (
-    Configuration,
-    ConfigurationPricer,
-    PricedStep,
+from autoparallel.analysis.configurations import (
+    PricedConfigurations,
+    configuration_summary,
+    configurations,
 )
-from autoparallel.planner.configured.layers import find_layers
-from autoparallel.planner.errors import AutoparallelError, UsageError
-from autoparallel.planner.plan import Plan, Recompute
+from autoparallel.cost_model.ops.memory import policy, state_bytes
+from autoparallel.planner.configured.configuration import Configuration, find_layers
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.request import Forced
+
+NAMED = {
+    "ddp": Forced(zero=0),
+    "fsdp": Forced(zero=3),
+    "zero1": Forced(zero=1),
+    "zero2": Forced(zero=2),
+    "zero3": Forced(zero=3),
+    "3d": Forced(zero=1),
+}
+"""Degrees of baselines by name; those of ``3d`` are incomplete without ``tp`` or ``pp``."""
 
 NUM_REFINED = 3
 """So many of the fastest 3-D configurations are also tried with other micro-batches and chunks."""
@@ -65,18 +73,40 @@ class Baseline:
 def baselines(
     pricer: ConfigurationPricer, plan: Plan, limit_seconds: float = LIMIT_SECONDS
 ) -> tuple[Baseline, ...]:
-    """DDP, FSDP and 3-D parallelism on the plan's cluster, for its batch and precision."""
-    kinds: dict[str, Callable[[_Pricing], None]] = {
-        "DDP": partial(_Pricing.data_parallel, zero=0),
-        "FSDP": partial(_Pricing.data_parallel, zero=3),
-        "3-D (Megatron)": _Pricing.three_dimensional,
-    }
+    """Price DDP, FSDP and 3-D parallelism on the plan's cluster, for its batch and precision."""
+
+    def priced(until: float) -> PricedConfigurations:
+        return PricedConfigurations(pricer, plan.cluster, until)
+
     found = []
-    for name, price_all in kinds.items():
-        pricing = _Pricing(pricer, plan, time.process_time() + limit_seconds)
-        price_all(pricing)
-        found.append(pricing.answer(name))
-    return tuple(found)
+    for name, title in (("ddp", "DDP"), ("fsdp", "FSDP")):
+        data_parallel = priced(time.process_time() + limit_seconds)
+        list(data_parallel.price(configurations(plan, NAMED[name])))
+        found.append(_best(title, data_parallel))
+    grid = priced(time.process_time() + GRID_SHARE * limit_seconds)
+    _price_grid(grid, plan)
+    grid.until += (1 - GRID_SHARE) * limit_seconds
+    for best in grid.fitting[:NUM_REFINED]:
+        list(grid.price(_refined(best.configuration, plan, len(find_layers(pricer.blocks)))))
+    none = "no degrees leave room for the states of the parameters"
+    return (*found, _best("3-D (Megatron)", grid, none))
+
+
+def _best(name: str, priced: PricedConfigurations, none: str = "") -> Baseline:
+    """Return the best priced configuration; ``none`` explains that nothing was tried."""
+    if not priced.steps:
+        return Baseline(name, reason=none if priced.error is None else priced.error.what)
+    best, num_layers = priced.best, len(find_layers(priced.pricer.blocks))
+    return Baseline(
+        name,
+        configuration_summary(best.configuration, num_layers),
+        best.step_seconds,
+        best.peak_bytes,
+        best.fits,
+        len(priced.steps),
+        priced.is_cut_short,
+        "" if best.fits else "none fits; this one exceeds the memory least",
+    )
 
 
 def fastest(found: Iterable[Baseline]) -> Baseline | None:
@@ -92,137 +122,53 @@ def sizes(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-class _Pricing:
-    """Prices configurations of one kind until a time, and keeps the best of them."""
+def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
+    """Price tensor parallelism in a host, pipelines, and the rest of the devices on "dp", each with
+    the least recomputation that fits."""
+    for degrees in _grid(plan, len(find_layers(priced.pricer.blocks))):
+        for step in priced.price(configurations(plan, degrees)):
+            if step.fits:
+                break
 
-    def __init__(self, pricer: ConfigurationPricer, plan: Plan, until: float) -> None:
-        self._pricer, self._plan, self._until = pricer, plan, until
-        self._fitting: list[PricedStep] = []
-        self._others: list[PricedStep] = []
-        self._is_cut_short = False
-        self._reason = ""
-        self._layers = len(find_layers(pricer.blocks))
 
-    @property
-    def _cluster(self) -> Cluster:
-        return self._plan.cluster
+def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
+    """Yield the degrees of 3-D parallelism, with one sample per data-parallel rank."""
+    cluster, number = plan.cluster, plan.cluster.num_devices
+    host = min(each.num_devices for each in cluster.hosts)
+    for tp in reversed(sizes(host)):
+        for pp in sizes(min(num_layers, number // tp)):
+            dp = number // (tp * pp)
+            if number % (tp * pp) == 0 and tp * pp > 1 and _may_fit(plan, tp * pp, dp):
+                yield Forced(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    zero=1,
+                    num_microbatches=max(1, plan.model.global_batch // dp),
+                    sequence_parallel=True if tp > 1 else None,
+                )
 
-    def answer(self, name: str) -> Baseline:
-        priced = len(self._fitting) + len(self._others)
-        if not priced:
-            return Baseline(
-                name, reason=self._reason or "no configuration of this kind is possible"
-            )
-        best = (
-            min(self._fitting, key=lambda step: step.step_seconds)
-            if self._fitting
-            else min(self._others, key=lambda step: step.peak_bytes)
-        )
-        return Baseline(
-            name,
-            configuration_summary(best.configuration, self._layers),
-            best.step_seconds,
-            best.peak_bytes,
-            best.fits,
-            priced,
-            self._is_cut_short,
-            "" if best.fits else "none fits; this one exceeds the memory least",
-        )
 
-    def data_parallel(self, *, zero: int) -> None:
-        """All devices on one axis."""
-        number = self._cluster.num_devices
-        modes: tuple[Recompute, ...] = ("none", "full")
-        for each in sizes(self._plan.model.global_batch):
-            for mode in modes:
-                self._price(self._configuration(number, 1, 1, zero, each, mode))
+def _may_fit(plan: Plan, parts: int, dp: int) -> bool:
+    """Tell whether the states of an even part of the parameters fit a device, under ZeRO 1."""
+    model = plan.model
+    rules = policy(model.precision, model.optimizer)
+    own = state_bytes(model.num_parameters // parts, rules, 1, dp).total
+    return own * STATES_SHARE <= plan.cluster.usable_memory_bytes
 
-    def three_dimensional(self) -> None:
-        """Tensor parallelism in a host, pipelines, and the rest of the devices on "dp"."""
-        self._reason = "no degrees leave room for the states of the parameters"
-        until, self._until = self._until, self._until - (1 - GRID_SHARE) * self._left()
-        for tp, pp in self._degrees():
-            dp = self._cluster.num_devices // (tp * pp)
-            modes: tuple[Recompute, ...] = ("none", "selective", "full")
-            for mode in modes:
-                step = self._price(self._configuration(dp, tp, pp, 1, 1, mode))
-                if step is None or step.fits:
-                    break
-        self._until = until
-        for best in sorted(self._fitting, key=lambda step: step.step_seconds)[:NUM_REFINED]:
-            for other in self._refined(best.configuration):
-                self._price(other)
 
-    def _degrees(self) -> Iterator[tuple[int, int]]:
-        host = min(each.num_devices for each in self._cluster.hosts)
-        number = self._cluster.num_devices
-        for tp in reversed(sizes(host)):
-            for pp in sizes(min(self._layers, number // tp)):
-                if number % (tp * pp) == 0 and tp * pp > 1 and self._may_fit(tp, pp):
-                    yield tp, pp
-
-    def _left(self) -> float:
-        return max(0.0, self._until - time.process_time())
-
-    def _may_fit(self, tp: int, pp: int) -> bool:
-        """Tell whether the states of an even part of the parameters fit a device, under ZeRO 1."""
-        model, dp = self._plan.model, self._cluster.num_devices // (tp * pp)
-        rules = policy(model.precision, model.optimizer)
-        own = state_bytes(model.num_parameters // (tp * pp), rules, 1, dp).total
-        return own * STATES_SHARE <= self._cluster.usable_memory_bytes
-
-    def _refined(self, own: Configuration) -> Iterator[Configuration]:
-        batch = self._plan.model.global_batch
-        for factor in (1, 2, 4):
-            rows = own.microbatch_size * factor
-            if rows > batch or batch % rows:
-                continue
-            larger = replace(own, microbatch_size=rows, num_microbatches=batch // rows)
-            if factor > 1:
-                yield larger
-            per_rank = self._layers // own.pp
-            if own.pp > 1 and larger.num_microbatches % own.pp == 0:
-                for chunks in dict.fromkeys((2, per_rank // 2, per_rank)):
-                    if chunks > 1 and self._layers >= own.pp * chunks:
-                        yield replace(larger, schedule="interleaved", num_chunks=chunks)
-
-    def _configuration(
-        self, dp: int, tp: int, pp: int, zero: int, samples: int, mode: Recompute
-    ) -> Configuration | None:
-        """Return the configuration of micro-batches with ``samples`` per data-parallel rank.
-
-        None where the batch cannot be divided so."""
-        model, rows = self._plan.model, dp * samples
-        if rows > model.global_batch or model.global_batch % rows:
-            self._reason = (
-                f"a batch of {model.global_batch:,} samples cannot be divided over dp={dp:,}"
-            )
-            return None
-        return Configuration.like(
-            self._plan,
-            dp=dp,
-            tp=tp,
-            pp=pp,
-            zero=zero if dp > 1 else 0,
-            recompute=mode,
-            microbatch_size=rows,
-            num_microbatches=model.global_batch // rows,
-            sequence_parallel=True if tp > 1 else None,
-        )
-
-    def _price(self, configuration: Configuration | None) -> PricedStep | None:
-        if configuration is None:
-            return None
-        if (self._fitting or self._others) and time.process_time() > self._until:
-            self._is_cut_short = True
-            return None
-        try:
-            step = self._pricer.price(self._cluster, configuration)
-        except UsageError as error:
-            self._reason = error.what
-            return None
-        except AutoparallelError as error:
-            self._reason = f"{configuration_summary(configuration, self._layers)}: {error.what}"
-            return None
-        (self._fitting if step.fits else self._others).append(step)
-        return step
+def _refined(own: Configuration, plan: Plan, num_layers: int) -> Iterator[Configuration]:
+    """Yield a configuration with larger micro-batches, and with interleaved stages."""
+    batch = plan.model.global_batch
+    for factor in (1, 2, 4):
+        rows = own.microbatch_size * factor
+        if rows > batch or batch % rows:
+            continue
+        larger = replace(own, microbatch_size=rows, num_microbatches=batch // rows)
+        if factor > 1:
+            yield larger
+        per_rank = num_layers // own.pp
+        if own.pp > 1 and larger.num_microbatches % own.pp == 0:
+            for chunks in dict.fromkeys((2, per_rank // 2, per_rank)):
+                if chunks > 1 and num_layers >= own.pp * chunks:
+                    yield replace(larger, schedule="interleaved", num_chunks=chunks)

@@ -11,32 +11,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.analysis.baselines import NAMED
 from autoparallel.analysis.measurement import WARMUP_STEPS, Measurement, checksum, load_measurement
 from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.options.parse import did_you_mean, parse_parallel
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.request import Forced
 from autoparallel.planning.plan_files import PLAN, load_plan
 
 if TYPE_CHECKING:
     from autoparallel.cache.plan_cache import Cache
-    from autoparallel.planner.requests.request import Forced
-
-BASELINES = {
-    "ddp": {"zero": 0},
-    "fsdp": {"zero": 3},
-    "zero1": {"zero": 1},
-    "zero2": {"zero": 2},
-    "zero3": {"zero": 3},
-    "3d": {"zero": 1},
-}
-"""Names with what they set; ``tpN`` and ``ppN`` set a degree. ``3d`` needs degrees after it."""
 
 _DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
 
@@ -127,24 +118,23 @@ def baseline(word: str) -> Forced:
     (3, 8)
     """
     name, _, more = word.partition(":")
-    given = parse_parallel(more) if more else parse_parallel(None)
-    match = _DEGREE.fullmatch(name.lower())
-    if match:
-        own: dict[str, Any] = {match.group(1): int(match.group(2))}
-    elif name.lower() in BASELINES:
-        own = dict(BASELINES[name.lower()])
+    name = name.lower()
+    given = parse_parallel(more)
+    if match := _DEGREE.fullmatch(name):
+        own = parse_parallel(f"{match.group(1)}={match.group(2)}")
+    elif name in NAMED:
+        own = NAMED[name]
     else:
         raise UsageError(
             "AP353",
             f"{word!r} is neither a file nor a baseline",
-            fix=did_you_mean(name.lower(), tuple(BASELINES))
-            or f"a plan, a file of run --metrics, or {', '.join(BASELINES)}, tpN, ppN; degrees "
+            fix=did_you_mean(name, tuple(NAMED))
+            or f"a plan, a file of run --metrics, or {', '.join(NAMED)}, tpN, ppN; degrees "
             "follow a colon: 3d:tp=8,pp=4",
         )
-    if name.lower() == "3d" and not (given.tp or given.pp):
+    if name == "3d" and not (given.tp or given.pp):
         raise UsageError("AP353", "the baseline 3d needs degrees", fix="for example: 3d:tp=8,pp=4")
-    fields = {name: value for name, value in own.items() if getattr(given, name) is None}
-    return replace(given, **fields)
+    return given.over(own)
 
 
 def _file_item(word: str) -> Item:

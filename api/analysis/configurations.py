@@ -1,109 +1,134 @@
-"""A hand-written configuration as a whole plan: its layouts solved, its step and memory priced.
+"""Hand-written configurations: enumerated, priced, and as whole plans.
 
-In: a plan whose model and cluster are taken, the model's captured program, a configuration or
-degrees. Out: the plan that it describes. Where recomputation or micro-batches are left open, the
-fastest that fits is taken, of every power of two of rows per data-parallel rank with no, selective
-and full recomputation; if nothing fits, the one that needs the least.
+In: a plan whose model and cluster are taken, its captured program, degrees or configurations. Out:
+the configurations that degrees leave open (every power of two of rows per data-parallel rank, with
+no, selective and full recomputation), each with its priced step, the fastest that fits, and the
+plan that a step describes. Baselines, ``compare``, ``simulate`` and exports use the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.compute import least_seconds
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
-from autoparallel.planner.configured.configuration import (
-    Configuration,
-    ConfigurationPricer,
-    PricedStep,
-)
-from autoparallel.planner.configured.layers import find_layers
-from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import Staged
+from autoparallel.planner.configured.configuration import Configuration, find_layers
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
+from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.graph import Graph
-from autoparallel.planner.plan import ModelInfo, Plan, Prediction, Recompute, SolverInfo, StagePlan
+from autoparallel.planner.plan import ModelInfo, Plan, Prediction, Recompute
 from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.schedules.schedules import parts_of_ranks
 from autoparallel.planner.search.report_plan import model_flops
 from autoparallel.planner.summary import RankSummary, schedule_text, summary_text
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-
 
 def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
-    """Yield the configurations that degrees leave open, for the batch and cluster of a plan."""
-    total = like.cluster.num_devices
-    tp, pp, cp, ep = (getattr(degrees, name) or 1 for name in ("tp", "pp", "cp", "ep"))
-    dp = degrees.dp or max(1, total // (tp * pp * cp))
-    batch = like.model.global_batch
-    counts = [degrees.num_microbatches] if degrees.num_microbatches else _counts(batch, dp)
-    if not counts or any(batch % count or batch // count % dp for count in counts):
+    """Yield the configurations that degrees leave open, for the batch and cluster of a plan.
+
+    Raises ``UsageError`` AP124 where the batch cannot be split so.
+    """
+    model = like.model
+    own = Configuration.completed(
+        degrees,
+        like.cluster.num_devices,
+        precision=model.precision,
+        gradient_dtype=model.gradient_dtype,
+        optimizer=model.optimizer,
+        compiled=like.compiled,
+    )
+    if own.dp * own.cp == 1:  # there are no ranks to shard states over
+        own = replace(own, zero=0)
+    modes = MODES if degrees.recompute is None else (degrees.recompute,)
+    yield from divided(own, model.global_batch, modes, count=degrees.num_microbatches)
+
+
+def divided(
+    own: Configuration,
+    batch: int,
+    modes: Sequence[Recompute] = MODES,
+    *,
+    count: int | None = None,
+) -> Iterator[Configuration]:
+    """Yield a configuration with ``count`` micro-batches of a batch, or each number that gives a
+    data-parallel rank 1, 2, 4, … rows, under each of some modes of recomputation.
+
+    Raises ``UsageError`` AP124 where there is none.
+
+    >>> [each.num_microbatches for each in divided(Configuration(dp=8), 64, ("none",))]
+    [8, 4, 2, 1]
+    >>> [each.microbatch_size for each in divided(Configuration(dp=2), 6, ("none", "full"))]
+    [2, 2]
+    """
+    if count is None:
+        sizes = [own.dp << bit for bit in range(batch.bit_length())]
+    else:
+        sizes = [batch // count] if batch % count == 0 else []
+    sizes = [size for size in sizes if batch % size == 0 and size % own.dp == 0]
+    if not sizes:
         raise UsageError(
             "AP124",
-            f"a global batch of {batch} samples cannot be split over dp={dp}",
+            f"a global batch of {batch} samples cannot be split over dp={own.dp}",
             fix="degrees whose dp divides the batch, or microbatches= of a multiple of dp rows",
         )
-    for count in counts:
-        for recompute in [degrees.recompute] if degrees.recompute else RECOMPUTE:
-            yield Configuration.like(
-                like,
-                dp=dp,
-                tp=tp,
-                pp=pp,
-                cp=cp,
-                ep=ep,
-                zero=degrees.zero or 0,
-                recompute=recompute,
-                microbatch_size=batch // count,
-                num_microbatches=count,
-                schedule=degrees.schedule or "1f1b",
-                num_chunks=degrees.least_chunks,
-                offload=degrees.offload or "none",
-            )
+    for size in sizes:
+        for mode in modes:
+            yield replace(own, recompute=mode, microbatch_size=size, num_microbatches=batch // size)
 
 
-def _counts(batch: int, parts: int) -> list[int]:
-    """Numbers of micro-batches that give each data-parallel rank 1, 2, 4, … rows.
+@dataclass
+class PricedConfigurations:
+    """Configurations of one model on a cluster, priced one after another.
 
-    >>> _counts(64, 8), _counts(6, 2), _counts(6, 4)
-    ([8, 4, 2, 1], [3], [])
+    After ``until``, a time of the processor, only the first is priced; ``is_cut_short`` tells that
+    others were left out. ``error`` is of the last one that does not fit the model or the cluster.
     """
-    rows = [parts << bit for bit in range(batch.bit_length())]
-    return [batch // size for size in rows if size <= batch and batch % size == 0]
 
+    pricer: ConfigurationPricer
+    cluster: Cluster
+    until: float = inf
+    steps: list[PricedStep] = field(default_factory=list)
+    is_cut_short: bool = False
+    error: AutoparallelError | None = None
 
-def configured_plan(staged: Staged, like: Plan) -> Plan:
-    """Return a staged configuration as a plan with its prices, for the model of ``like``."""
-    found = staged.evaluation()
-    stages: tuple[StagePlan, ...] = tuple(
-        replace(stage, prediction=own)
-        for stage, own in zip(staged.plan.stages, found.stages, strict=True)
-    )
-    ratio = like.prediction.step_seconds / found.step_seconds
-    prediction = Prediction(
-        found.step_seconds,
-        found.bubble_fraction,
-        like.prediction.tokens_per_second * ratio,
-        like.prediction.model_flops_utilization * ratio,
-        found.peak_memory_bytes,
-        {},
-    )
-    return replace(
-        staged.plan,
-        model=like.model,
-        stages=stages,
-        prediction=prediction,
-        alternatives=(),
-        solver=SolverInfo(1.0, 0, {}),
-        version=like.version,
-        torch_version=like.torch_version,
-    )
+    def price(self, candidates: Iterable[Configuration]) -> Iterator[PricedStep]:
+        """Price candidates, and yield the step of each that can be priced."""
+        remaining = iter(candidates)
+        while True:
+            try:
+                candidate = next(remaining, None)
+                if candidate is None:
+                    return
+                if self.steps and time.process_time() > self.until:
+                    self.is_cut_short = True
+                    return
+                step = self.pricer.price(self.cluster, candidate)
+            except AutoparallelError as error:
+                self.error = error
+                continue
+            self.steps.append(step)
+            yield step
+
+    @property
+    def fitting(self) -> list[PricedStep]:
+        """Return the steps that fit the memory, the fastest first."""
+        fitting = (step for step in self.steps if step.fits)
+        return sorted(fitting, key=lambda step: step.step_seconds)
+
+    @property
+    def best(self) -> PricedStep:
+        """Return the fastest step that fits, or the step with the least memory."""
+        fitting = self.fitting
+        return fitting[0] if fitting else min(self.steps, key=lambda step: step.peak_bytes)
 
 
 def simulated(
@@ -117,44 +142,58 @@ def simulated(
 ) -> tuple[PricedStep, Plan]:
     """Price and simulate a configuration, and return its step and its plan.
 
-    The plan has the name, settings and sequence length of ``model``, and the step's figures; the
-    bytes of a pipeline rank are those of its first stage. Raises ``UsageError`` where the
-    configuration does not fit the model or the cluster.
+    The plan is of ``model``. Raises ``UsageError`` where the configuration does not fit the model
+    or the cluster.
     """
     configuration = with_rows(program.graph, configuration)
     check_layers(program, configuration)
     pricer = ConfigurationPricer(program.graph, program.blocks, basis, pins)
-    staged = pricer.staged(cluster, configuration)
-    priced = pricer.step(configuration, staged, staged.costs)
-    timeline = replace(priced.timeline, replicas=(configuration.mesh.size,) * configuration.pp)
-    priced = replace(priced, timeline=timeline)
-    held: list[dict[str, int]] = [{} for _ in priced.stages]
-    ranks = parts_of_ranks(configuration.schedule, configuration.pp, configuration.num_chunks)
-    for parts, own in zip(ranks, priced.memory_bytes, strict=True):
-        held[parts[0]] = {name: round(size) for name, size in own.items()}
-    peak = round(priced.peak_bytes)
-    figures = staged.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
+    priced = pricer.price(cluster, configuration)
+    replicas = (configuration.mesh.size,) * configuration.pp
+    priced = replace(priced, timeline=replace(priced.timeline, replicas=replicas))
+    return priced, described_plan(priced, program, model)
+
+
+def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan:
+    """Return the plan of a priced step, with its figures.
+
+    The bytes of a pipeline rank are those of its first stage. Of ``model`` the plan takes the name,
+    settings, fingerprint and sequence length.
+    """
+    own, timeline = step.configuration, step.timeline
+    held: list[dict[str, int]] = [{} for _ in step.stages]
+    ranks = parts_of_ranks(own.schedule, own.pp, own.num_chunks)
+    for parts, memory in zip(ranks, step.memory_bytes, strict=True):
+        held[parts[0]] = {name: round(size) for name, size in memory.items()}
+    peak = round(step.peak_bytes)
+    figures = step.staged.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
     stages = tuple(
-        replace(stage, prediction=replace(own, memory_bytes=memory))
-        for stage, own, memory in zip(priced.plan.stages, figures.stages, held, strict=True)
+        replace(stage, prediction=replace(found, memory_bytes=memory))
+        for stage, found, memory in zip(step.plan.stages, figures.stages, held, strict=True)
     )
-    rows = configuration.microbatch_size
-    graph = program.graph.with_batch_size(rows) if program.graph.batch_dims else program.graph
+    graph = program.graph
+    graph = graph.with_batch_size(own.microbatch_size) if graph.batch_dims else graph
     flops = {
-        family: configuration.num_microbatches * count
+        family: own.num_microbatches * count
         for family, count in model_flops(graph, program.blocks, rules).items()
     }
-    dtype = policy(configuration.precision, configuration.optimizer).compute_dtype
+    dtype = policy(own.precision, own.optimizer).compute_dtype
     prediction = Prediction(
         timeline.step_seconds,
         timeline.bubble_fraction,
-        priced.plan.model.global_batch * (model.seq or 1) / timeline.step_seconds,
-        least_seconds(cluster, flops, dtype) / timeline.step_seconds,
+        step.plan.model.global_batch * (model.seq or 1) / timeline.step_seconds,
+        least_seconds(step.plan.cluster, flops, dtype) / timeline.step_seconds,
         peak,
         {},
     )
-    found = replace(priced.plan.model, target=model.target, settings=model.settings, seq=model.seq)
-    return priced, replace(priced.plan, model=found, stages=stages, prediction=prediction)
+    made = step.plan.model
+    model = replace(
+        model,
+        num_parameters=made.num_parameters,
+        global_batch=made.global_batch,
+        gradient_dtype=made.gradient_dtype,
+    )
+    return replace(step.plan, model=model, stages=stages, prediction=prediction)
 
 
 def with_rows(graph: Graph, configuration: Configuration) -> Configuration:

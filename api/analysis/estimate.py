@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache as once
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
@@ -35,7 +36,7 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, priced, request_of, stamped, within_limit
-from autoparallel.planning.repeated_search import CANNOT
+from autoparallel.planning.repeated_search import RepeatedSearch
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
@@ -274,45 +275,35 @@ class _Search:
         return target, capture_target(target, options, ignore, self.cache)
 
     def __call__(self, task: tuple[str, Method]) -> Estimate:
+        """Return the estimate for a device and a way to train: the first cluster with a plan."""
         device, method = task
+        precision = self.precision(device)
+        target, program = self.program(method, precision)
+        request = request_of(program, target, self._options(precision))
         why = ""
         for cluster in clusters_of(device, self.asked.max_devices):
-            try:
-                found = self._plan(cluster, method, self.precision(device))
-            except AutoparallelError as error:
-                why = _reason(error, cluster)
-                if isinstance(error, InfeasibleError | TimeLimitError):
-                    continue
-                if isinstance(error, UsageError) and error.code in CANNOT:
-                    break
-                raise
-            return Estimate(
-                device,
-                method,
-                found,
-                "",
-                self.asked.tokens,
-                Goal(prices=self.asked.prices).dollars_per_hour(cluster),
-            )
+            runs = RepeatedSearch(partial(self._planned, target, program), self.asked.seconds)
+            found = runs.run(cluster, request)
+            if isinstance(runs.error, TimeLimitError):
+                runs = runs.anew(self.asked.seconds * MORE_SECONDS)
+                found = runs.run(cluster, request)
+            if found is not None:
+                price = Goal(prices=self.asked.prices).dollars_per_hour(cluster)
+                return Estimate(device, method, found, "", self.asked.tokens, price)
+            assert runs.error is not None
+            why = _reason(runs.error, cluster)
+            if isinstance(runs.error, UsageError):
+                break
         return Estimate(device, method, None, why, self.asked.tokens)
 
-    def _plan(self, cluster: Cluster, method: Method, precision: Precision) -> Plan:
-        """The plan on a cluster; longer where the first search had no time to find one."""
-        try:
-            return self._planned(cluster, method, precision, self.asked.seconds)
-        except TimeLimitError:
-            return self._planned(cluster, method, precision, self.asked.seconds * MORE_SECONDS)
-
     def _planned(
-        self, cluster: Cluster, method: Method, precision: Precision, seconds: float
+        self, target: Target, program: Program, cluster: Cluster, request: Request
     ) -> Plan:
-
-        target, program = self.program(method, precision)
-        check_precision(cluster, precision)
-        options = replace(self._options(precision), time_limit_seconds=seconds)
+        """Return the plan on a cluster, with its final memory."""
+        options = self._options(request.precision)
+        check_precision(cluster, request.precision)
         cluster = with_choice(cluster, options.tf32)
         graph, basis = priced(program, target, cluster, options)
-        request = request_of(program, target, options)
         coarse = replace(COARSE, tables=self.tables)
 
         def searched(request: Request) -> Plan:

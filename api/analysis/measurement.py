@@ -7,24 +7,15 @@ predicted; the checksum of the plan tells them that the plan is still the one th
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autoparallel.options.words import bytes_text, seconds_text
-from autoparallel.planner.plan import Plan
-
-if TYPE_CHECKING:
-    pass
-import hashlib
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
-
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 1
 MOST_STEPS = 1000

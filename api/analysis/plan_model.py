@@ -16,7 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from autoparallel.analysis.configurations import configurations, configured_plan
+from autoparallel.analysis.configurations import (
+    PricedConfigurations,
+    configurations,
+    described_plan,
+)
 from autoparallel.cache.captures import with_cached_memory
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.options.plan_options import PlanOptions
@@ -24,13 +28,14 @@ from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules as default_rules
 from autoparallel.planner.budget import Budget
-from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch
+from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch, stage_prices
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.intra_op.intra_op import IntraOp, Limits
 from autoparallel.planner.layout import NodeLayout
-from autoparallel.planner.plan import Mode, Plan, Recompute, StagePlan
+from autoparallel.planner.plan import Mode, Plan, StagePlan
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.branches import stage_starts
 from autoparallel.planner.pricing.choices import Restriction
@@ -38,6 +43,7 @@ from autoparallel.planner.pricing.price_cache import PriceCache
 from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.pricing.stage_model import StageModel
 from autoparallel.planner.pricing.structure import Run, Structure
+from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.search.report_plan import stage_layouts
 from autoparallel.planner.search.stage_program import assembly_of
@@ -52,8 +58,6 @@ Standing = Literal[
     "CHOSEN", "TIE", "SLOWER", "CHEAPER", "CHEAPER BUT DOES NOT FIT", "DOES NOT FIT", "NOT OFFERED"
 ]
 """TIE: within ``EQUAL`` of the plan. CHEAPER: the plan is not the best here; see ``why``."""
-
-MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 EQUAL = 1e-3
 """Steps that differ by less than this part are a tie."""
@@ -153,18 +157,7 @@ class PlanModel:
 
     def prices(self, stage: StagePlan) -> Prices:
         """Return the prices of ops on a stage's devices."""
-        plan, basis = self.plan, self.basis
-        return Prices(
-            stage.mesh,
-            plan.cluster,
-            stage.devices,
-            plan.model.precision,
-            plan.model.optimizer,
-            default_rules,
-            PriceCache(),
-            profile=basis.used,
-            assumptions=basis.assumptions,
-        )
+        return stage_prices(self.plan, stage, (), PriceCache(), basis=self.basis)
 
     def run(self, index: int) -> Run:
         """Return the blocks of a stage as a run of the structure."""
@@ -211,18 +204,26 @@ class PlanModel:
         Raises as ``configured``.
         """
         pricer = ConfigurationPricer(self.program.graph, self.program.blocks, self.basis)
-        priced = [
-            (each, configured_plan(pricer.staged(self.plan.cluster, each), self.plan))
-            for each in candidates
-        ]
-        limit = self.plan.cluster.usable_memory_bytes
-        fitting = [each for each in priced if each[1].prediction.peak_memory_bytes <= limit]
-        for own, found in sorted(fitting, key=lambda each: each[1].prediction.step_seconds):
-            kept = with_cached_memory(found, self.program, self.cache)
-            if kept.prediction.peak_memory_bytes <= limit:
-                return own, kept
-        own, found = min(priced, key=lambda each: each[1].prediction.peak_memory_bytes)
-        return own, with_cached_memory(found, self.program, self.cache)
+        priced = PricedConfigurations(pricer, self.plan.cluster)
+        if not list(priced.price(candidates)):
+            assert priced.error is not None, "there is a candidate"
+            raise priced.error
+        for step in priced.fitting:
+            found = self._described(step)
+            if found.prediction.peak_memory_bytes <= step.usable_bytes:
+                return step.configuration, found
+        least = min(priced.steps, key=lambda step: step.peak_bytes)
+        return least.configuration, self._described(least)
+
+    def _described(self, step: PricedStep) -> Plan:
+        """Return the plan of a step, with its final memory."""
+        found = replace(
+            described_plan(step, self.program, self.plan.model),
+            model=self.plan.model,
+            version=self.plan.version,
+            torch_version=self.plan.torch_version,
+        )
+        return with_cached_memory(found, self.program, self.cache)
 
 
 def load_plan_model(

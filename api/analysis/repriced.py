@@ -19,7 +19,7 @@ from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
 from autoparallel.planner import rules
-from autoparallel.planner.configured.configuration import ConfigurationPricer
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.evaluate import at_microbatch
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.layout import NodeLayout, local_shape
@@ -125,20 +125,10 @@ def stage_ops(model: PlanModel) -> list[OpWork]:
                     if name in stage.layouts
                     for each in _works(graph, name, stage.layouts[name], prices, block.name)
                 ]
-    merged: dict[tuple[object, ...], OpWork] = {}
+    merged: dict[OpWork, OpWork] = {}
     for key, works in found.items():
         for each in works:
-            same = (
-                each.name,
-                each.family,
-                each.dtype,
-                each.is_backward,
-                each.flops,
-                each.num_bytes,
-                each.seconds,
-                each.module,
-                each.shapes,
-            )
+            same = replace(each, count=0)
             before = merged[same].count if same in merged else 0
             merged[same] = replace(each, count=before + counts[key])
     return sorted(merged.values(), key=lambda each: -each.total_seconds)

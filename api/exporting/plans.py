@@ -25,13 +25,13 @@ CHECKPOINT_FORMATS = ("safetensors", "hf", "pt", "peft")
 
 WRITERS: dict[str, str] = {
     "python": "autoparallel.script.write:write_script",
-    "torchtitan": "autoparallel.systems.torchtitan:write_plan",
-    "megatron": "autoparallel.systems.megatron:write_plan",
-    "deepspeed": "autoparallel.systems.deepspeed:write_plan",
-    "accelerate": "autoparallel.systems.accelerate:write_plan",
-    "transformers": "autoparallel.systems.transformers:write_plan",
+    "torchtitan": "autoparallel.systems.torchtitan:SYSTEM",
+    "megatron": "autoparallel.systems.megatron:SYSTEM",
+    "deepspeed": "autoparallel.systems.deepspeed:SYSTEM",
+    "accelerate": "autoparallel.systems.accelerate:SYSTEM",
+    "transformers": "autoparallel.systems.accelerate:TRAINER",
 }
-"""The formats of a plan: the ``PlanWriter`` of each, as MODULE:FUNCTION, imported when used."""
+"""The formats of a plan: the ``PlanWriter`` of each, as MODULE:NAME, imported when used."""
 
 
 @dataclass(frozen=True, slots=True)

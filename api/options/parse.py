@@ -15,6 +15,7 @@ from autoparallel.cost_model.cluster.given_text import shortened, whole_number
 from autoparallel.cost_model.simulator.consistency import CONSISTENCIES
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Offload
+from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
 from autoparallel.planner.requests.request import ALL_REDUCES, FORCED_SCHEDULES, Forced
 
@@ -36,29 +37,14 @@ Texts = str | Sequence[str] | None
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
-DEGREES = (
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
-    "zero",
-    "recompute",
-    "schedule",
-    "microbatches",
-    "chunks",
-    "slices",
-    "allreduce",
-    "gradients",
-    "offload",
-    "servers",
-    "consistency",
-    "staleness",
-    "place",
-)
-"""What ``--parallel`` can force."""
+FIELDS = {
+    name.removeprefix("num_"): name
+    for name in Forced.__dataclass_fields__
+    if name != "sequence_parallel"
+}
+"""Fields of forced choices by their names in ``--parallel``."""
 
-RECOMPUTE = ("none", "selective", "full")
+DEGREES = tuple(FIELDS)
 
 
 def parse_size(text: str) -> int:
@@ -132,14 +118,12 @@ def parse_parallel(text: str | None) -> Forced:
         if name in forced:
             raise _bad_parallel(f"{name!r} is given twice", text)
         forced[name] = _parallel_value(name, value, text)
-    if "microbatches" in forced:
-        forced["num_microbatches"] = forced.pop("microbatches")
-    return Forced(**forced)
+    return Forced(**{FIELDS[name]: value for name, value in forced.items()})
 
 
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     choices = {
-        "recompute": RECOMPUTE,
+        "recompute": MODES,
         "schedule": FORCED_SCHEDULES,
         "allreduce": ALL_REDUCES,
         "gradients": ("backward", "priority"),

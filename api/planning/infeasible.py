@@ -125,8 +125,7 @@ def _binding(plan: Plan) -> str:
 
 def _choices(request: Request) -> str:
     """Yield the fixed choices that may make a plan impossible."""
-    forced = {name: getattr(request.forced, name) for name in Forced.__dataclass_fields__}
-    said = [f"{name}={value}" for name, value in forced.items() if value is not None]
+    said = [f"{name}={value}" for name, value in request.forced.decided.items()]
     if request.microbatch_size is not None:
         said.append(f"micro-batches of {request.microbatch_size} samples a rank")
     said += [f"--pin {pin}" for pin in request.pins]

@@ -2,18 +2,20 @@
 
 In: what ``find_plan.plan`` takes; the request's goal. Out: the plan, which says what was tried.
 
-``cost`` and ``devices`` plan for parts of the cluster (``sub_clusters``). ``memory`` plans with
-lower and lower limits, halving between what fits and what does not. Each search has an equal
-share of the time limit that is left. A deadline counts for every objective.
+``cost`` and ``devices`` plan for parts of the cluster (``sub_clusters``): some of its hosts, whole,
+or some devices of a host, of which like ones count once. ``memory`` plans with lower and lower
+limits, halving between what fits and what does not. Each search has an equal share of the time
+limit that is left. A deadline counts for every objective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, product
 from typing import Any
 
-from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.cluster import Cluster, Host
 from autoparallel.planner.batch import BATCH_NORMS
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.find_plan import SearchMethod, plan
@@ -26,7 +28,6 @@ from autoparallel.planner.search.workers import serial_workers
 from autoparallel.planning.infeasible import with_nearest_change
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 from autoparallel.planning.search_worker import two_processes
-from autoparallel.planning.sub_clusters import sub_clusters
 
 LINEAR = 16
 """Up to so many parts are tried one by one; of more, the fewest that do are found by halving."""
@@ -36,6 +37,12 @@ TOLERANCE = 0.01
 
 MOST_LIMITS = 12
 """Limits of memory that are tried."""
+
+MOST_COUNTED = 8
+"""Of up to so many like hosts, or devices of a host, every number is tried; then doublings."""
+
+MOST_PARTS = 256
+"""Parts of a cluster of many kinds of hosts, the smallest first."""
 
 
 def plan_for(
@@ -286,3 +293,87 @@ def first_meeting(below: int, meeting: int, meets: Callable[[int], bool]) -> int
         else:
             below = middle
     return meeting
+
+
+def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The parts of a cluster by number of devices, the whole cluster last.
+
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
+    >>> [part.num_devices for part in sub_clusters(parse_cluster("2x4xH100"))]
+    [1, 2, 3, 4, 8]
+    >>> [part.name for part in sub_clusters(parse_cluster("1xV100+2x1xH100"))][:4]
+    ['1xH100', '1xV100-16GB', '2x1xH100', '1xV100-16GB+1xH100']
+    """
+    kinds = _kinds(cluster)
+    whole = [
+        tuple(chain.from_iterable(own[:count] for own, count in zip(kinds, counts, strict=True)))
+        for counts in product(*((0, *counted(len(own))) for own in kinds))
+        if any(counts)
+    ]
+    cut = [
+        (cluster.hosts[own[0]].part(count),)
+        for own in kinds
+        for count in counted(cluster.hosts[own[0]].num_devices)[:-1]
+    ]
+    parts = [_part(cluster, hosts) for hosts in cut]
+    for numbers in whole:
+        if len(numbers) < len(cluster.hosts):
+            parts.append(_part(cluster, tuple(cluster.hosts[n] for n in sorted(numbers))))
+    ordered = sorted(parts, key=lambda part: part.num_devices)
+    return (*ordered[:MOST_PARTS], cluster)
+
+
+def first_hosts(cluster: Cluster, number: int) -> Cluster:
+    """The part of a cluster that its first hosts are.
+
+    >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
+    >>> first_hosts(parse_cluster("4x8xH100"), 3).name
+    '3x8xH100'
+    """
+    if number == len(cluster.hosts):
+        return cluster
+    return _part(cluster, cluster.hosts[:number])
+
+
+def counted(number: int) -> tuple[int, ...]:
+    """The numbers of ``number`` like things to try.
+
+    >>> counted(3), counted(48)
+    ((1, 2, 3), (1, 2, 4, 8, 16, 32, 48))
+    """
+    if number <= MOST_COUNTED:
+        return tuple(range(1, number + 1))
+    return (*(1 << bit for bit in range(number.bit_length()) if 1 << bit < number), number)
+
+
+def _kinds(cluster: Cluster) -> list[list[int]]:
+    """Group the hosts that are alike, in the cluster's order."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, host in enumerate(cluster.hosts):
+        device = host.device
+        key = (
+            device.speed,
+            device.usable_memory_bytes,
+            device.dollars_per_hour,
+            host.num_devices,
+            host.link,
+            host.wires,
+            host.detour,
+        )
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+def _part(cluster: Cluster, hosts: tuple[Host, ...]) -> Cluster:
+    racks = {host.rack for host in hosts}
+    return Cluster(
+        _name(hosts), hosts, cluster.inter_link, cluster.rack_link if len(racks) > 1 else None
+    )
+
+
+def _name(hosts: Sequence[Host]) -> str:
+    parts = []
+    for name, run in groupby(hosts, key=lambda host: f"{host.num_devices}x{host.device.name}"):
+        count = len(list(run))
+        parts.append(f"{count}x{name}" if count > 1 else name)
+    return "+".join(parts)

@@ -1,12 +1,14 @@
 """From a captured program, a cluster and options to a plan: prices, request, search.
 
 ``profiling.measured_plan.make_plan`` plans a target: it captures, measures, and searches by this.
+Targets and options that parameter servers cannot run are planned without, or refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -20,10 +22,11 @@ from autoparallel.cost_model.cluster.shorthand import resolve_cluster
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import Observe, ignore
+from autoparallel.options.run_options import RunOptions
 from autoparallel.passes.memory.stage_memory import check_host_memory
 from autoparallel.passes.programs.program import Program
 from autoparallel.placers.placement import learned_pipelines
-from autoparallel.planner.errors import InfeasibleError, UsageError
+from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.plan import Plan
@@ -32,8 +35,8 @@ from autoparallel.planner.pricing.whole_block import whole_blocks
 from autoparallel.planner.requests.request import Request
 from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
-from autoparallel.planning.served_planning import can_be_served
 from autoparallel.runtime.profile.ops import own_name
+from autoparallel.runtime.servers.server import served_optimizer
 from autoparallel.target.target import Target
 
 MOST_REPEATS = 4
@@ -146,31 +149,20 @@ def own_update(target: Target) -> str:
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
-    """The options as the planner takes them."""
+    """Return the options as the planner takes them, those of its own names unchanged."""
+    asked = {each.name for each in fields(Request)} & {each.name for each in fields(PlanOptions)}
+    given: dict[str, Any] = {name: getattr(options, name) for name in asked} | {
+        "seq": options.seq if options.seq is not None else captured_seq(program),
+        "float32_ops": "autocast" if options.autocasts else "none",
+    }
     return Request(
-        global_batch=options.global_batch,
-        seq=options.seq if options.seq is not None else captured_seq(program),
-        precision=options.precision,
-        float32_ops="autocast" if options.autocasts else "none",
-        gradient_dtype=options.gradient_dtype,
-        optimizer=options.optimizer,
+        **given,
         offload=options.forced.offload or "none",
-        memory_limit_bytes=options.memory_limit_bytes,
         microbatch_size=options.micro_batch,
-        forced=options.forced,
-        pins=options.pins,
-        stage_at=options.stage_at,
-        max_tp=options.max_tp,
-        features=options.features,
-        goal=options.goal,
-        gap=options.gap,
-        tolerance=options.tolerance,
-        time_limit_seconds=options.time_limit_seconds,
         top=options.num_candidates,
         target=target.name,
         settings=target.settings,
         placer=learned_pipelines if options.search == "rl" else None,
-        solver=options.solver,
     )
 
 
@@ -190,3 +182,55 @@ def find_cluster(text: str) -> Cluster:
         raise UsageError(
             "AP115", f"--cluster: {error.what}", where=error.where, fix=error.fix
         ) from error
+
+
+def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
+    """Return whether parameter servers can run the target: it has no scheduler, and an optimizer
+    that steps each element by itself.
+
+    Its ``build_optimizer`` is called with parameters that have no memory.
+    """
+    if target.build_scheduler is not None or any(h.device.kind != "cpu" for h in cluster.hosts):
+        return False
+    if target.build_optimizer is None:
+        return True
+
+    trained = [node for node in program.graph.parameters if node.spec.requires_grad]
+    shapes = {node.name: torch.Size(node.spec.shape) for node in trained}
+    slices = {name: [torch.nn.Parameter(torch.zeros(0))] for name in shapes}
+    try:
+        served_optimizer(slices, shapes, target.build_optimizer, name="")
+    except AutoparallelError:
+        return False
+    return True
+
+
+def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str]:
+    """List in words the options of a run that parameter servers cannot do."""
+    wrong = {
+        "clipping by norm or value": options.clip_norm or options.clip_value,
+        "accumulation": options.accumulate > 1,
+        "a loss scale": options.loss_scale is not None,
+        "--on-nan": options.on_nan != "ignore",
+        "--save": asked.get("saving") is not None,
+        "--resume": asked.get("resume") is not None,
+        "hosts that come and go": options.elastic is not None,
+    }
+    return [name for name, is_asked in wrong.items() if is_asked]
+
+
+def check_served_run(
+    plan: Plan, options: RunOptions, asked: Mapping[str, Any], target: Target
+) -> None:
+    """Raise UsageError AP959 for the first option that a plan's parameter servers cannot run."""
+    if plan.servers is None:
+        return
+    wrong = what_servers_lack(options, asked)
+    wrong += ["build_scheduler"] if target.build_scheduler is not None else []
+    if wrong:
+        raise UsageError(
+            "AP959",
+            f"a run with parameter servers cannot have {wrong[0]}",
+            why="updates are made by the servers, each of its own part of the weights",
+            fix="remove it, or plan without servers",
+        )

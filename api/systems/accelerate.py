@@ -1,23 +1,30 @@
-"""Hugging Face Accelerate: a YAML file for ``accelerate launch --config_file``.
+"""Hugging Face Accelerate, and the Trainer of transformers, which uses it.
+
+Of Accelerate: a YAML file for ``accelerate launch --config_file``.
 
 The names are of release 1.15. Source: ``accelerate/commands/config/config_args.py`` and
 ``accelerate/parallelism_config.py`` of that release. ZeRO 3 is FSDP 2; ZeRO 1 and 2, and offloaded
 optimizer states, are DeepSpeed's; tensor and context parallelism need FSDP 2.
+
+Of the Trainer: keywords of ``TrainingArguments`` as JSON, which
+``HfArgumentParser.parse_json_file`` reads. The names are of release 5.23. Source:
+``transformers/training_args.py`` of that release. Tensor and context parallelism come with
+Accelerate's file, with which the script is then started.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from autoparallel.exporting.plans import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.systems.deepspeed import CHECKPOINTING, WITHOUT_PIPELINE
+from autoparallel.systems.deepspeed import config as deepspeed_config
 from autoparallel.systems.features import FEATURES
-from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
+from autoparallel.systems.system import RECIPE, Deviation, Files, System, WriterInput
 
 CONFIG = "accelerate.yaml"
 
@@ -35,7 +42,6 @@ LIMITS = {
     "compute-gradients": "gradients reduced in float32 by FSDP; by DeepSpeed as its own "
     "configuration says",
     "lora": "what the model's code trains: adapt it with peft",
-    "fp64": "fp32",
     "adam": "the optimizer of your script",
     "sgd": "the optimizer of your script",
     "sgd-momentum": "the optimizer of your script",
@@ -243,7 +249,75 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 SYSTEM = System("Accelerate", "1.15", LIMITS, write, to_supported, lacks=("ep", "pp"))
-write_plan = functools.partial(write_for, SYSTEM)
-"""Writer of ``--to accelerate``."""
 
-assert set(LIMITS) <= set(FEATURES)
+ARGUMENTS = "training_arguments.json"
+
+TRAINER_LIMITS = {
+    **{name: text for name, text in LIMITS.items() if name not in ("sgd", "sgd-momentum")},
+    "adam": "AdamW, the same without weight decay",
+    "compute-gradients": "gradients reduced in float32, but by DeepSpeed as its section says",
+    "fp8": "bf16",
+}
+
+
+def write_arguments(job: WriterInput) -> Files:
+    """Return the files of a job."""
+    own = job.configuration
+    texts = {ARGUMENTS: json.dumps(arguments(job), indent=2) + "\n"}
+    start = torchrun(job.plan.cluster)
+    if backend_of(own) == "fsdp" and own.tp * own.cp > 1:
+        texts[CONFIG] = yaml_text(launch_config(job))
+        start = launcher(job)
+    notes = [
+        "in train.py: HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[1])",
+        *(note for note in backend_notes(own) if note != CHECKPOINTING),
+        RECIPE,
+    ]
+    return Files(
+        texts,
+        f"{start} train.py {job.folder / ARGUMENTS}",
+        tuple(backend_lost(own)),
+        tuple(notes),
+    )
+
+
+def to_trainer(own: Configuration) -> Configuration:
+    """Change a configuration to options that the Trainer can run, and keep its degrees."""
+    if own.precision == "fp8":
+        own = replace(own, precision="bf16")
+    return to_supported(own)
+
+
+def arguments(job: WriterInput) -> dict[str, Any]:
+    """Return the keywords of ``TrainingArguments``."""
+    own, backend = job.configuration, backend_of(job.configuration)
+    found: dict[str, Any] = {
+        "output_dir": "run",
+        "per_device_train_batch_size": own.rank_rows,
+        "gradient_accumulation_steps": own.num_microbatches,
+        "bf16": own.precision == "bf16",
+        "fp16": own.precision == "fp16",
+        "optim": "sgd" if own.optimizer.startswith("sgd") else "adamw_torch",
+        "torch_compile": own.compiled,
+    }
+    if own.optimizer == "sgd-momentum":
+        found["optim_args"] = "momentum=0.9"
+    if backend == "deepspeed":
+        found["deepspeed"] = deepspeed_config(own, job.plan.model.global_batch)
+        del found["deepspeed"]["optimizer"]  # the Trainer makes it, with its learning rate
+    if backend == "fsdp":
+        settings = fsdp(own)
+        settings["cpu_offload"] = settings.pop("offload_params")
+        found |= {"fsdp": True, "fsdp_config": settings}
+        if accumulates_sharded(own):
+            found["accelerator_config"] = {
+                "gradient_accumulation_kwargs": {"sync_each_batch": True}
+            }
+    elif own.recompute != "none":
+        found["gradient_checkpointing"] = True
+    return found
+
+
+TRAINER = System(
+    "transformers Trainer", "5.23", TRAINER_LIMITS, write_arguments, to_trainer, lacks=("ep", "pp")
+)

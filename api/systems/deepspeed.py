@@ -7,7 +7,6 @@ has them.
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.catalogue import SCHEDULES
-from autoparallel.systems.features import FEATURES
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput, write_for
+from autoparallel.systems.system import ONE_CHAIN, RECIPE, Files, System, WriterInput
 
 CONFIG = "ds_config.json"
 
 WITHOUT_PIPELINE = {
+    **ONE_CHAIN,
     "pp": "data parallelism over the same devices; a pipeline is written in the model's code",
     **{
         name: "no schedule: it has no pipeline"
@@ -36,10 +35,6 @@ WITHOUT_PIPELINE = {
     "mixed-stages": "one mesh of all devices",
     "branches": "one mesh of all devices",
     "mixed-zero": "one ZeRO stage",
-    "uneven-shares": "equal shares: the step waits for the slowest device",
-    "gradient-sums": "what NCCL chooses",
-    "gradient-order": "sums as the backward makes gradients",
-    "servers": "data parallelism without servers",
 }
 """Replacements by a system without pipelines."""
 
@@ -55,7 +50,6 @@ LIMITS = {
     "device-order": "ranks in the order data, tensor",
     "lora": "what the model's code trains: adapt it with peft before deepspeed.initialize",
     "fp8": "bf16",
-    "fp64": "fp32",
     "compile": "engine.compile() in your script",
 }
 
@@ -137,7 +131,3 @@ def optimizer(own: Configuration) -> dict[str, Any]:
 
 
 SYSTEM = System("DeepSpeed", "0.19", LIMITS, write, to_supported, lacks=("cp", "pp"))
-write_plan = functools.partial(write_for, SYSTEM)
-"""Writer of ``--to deepspeed``."""
-
-assert set(LIMITS) <= set(FEATURES)

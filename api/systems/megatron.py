@@ -6,15 +6,20 @@ The names are of core_v0.19.0. Source: ``megatron/training/arguments.py`` and
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.systems.features import FEATURES
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
-from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput, stage_layers, write_for
+from autoparallel.systems.system import (
+    PIPELINES,
+    RECIPE,
+    Deviation,
+    Files,
+    System,
+    WriterInput,
+    stage_layers,
+)
 
 ARGUMENTS, SCRIPT = "args.txt", "train.sh"
 SCHEDULES = ("1f1b", "interleaved")
@@ -25,6 +30,7 @@ Arguments = list[tuple[str, ...]]
 """Names of arguments, each with its value if it takes one."""
 
 LIMITS = {
+    **PIPELINES,
     "gpipe": "1F1B",
     "eager-1f1b": "1F1B",
     "zb-h1": "1F1B, interleaved where there are several stages per rank",
@@ -32,26 +38,10 @@ LIMITS = {
     "bfs": "interleaved 1F1B",
     "zbv": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
     "dualpipev": "interleaved 1F1B: stage s is on rank s mod pp, not in a V",
-    "chimera": "1F1B: it holds no stage twice",
-    "terapipe": "1F1B of whole sequences",
-    "pipedream": "1F1B with one update a step",
-    "pipedream-2bw": "1F1B with one update a step",
-    "ampnet": "1F1B with one update a step",
-    "mixed-stages": "one mesh for all stages",
-    "branches": "one chain of stages, each on devices of its own",
-    "mixed-zero": "the highest of them for all stages",
     "selective": "recomputation of its norms (recompute-modules layernorm), which keeps more than "
     "the plan's and is priced as if nothing were recomputed; where that does not fit, full "
     "recomputation",
-    "weight-layouts": "whole weights, or its own column and row splits over tp; embeddings by "
-    "vocabulary",
-    "uneven-shares": "equal shares: the step waits for the slowest device",
-    "gradient-sums": "what NCCL chooses",
-    "gradient-order": "sums as the backward makes gradients",
-    "servers": "data parallelism without servers",
     "device-order": "ranks in the order tensor, context, expert, data, pipeline",
-    "lora": "all weights are trained",
-    "fp64": "fp32",
     "adam": "Adam with decoupled weight decay (AdamW), the same without weight decay",
     "compile": "its own fused kernels",
 }
@@ -303,7 +293,3 @@ mapfile -t arguments < "$folder/{ARGUMENTS}"
 SYSTEM = System(
     "Megatron-LM", "core_v0.19.0", LIMITS, write, to_supported, builds_model=True, selects_less=True
 )
-write_plan = functools.partial(write_for, SYSTEM)
-"""Writer of ``--to megatron``."""
-
-assert set(LIMITS) <= set(FEATURES)

@@ -7,25 +7,62 @@ plan's model can be loaded, the price of the configuration.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
+from autoparallel.analysis.configurations import configuration_summary, divided
+from autoparallel.analysis.plan_model import load_plan_model
+from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.exporting.plans import WrittenPlan
-from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.configured.layers import even_layers
-from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Plan, Recompute
+from autoparallel.options.progress import progress
+from autoparallel.options.words import bytes_text, seconds_text
+from autoparallel.planner.configured.configuration import Configuration, even_layers
+from autoparallel.planner.errors import AutoparallelError, UsageError
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.features import MODES
+from autoparallel.planner.schedules.catalogue import SCHEDULES
+from autoparallel.planner.summary import plan_summary
+from autoparallel.report.comparison import change_text
 from autoparallel.systems.degrees import configuration_of, layers_of
-from autoparallel.systems.features import Feature, features_of
+from autoparallel.systems.features import FEATURES, Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
-from autoparallel.systems.priced import PricedConfig, price
-from autoparallel.systems.report import Deviation, report_text
 
 DIFFERENCES = "differences.txt"
 """File of the report."""
+
+WIDTH = 80
+"""Columns of the report."""
+
+ONE_CHAIN = {
+    "uneven-shares": "equal shares: the step waits for the slowest device",
+    "gradient-sums": "what NCCL chooses",
+    "gradient-order": "sums as the backward makes gradients",
+    "servers": "data parallelism without servers",
+    "fp64": "fp32",
+}
+"""Replacements by every system: it trains one chain of stages, by NCCL."""
+
+PIPELINES = {
+    **ONE_CHAIN,
+    "chimera": "1F1B: it holds no stage twice",
+    "terapipe": "1F1B of whole sequences",
+    **{
+        name: "1F1B with one update a step"
+        for name, each in SCHEDULES.items()
+        if each.family == "asynchronous"
+    },
+    "mixed-stages": "one mesh for all stages",
+    "branches": "one chain of stages, each on devices of its own",
+    "mixed-zero": "the highest of them for all stages",
+    "weight-layouts": "whole weights, or its own column and row splits over tp; embeddings by "
+    "vocabulary",
+    "lora": "all weights are trained",
+}
+"""Replacements by systems with pipelines."""
 
 RECIPE = (
     "learning rate, weight decay, clipping and steps are no part of a plan: the defaults of the "
@@ -33,7 +70,24 @@ RECIPE = (
 )
 """Note of every system."""
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Property of a plan, and its replacement in the written configuration."""
+
+    plan: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
+class PricedConfig:
+    """Configuration with its price. ``reason`` says why there is none, "" otherwise."""
+
+    configuration: Configuration
+    step_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,47 +149,50 @@ class System:
     builds_model: bool = False
     selects_less: bool = False
 
+    def __post_init__(self) -> None:
+        assert set(self.limits) <= set(FEATURES), "limits are features"
 
-def write_for(
-    system: System, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
-) -> WrittenPlan:
-    """Write the nearest configuration of ``system`` into ``folder``.
+    def __call__(
+        self, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
+    ) -> WrittenPlan:
+        """Write the nearest configuration into ``folder``.
 
-    Raises UsageError AP364 if the batch cannot be split over the devices without degrees that the
-    system lacks, AP365 for a plan of CPUs.
-    """
-    if any(host.device.kind == "cpu" for host in plan.cluster.hosts):
-        raise UsageError(
-            "AP365",
-            f"a plan for CPUs cannot be exported to {system.title}",
-            why="on CPUs none of these systems runs, or it trains by DDP whatever it is told",
-            where=f"the plan's cluster, {plan.cluster.name}",
-            fix="plan for GPUs: --cluster 8xH100; autoparallel run trains on CPUs",
+        Raises UsageError AP364 if the batch cannot be split over the devices without degrees that
+        the system lacks, AP365 for a plan of CPUs.
+        """
+        if any(host.device.kind == "cpu" for host in plan.cluster.hosts):
+            raise UsageError(
+                "AP365",
+                f"a plan for CPUs cannot be exported to {self.title}",
+                why="on CPUs none of these systems runs, or it trains by DDP whatever it is told",
+                where=f"the plan's cluster, {plan.cluster.name}",
+                fix="plan for GPUs: --cluster 8xH100; autoparallel run trains on CPUs",
+            )
+        candidates = list(candidates_of(self, plan))
+        if self.builds_model and "lora" in plan.model.settings:
+            why = "it trains all weights, the plan adapters alone"
+            cost = PricedConfig(candidates[0], reason=why)
+        else:
+            cost = price(plan, plan_path, candidates, trust=trust)
+        planned, chosen = configuration_of(plan), cost.configuration
+        if planned.recompute == "selective" and chosen.recompute == "none" and self.selects_less:
+            cost = replace(cost, configuration=replace(chosen, recompute="selective"))
+        config, why_none = read_config(plan) if self.builds_model else (None, "")
+        files = self.write(WriterInput(plan, cost.configuration, config, place))
+        lost = (
+            *differences(self, features_of(plan)),
+            *_more_recompute(self, planned, chosen),
+            *files.lost,
         )
-    candidates = list(candidates_of(system, plan))
-    if system.builds_model and "lora" in plan.model.settings:
-        cost = PricedConfig(candidates[0], reason="it trains all weights, the plan adapters alone")
-    else:
-        cost = price(plan, plan_path, candidates, trust=trust)
-    planned, chosen = configuration_of(plan), cost.configuration
-    if planned.recompute == "selective" and chosen.recompute == "none" and system.selects_less:
-        cost = replace(cost, configuration=replace(chosen, recompute="selective"))
-    config, why_none = read_config(plan) if system.builds_model else (None, "")
-    files = system.write(WriterInput(plan, cost.configuration, config, place))
-    lost = (
-        *differences(system, features_of(plan)),
-        *_more_recompute(system, planned, chosen),
-        *files.lost,
-    )
-    unknown = f"the sizes of the model are left to you: {why_none}"
-    notes = (*([unknown] if why_none else []), *files.notes)
-    report = report_text(f"{system.title} ({system.version})", plan, cost, lost, notes)
-    for name, text in files.texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    (folder / DIFFERENCES).write_text(report + "\n", encoding="utf-8")
-    return WrittenPlan(
-        (*files.texts, DIFFERENCES), files.start, report, _facts(system, cost, lost, notes)
-    )
+        unknown = f"the sizes of the model are left to you: {why_none}"
+        notes = (*([unknown] if why_none else []), *files.notes)
+        report = report_text(f"{self.title} ({self.version})", plan, cost, lost, notes)
+        for name, text in files.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / DIFFERENCES).write_text(report + "\n", encoding="utf-8")
+        return WrittenPlan(
+            (*files.texts, DIFFERENCES), files.start, report, _facts(self, cost, lost, notes)
+        )
 
 
 def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviation]:
@@ -180,23 +237,10 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
             yield whole
         return
     folded = _fold_degrees(own, system, plan.model.global_batch)
-    parts, batch = folded.dp, plan.model.global_batch
-    rows = [parts << bit for bit in range(batch.bit_length())]
-    sizes = [size for size in rows if size <= batch and batch % size == 0]
     for zero in dict.fromkeys((3, max(own.zero, 1))):
-        for recompute in reversed(RECOMPUTE):
-            for size in sizes:
-                yield system.settle(
-                    replace(
-                        folded,
-                        zero=zero,
-                        recompute=recompute,
-                        microbatch_size=size,
-                        num_microbatches=batch // size,
-                        recompute_share=1.0,
-                        recomputes_ends=False,
-                    )
-                )
+        every = replace(folded, zero=zero, recompute_share=1.0, recomputes_ends=False)
+        for each in divided(every, plan.model.global_batch, MODES[::-1]):
+            yield system.settle(each)
 
 
 def _fold_degrees(own: Configuration, system: System, batch: int) -> Configuration:
@@ -237,6 +281,25 @@ def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
     return even_layers(num_layers, own.num_stages)
 
 
+def price(
+    plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
+) -> PricedConfig:
+    """Price candidates by the plan's model and return the best; the first without a price if the
+    model's code is untrusted or missing."""
+    try:
+        with plan_cache() as cache, progress() as observe:
+            model = load_plan_model(
+                plan, str(plan_path), trust=trust, cache=cache.values, observe=observe
+            )
+            observe("prices", 0, 0)
+            chosen, found = model.best_configuration(candidates)
+    except AutoparallelError as error:
+        return PricedConfig(candidates[0], reason=f"{error.what} ({error.code})")
+    peak = found.prediction.peak_memory_bytes
+    fits = peak <= plan.cluster.usable_memory_bytes
+    return PricedConfig(chosen, found.prediction.step_seconds, peak, fits)
+
+
 DEGREES = ("dp", "tp", "cp", "ep", "pp")
 
 
@@ -260,3 +323,50 @@ def _facts(
         "differences": [asdict(each) for each in lost],
         "notes": list(notes),
     }
+
+
+def report_text(
+    system: str,
+    plan: Plan,
+    cost: PricedConfig,
+    lost: Sequence[Deviation],
+    notes: Sequence[str],
+) -> str:
+    """Write both configurations with their prices, the losses, and notes for the user."""
+    num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
+    lines = [f"{system}: {configuration_summary(cost.configuration, num_layers)}"]
+    lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
+    if lost:
+        lines.append("What it cannot express")
+        for each in lost:
+            lines += [f"- plan: {each.plan}", f"  here: {each.here}"]
+    else:
+        lines.append("It expresses the plan.")
+    if notes:
+        lines += ["", "To know", *(f"- {note}" for note in notes)]
+    return "\n".join(_wrap(lines))
+
+
+def price_lines(plan: Plan, cost: PricedConfig) -> Iterator[str]:
+    """Yield the configuration's price beside the plan's, or the reason why it is unknown."""
+    limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
+    own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
+    if cost.step_seconds is None or cost.peak_memory_bytes is None:
+        yield f"predicted: the plan {own}; this configuration is not priced: {cost.reason}"
+        return
+    yield (
+        f"predicted: this configuration {seconds_text(cost.step_seconds)} a step "
+        f"({change_text(cost.step_seconds / step - 1)}), {bytes_text(cost.peak_memory_bytes)} of "
+        f"{bytes_text(limit)}; the plan {own}"
+    )
+    if not cost.fits:
+        yield "DOES NOT FIT: no configuration that this system has was found to fit"
+
+
+def _wrap(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        lead = "  " if line.startswith(("- ", "  ")) else "    "
+        indent = lead + ("      " if line.startswith(("- plan:", "  here:")) else "")
+        yield from textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]

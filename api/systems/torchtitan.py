@@ -7,7 +7,6 @@ functions). Source: ``torchtitan/config/job_config.py`` and
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,10 +17,16 @@ from autoparallel.exporting.plans import torchrun
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.schedules.schedules import build_schedule
-from autoparallel.systems.features import FEATURES
 from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
-from autoparallel.systems.report import Deviation
-from autoparallel.systems.system import RECIPE, Files, System, WriterInput, stage_layers, write_for
+from autoparallel.systems.system import (
+    PIPELINES,
+    RECIPE,
+    Deviation,
+    Files,
+    System,
+    WriterInput,
+    stage_layers,
+)
 
 SCHEDULES = {
     "1f1b": "1F1B",
@@ -42,33 +47,18 @@ PRECISIONS: dict[Precision, Precision] = {"fp16": "bf16", "fp64": "fp32"}
 TOML, TABLE, MODEL = "train.toml", "schedule.csv", "planned_model.py"
 
 LIMITS = {
-    "chimera": "1F1B: it holds no stage twice",
-    "terapipe": "1F1B of whole sequences",
-    "pipedream": "1F1B with one update a step",
-    "pipedream-2bw": "1F1B with one update a step",
-    "ampnet": "1F1B with one update a step",
-    "mixed-stages": "one mesh for all stages",
-    "branches": "one chain of stages, each on devices of its own",
+    **PIPELINES,
     "zero1": "FSDP that keeps parameters gathered between forward and backward; without a "
     "pipeline it sums gradients after every micro-batch",
     "zero2": "FSDP that keeps parameters gathered between forward and backward; beside a pipeline "
     "gradients are whole until the last micro-batch",
-    "mixed-zero": "the highest of them for all stages",
     "selective": "its own list of ops whose results are kept (selective_ac_option = op), which is "
     "longer than the plan's and priced as if nothing were recomputed; where that does not fit, "
     "full recomputation",
     "offload": "enable_cpu_offload, which offloads parameters and gradients too",
-    "weight-layouts": "whole weights, or its own column and row splits over tp; embeddings by "
-    "vocabulary",
-    "uneven-shares": "equal shares: the step waits for the slowest device",
-    "gradient-sums": "what NCCL chooses",
-    "gradient-order": "sums as the backward makes gradients",
     "compute-gradients": "gradients reduced in float32",
-    "servers": "data parallelism without servers",
     "device-order": "ranks in the order pipeline, data, context, tensor",
-    "lora": "all weights are trained",
     "fp16": "bf16",
-    "fp64": "fp32",
     "sgd": "AdamW",
     "sgd-momentum": "AdamW",
 }
@@ -348,7 +338,3 @@ def _toml(sections: Mapping[str, Mapping[str, object]], own: Configuration) -> s
 SYSTEM = System(
     "torchtitan", "0.2.2", LIMITS, write, to_supported, builds_model=True, selects_less=True
 )
-write_plan = functools.partial(write_for, SYSTEM)
-"""Writer of ``--to torchtitan``."""
-
-assert set(LIMITS) <= set(FEATURES)

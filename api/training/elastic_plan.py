@@ -18,8 +18,8 @@ from autoparallel.options.progress import Observe
 from autoparallel.planner.errors import AutoparallelError, WorkerError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planning.objectives import first_hosts
 from autoparallel.planning.plan_files import load_plan, save_plan
-from autoparallel.planning.sub_clusters import first_hosts
 from autoparallel.profiling.measured_plan import plan_on
 from autoparallel.runtime.launch.membership import num_processes
 from autoparallel.runtime.launch.process import Worker

@@ -34,8 +34,8 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.parameter_servers import describe_servers
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planning.capture import capture_program, record_target
+from autoparallel.planning.plan import check_served_run
 from autoparallel.planning.plan_files import PLAN, batch_seq, load_job, save_plan
-from autoparallel.planning.served_planning import check_served_run
 from autoparallel.planning.tf32 import set_as_planned
 from autoparallel.runtime.checkpoint.writer_claim import claim_folder
 from autoparallel.runtime.launch.membership import join_as

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoparallel.planner.configured.layers import find_equal
+from autoparallel.planner.configured.configuration import find_equal
 from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, map_refs
 
 FEWEST_LAYERS = 3

@@ -6,13 +6,13 @@ Models are captured with a few layers; ``depth`` then repeats one of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoparallel.cost_model.cluster.cluster import ClusterError
 from autoparallel.cost_model.collectives.collectives import group_of
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.configured.configuration import ConfigurationPricer, PricedStep
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.pricing.basis import Basis, CostAssumptions
@@ -92,7 +92,7 @@ class Pricer:
             )
             for stage, cost in enumerate(staged.costs)
         ]
-        return pricer.step(run.configuration, staged, costs)
+        return pricer.step(run.configuration, replace(staged, costs=costs))
 
     def result(self, run: Run) -> Result | Skipped:
         """The priced run, or why it could not be priced."""

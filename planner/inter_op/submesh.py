@@ -30,7 +30,7 @@ from ..graph import Graph, Node
 from ..layout import AxisStrategy, Mesh
 from ..positions import Strategies
 from ..pricing.choices import Restriction
-from ..requests.feature_strategies import ATTENTION
+from ..requests.features import ATTENTION
 from ..requests.request import Forced, Request, divisors
 from ..rules_protocol import Rules
 from .heterogeneous import run_sizes

@@ -34,8 +34,7 @@ from ..layout import (
     shard,
 )
 from ..positions import Dims, by_entries, features_only, position_dims, positions_where_whole
-from ..requests.feature_strategies import allowed
-from ..requests.features import Features
+from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from ..rules.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from .price_cache import find

@@ -1,18 +1,23 @@
 """Features of parallelism that a plan may use: ``--allow`` and ``--deny``.
 
 Features come in groups. Allowing some features of a group denies the others of that group; groups
-without a named feature stay free. Denying a feature always removes it.
+without a named feature stay free. Denying a feature always removes it. ``allowed`` gives the
+strategies of an op that split no rows, positions or experts where that is denied.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..layout import Mesh
+from ..graph import Graph, Node, Ref
+from ..layout import AxisStrategy, Mesh, shard
 from ..plan import Recompute
+from ..positions import Dims
+
+ATTENTION = "aten.scaled_dot_product_attention"
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -124,3 +129,57 @@ def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: 
                     fix=f"{hint}the features are {', '.join((*known, *WHOLE_GROUPS))}",
                 )
     return found
+
+
+def allowed(
+    node: Node,
+    graph: Graph,
+    strategies: tuple[AxisStrategy, ...],
+    dims: Callable[[], Dims],
+    features: Features,
+) -> tuple[AxisStrategy, ...]:
+    """Return an op's strategies on one axis without denied features, or all if none remains."""
+    own = "cp" if node.op.startswith(ATTENTION) else "sp"
+    found = strategies
+    if not features.allows("dp") and graph.batch_dims:
+        found = tuple(each for each in found if not _splits_rows(node, graph, each))
+    if not features.allows(own):
+        known = dims()
+        found = tuple(each for each in found if not _splits_positions(node, graph, each, known))
+    if not features.allows("ep"):
+        found = tuple(each for each in found if not _splits_experts(node, graph, each))
+    return found or strategies
+
+
+def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
+    """Return whether a value is split along the batch."""
+    rows = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
+    rows += graph.batch_dims[node.name]
+    placements = (*strategy.inputs, *strategy.outputs)
+    return any(
+        row is not None and placement == shard(row)
+        for row, placement in zip(rows, placements, strict=True)
+    )
+
+
+def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Dims) -> bool:
+    """Return whether a value of the batch is split along a dimension of positions, not of rows."""
+    refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
+    placements = (*strategy.inputs, *strategy.outputs)
+    for ref, placement in zip(refs, placements, strict=True):
+        rows = graph.batch_dims[ref.name][ref.index] if graph.batch_dims else None
+        if placement.is_shard and placement.dim in dims.get(ref, frozenset()) - {rows}:
+            return True
+    return False
+
+
+def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
+    """Return whether weights of three dimensions, experts first, are split there."""
+    if "conv" in node.op:
+        return False
+    return any(
+        graph[ref.name].kind == "parameter"
+        and len(graph.spec(ref).shape) == 3
+        and placement == shard(0)
+        for ref, placement in zip(node.inputs, strategy.inputs, strict=True)
+    )

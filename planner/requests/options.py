@@ -81,9 +81,8 @@ def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[i
         )
     if not graph.batch_dims:
         return _captured_rows(graph, request)
-    rows = (batch,) if graph.accumulation.mixing else divisors(batch)
-    if graph.accumulation.mixing and forced.num_microbatches is not None:
-        rows = divisors(batch)
+    is_one = graph.accumulation.mixing and forced.num_microbatches is None
+    rows = (batch,) if is_one else divisors(batch)
     parts = forced.row_parts
     if request.microbatch_size is not None:
         ranks = range(parts, cluster.num_devices + 1, parts)

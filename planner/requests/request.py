@@ -91,13 +91,12 @@ class Forced:
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
     zero: int | None = None
     recompute: Recompute | None = None
     schedule: str | None = None
     num_microbatches: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    sequence_parallel: bool | None = None
     chunks: int | None = None
     slices: int | Literal["auto"] | None = None
     allreduce: str | None = None
@@ -107,6 +106,7 @@ class Forced:
     consistency: Consistency | None = None
     staleness: int | None = None
     place: Literal["own", "beside"] | None = None
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "num_microbatches", "chunks", "servers"):
@@ -144,6 +144,20 @@ class Forced:
                 where="--parallel",
                 fix="zero=0, or leave allreduce and gradients out",
             )
+
+    @property
+    def decided(self) -> Mapping[str, Any]:
+        """Return the choices that are made, by name."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def over(self, others: Forced) -> Forced:
+        """Return these choices, completed by others.
+
+        >>> Forced(tp=2).over(Forced(tp=4, zero=1)) == Forced(tp=2, zero=1)
+        True
+        """
+        return Forced(**{**others.decided, **self.decided})
 
     @property
     def row_parts(self) -> int:

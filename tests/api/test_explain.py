@@ -13,6 +13,7 @@ from autoparallel.__main__ import run_command
 from autoparallel.analysis.explain import explain, undivided
 from autoparallel.analysis.plan_model import Alternative, PlanModel, load_plan_model
 from autoparallel.analysis.what_if import Changed, changed_cluster, what_if, why_not
+from autoparallel.cost_model.ops.memory import StateOptions
 from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.layout import Mesh
@@ -94,6 +95,13 @@ def forced(model: PlanModel, parallel: str) -> PlanModel:
 
 def by_name(model: PlanModel, name: str) -> dict[str, Alternative]:
     return {each.name: each for each in explain(model, name).alternatives}
+
+
+def test_layouts_are_priced_with_the_plans_gradients(models: dict[str, PlanModel]) -> None:
+    plan = models["dp"].plan
+    halved = replace(plan, model=replace(plan.model, gradient_dtype="compute"))
+    model = replace(models["dp"], plan=halved)
+    assert model.prices(halved.stages[0]).states == StateOptions("compute")
 
 
 @pytest.mark.parametrize(

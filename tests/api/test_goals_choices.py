@@ -14,8 +14,7 @@ from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.request import Request
-from autoparallel.planning.objectives import LINEAR, _Job
-from autoparallel.planning.sub_clusters import sub_clusters
+from autoparallel.planning.objectives import LINEAR, _Job, sub_clusters
 
 PLAN = flat_plan()
 

@@ -17,8 +17,7 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Deadline, Goal
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planning.objectives import plan_for
-from autoparallel.planning.sub_clusters import sub_clusters
+from autoparallel.planning.objectives import plan_for, sub_clusters
 
 GRAPH, BLOCKS = mlp(2, rows=8, width=128, inner=512)
 QUICK = Forced(zero=0, recompute="none", num_microbatches=2)

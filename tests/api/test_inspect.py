@@ -20,7 +20,7 @@ from autoparallel.analysis.repriced import PricedAgain, price_again
 from autoparallel.cost_model.simulator.actions import COMPUTE
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import memory_by_action
-from autoparallel.planner.configured.configuration import ConfigurationPricer
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.plan import Alternative, Plan
 from autoparallel.planning.capture import capture_target
 from autoparallel.report import ONE_SCREEN, print_report
@@ -243,7 +243,9 @@ def test_a_batch_too_small_for_data_parallelism_is_said(plan_file: Path) -> None
     few = replace(plan, model=replace(plan.model, global_batch=2))
     program = capture_target(load_target(plan.model.target), PlanOptions(global_batch=8))
     found = baselines(ConfigurationPricer(program.graph, program.blocks), few)
-    assert found[0] == Baseline("DDP", reason="a batch of 2 samples cannot be divided over dp=4")
+    assert found[0] == Baseline(
+        "DDP", reason="a global batch of 2 samples cannot be split over dp=4"
+    )
 
 
 def test_the_page_has_the_model_in_it(

@@ -12,11 +12,8 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.configured.configuration import (
-    Configuration,
-    ConfigurationPricer,
-    PricedStep,
-)
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.pricing.stage_cost import StageCost
 from benchmarks.validation.depth import deeper

@@ -9,7 +9,8 @@ import pytest
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.layout import conversion_steps
 from benchmarks.validation.models import Shape
 from benchmarks.validation.pricing import Pricer

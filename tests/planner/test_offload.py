@@ -9,7 +9,8 @@ from small_graphs import mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.find_plan import SearchMethod, plan

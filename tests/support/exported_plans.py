@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,13 +14,22 @@ import transformers
 
 import autoparallel
 from autoparallel.analysis.plan_model import PlanModel, load_plan_model
-from autoparallel.exporting.plans import WrittenPlan, export_plan
-from autoparallel.planner.configured.configuration import Configuration, ConfigurationPricer
+from autoparallel.exporting.plans import WRITERS, WrittenPlan, export_plan
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
+from autoparallel.systems.system import System
 
 SYSTEMS = ("torchtitan", "megatron", "deepspeed", "accelerate", "transformers")
 BATCH, SEQ, NUM_DEVICES, NUM_LAYERS = 16, 64, 8, 8
+
+
+def system_of(name: str) -> System:
+    """The system that writes a format of plans."""
+    module, _, own = WRITERS[name].partition(":")
+    found: System = getattr(importlib.import_module(module), own)
+    return found
 
 
 def save_decoder(folder: Path, kind: str) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.plan import Plan
-from autoparallel.systems.priced import PricedConfig
+from autoparallel.systems.system import PricedConfig
 
 
 @pytest.fixture

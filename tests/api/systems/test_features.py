@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from exported_plans import BATCH, NUM_DEVICES, SYSTEMS, case, written
+from exported_plans import BATCH, NUM_DEVICES, SYSTEMS, case, system_of, written
 
 from autoparallel.planner.layout import REPLICATE, Mesh, NodeLayout, shard
 from autoparallel.planner.plan import GradientSum, Plan, ServerPlan
@@ -171,7 +170,7 @@ QUICK = ("torchtitan", "megatron", "deepspeed")
 def test_a_system_writes_what_no_configuration_has_and_lists_it(
     system: str, tmp_path: Path
 ) -> None:
-    limits = importlib.import_module(f"autoparallel.systems.{system}").SYSTEM.limits
+    limits = system_of(system).limits
     for name, plan in changes().items():
         facts = written(plan, system, tmp_path / name).facts
         degrees = facts["degrees"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from dataclasses import replace
@@ -10,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, written
+from exported_plans import BATCH, CASES, NUM_DEVICES, SYSTEMS, case, plans, system_of, written
 from marks import slow
 
 from autoparallel.__main__ import run_command
@@ -21,15 +20,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.systems.degrees import configuration_of
 from autoparallel.systems.features import FEATURES, features_of
-from autoparallel.systems.priced import PricedConfig
-from autoparallel.systems.system import System, candidates_of
+from autoparallel.systems.system import PricedConfig, candidates_of
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def system_of(name: str) -> System:
-    found: System = importlib.import_module(f"autoparallel.systems.{name}").SYSTEM
-    return found
 
 
 PAIRS = [(system, name) for system in SYSTEMS for name in CASES]

@@ -19,15 +19,12 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules as default_rules
 from autoparallel.planner.configured.configuration import (
     Configuration,
-    ConfigurationPricer,
-    PricedStep,
-)
-from autoparallel.planner.configured.layers import (
     even_layers,
     find_equal,
     find_layers,
     stage_bounds,
 )
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate import evaluate
 from autoparallel.planner.graph import Block, Blocks, Ref

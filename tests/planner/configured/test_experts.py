@@ -12,11 +12,8 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
-from autoparallel.planner.configured.configuration import (
-    Configuration,
-    ConfigurationPricer,
-    PricedStep,
-)
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.expert_dims import (
     FIRST_WEIGHT,

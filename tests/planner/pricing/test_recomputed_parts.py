@@ -13,11 +13,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.configured.configuration import (
-    Configuration,
-    ConfigurationPricer,
-    PricedStep,
-)
+from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.expert_dims import is_expert_layer
 from autoparallel.planner.graph import Graph
 from autoparallel.planner.pricing.basis import Basis

@@ -13,8 +13,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph import Graph, Ref
 from autoparallel.planner.layout import AxisStrategy, shard
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.requests.feature_strategies import allowed
-from autoparallel.planner.requests.features import features_of
+from autoparallel.planner.requests.features import allowed, features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
 from autoparallel.planner.rules import axis_strategies
 
