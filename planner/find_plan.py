@@ -395,7 +395,7 @@ def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelE
         what = together.get(request.forced.schedule or "", "the chunks of a rank")
         return InfeasibleError(
             "AP301",
-            f"{what} do not fit: they need {excess / 1e9:.3g} GB more",
+            f"{what} do not fit: they need {excess / 2**30:.3g} GiB more",
             fix="fewer chunks, recompute=full, or zero=1 or more",
         )
     if request.stage_at:

@@ -1,4 +1,4 @@
-"""Progress: bars on a terminal's stderr or in a notebook's cell, elsewhere a line per ended phase.
+"""Progress: bars on a terminal's stderr or in a notebook's cell, elsewhere a line per phase.
 
 Planning reports through one callback, ``observe(phase, done, total)``: a phase's first call
 starts it, ``done == total`` ends it, and ``total == 0`` means that the end is not known.
@@ -22,6 +22,9 @@ CELL_SECONDS = 0.5
 """A cell's bars are replaced no more often, but at the end of a phase."""
 
 TICK_SECONDS = 0.25
+
+SILENT_SECONDS = 3.0
+"""A phase that takes longer is named in logs before it ends."""
 
 Observe = Callable[[str, float, float], None]
 
@@ -159,12 +162,24 @@ class _Ended:
 def _lines() -> Iterator[Observe]:
     started: dict[str, float] = {}
     ended: set[str] = set()
+    is_over, process = threading.Event(), os.getpid()
 
     def end(phase: str) -> None:
         if phase not in ended:
             ended.add(phase)
             seconds = time.perf_counter() - started[phase]
             print(f"autoparallel: {phase} {seconds:.1f} s", file=sys.stderr, flush=True)
+
+    def tell() -> None:
+        """Name a phase that takes longer than ``SILENT_SECONDS``, and again at doubled times."""
+        told: dict[str, float] = {}
+        while not is_over.wait(TICK_SECONDS) and os.getpid() == process:
+            for phase in list(started.keys() - ended):
+                seconds = time.perf_counter() - started[phase]
+                if seconds >= told.get(phase, SILENT_SECONDS):
+                    told[phase] = 2 * seconds
+                    text = f"autoparallel: {phase}: {seconds:.0f} s so far"
+                    print(text, file=sys.stderr, flush=True)
 
     def observe(phase: str, done: float, total: float) -> None:
         for other in started:
@@ -174,6 +189,10 @@ def _lines() -> Iterator[Observe]:
         if total and done >= total:
             end(phase)
 
-    yield observe
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield observe
+    finally:
+        is_over.set()
     for phase in started:
         end(phase)

@@ -1,11 +1,10 @@
-"""What binds where nothing fits, and what would make it feasible, found by planning again.
+"""Causes of a model that does not fit, and changes under which it does, found by planning again.
 
-In: the error, the cluster, the request, the search. Out: the error with the plan that is
-nearest (the one for more and more memory): its fullest device and what that holds; what was
-forced; and the changes that were tried and really give a plan. Each gives up one thing: a
-forced choice, a pin, a denied feature, the memory limit, or the size of the cluster. Of a model
-whose rows see each other (batch norm) the first is that all of a step's do: without a number of
-micro-batches there is one.
+In: the error, the cluster, the request, the search. Out: the error with the plan that needs least
+memory: its fullest device and the bytes there; the user's choices; and the changes that were tried
+and really give a plan, with their command lines. Each gives up one thing: a forced choice, a pin, a
+denied feature, the memory limit, or the size of the cluster. Of a model whose rows see each other
+(batch norm) the first is that all of a step's do: without a number of micro-batches there is one.
 """
 
 from __future__ import annotations
@@ -14,9 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.options.progress import Observe, ignore
+from autoparallel.options.words import bytes_text
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.requests.request import Forced, Request, divisors
+from autoparallel.planning.plan_command import IMPLIED, plan_command
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 
 Change = tuple[str, Cluster, Request]
@@ -28,8 +30,8 @@ MOST_SECONDS = 20.0
 ENOUGH = 3
 """Changes that are named."""
 
-FACTORS = (1.05, 1.3, 2.0, 4.0, 16.0)
-"""Limits of memory under which the nearest plan is sought, and then none."""
+FACTORS = (1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 16.0)
+"""Limits of memory under which the nearest plan is sought, as multiples of the real one."""
 
 UNLIMITED = 1e6
 """Times the limit: no limit."""
@@ -45,12 +47,20 @@ MICROBATCH_SECONDS = 6.0
 
 
 def with_nearest_change(
-    error: InfeasibleError, cluster: Cluster, request: Request, search: Search, *, mixing: str = ""
+    error: InfeasibleError,
+    cluster: Cluster,
+    request: Request,
+    search: Search,
+    *,
+    mixing: str = "",
+    observe: Observe = ignore,
 ) -> InfeasibleError:
-    """The error that names the changes under which there is a plan, nearest first.
+    """Return the error that names the changes under which there is a plan, nearest first.
 
-    ``mixing``: a node in which rows see each other, if there is one.
+    ``mixing``: a node in which rows see each other, if there is one. ``observe`` is told of the
+    phase "trying changes".
     """
+    observe("trying changes", 0, 0)
     runs = RepeatedSearch(search, min(MOST_SECONDS, request.time_limit_seconds), ignores=True)
     found = _more_microbatches(cluster, request, runs, mixing) if mixing else []
     for words, on, asked in changes(cluster, request):
@@ -58,19 +68,19 @@ def with_nearest_change(
             break
         plan = runs.run(on, asked)
         if plan is not None:
-            found.append(f"{words} ({_figures(plan)})")
+            found.append(_line(words, plan, on, asked))
     if len(found) < ENOUGH:
         found += _more_devices(cluster, request, runs)
     nearest = _nearest(cluster, request, runs)
-    fix = "these changes were tried and fit: " + "; ".join(found) if found else error.fix
+    fix = "\n       ".join(["these changes were tried and fit:", *found]) if found else error.fix
     if nearest is None:
         return InfeasibleError(error.code, error.what, why=error.why, where=error.where, fix=fix)
     limit = _limit_bytes(cluster, request)
     peak = nearest.prediction.peak_memory_bytes
     return InfeasibleError(
         error.code,
-        f"the model does not fit: the nearest plan needs {_text(peak)}, "
-        f"the limit is {_text(limit)}",
+        f"the model does not fit: the nearest plan needs {bytes_text(peak)}, "
+        f"the limit is {bytes_text(limit)}",
         why=f"{_binding(nearest)}{_choices(request)}",
         where=_fullest(nearest)[0],
         fix=fix,
@@ -78,27 +88,21 @@ def with_nearest_change(
 
 
 def _nearest(cluster: Cluster, request: Request, runs: RepeatedSearch) -> Plan | None:
-    """The plan for the least of a few larger limits that gives one.
+    """Return the plan for the least of a few larger limits that gives one, or None.
 
-    The one without a limit comes first and has its own time, so that there is a plan to name
-    however long the changes took.
+    Searches under tight limits are quick, as few candidates are left. The one without a limit is
+    the last, with its own time: there is a plan to name however long the others took.
     """
     limit = _limit_bytes(cluster, request)
-
-    def plan(factor: float, own: RepeatedSearch) -> Plan | None:
-        return own.run(cluster, replace(request, memory_limit_bytes=int(limit * factor)))
-
-    most = plan(UNLIMITED, runs.anew(EXTRA_SECONDS))
-    if most is None:
-        return None
     nearer = runs.anew(max(runs.left, 0.0) + EXTRA_SECONDS)
     for factor in FACTORS:
-        if nearer.left <= 0 or limit * factor >= most.prediction.peak_memory_bytes:
+        if nearer.left <= 0:
             break
-        found = plan(factor, nearer)
+        found = nearer.run(cluster, replace(request, memory_limit_bytes=int(limit * factor)))
         if found is not None:
             return found
-    return most
+    unlimited = replace(request, memory_limit_bytes=int(limit * UNLIMITED))
+    return runs.anew(EXTRA_SECONDS).run(cluster, unlimited)
 
 
 def _limit_bytes(cluster: Cluster, request: Request) -> int:
@@ -120,7 +124,7 @@ def _binding(plan: Plan) -> str:
     """Describe the bytes of the fullest device by category, the largest first."""
     found = _fullest(plan)[1].prediction.memory_bytes
     ordered = sorted(found.items(), key=lambda each: -each[1])
-    return ", ".join(f"{name} {_text(size)}" for name, size in ordered if size)
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered if size)
 
 
 def _choices(request: Request) -> str:
@@ -131,22 +135,18 @@ def _choices(request: Request) -> str:
     said += [f"--pin {pin}" for pin in request.pins]
     said += [f"--stage-at {path}" for path in request.stage_at]
     said += [f"--max-tp {request.max_tp}"] if request.max_tp is not None else []
-    denied = ", ".join(sorted(request.features.denied))
+    denied = ", ".join(sorted(request.features.denied - IMPLIED))
     said += [f"denied: {denied}"] if denied else []
     return f"; fixed: {', '.join(said)}" if said else ""
 
 
-def _text(num_bytes: float) -> str:
-    """
-    >>> _text(3_250_000_000), _text(4_200_000)
-    ('3.25 GB', '4.20 MB')
-    """
-    unit, size = ("GB", 1e9) if num_bytes >= 1e8 else ("MB", 1e6)
-    return f"{num_bytes / size:.2f} {unit}"
-
-
-def _figures(plan: Plan) -> str:
-    return f"{_text(plan.prediction.peak_memory_bytes)} on the fullest device"
+def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
+    """Return a line for a change that gives a plan: its memory, and the command to paste."""
+    figures = f"{bytes_text(plan.prediction.peak_memory_bytes)} on the fullest device"
+    if plan.offload != "none" and request.forced.offload is None:
+        figures += ", optimizer states in host memory"
+    command = plan_command(cluster, request)
+    return f"{words} ({figures})" + (f": {command}" if command else "")
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
@@ -180,7 +180,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
         yield f"without --stage-at {path}", cluster, replace(request, stage_at=paths)
     if request.max_tp is not None:
         yield f"without --max-tp {request.max_tp}", cluster, replace(request, max_tp=None)
-    for name in sorted(request.features.denied):
+    for name in sorted(request.features.denied - IMPLIED):
         rest = replace(request.features, denied=request.features.denied - {name})
         yield f"with {name} allowed", cluster, replace(request, features=rest)
     if forced != Forced():
@@ -209,7 +209,7 @@ def _more_microbatches(
         plan = runs.anew(min(runs.left, MICROBATCH_SECONDS)).run(cluster, asked)
         if plan is not None:
             words = f"--parallel microbatches={count}, each of which {mixing} then sees for itself"
-            return [f"{words} ({_figures(plan)})"]
+            return [_line(words, plan, cluster, asked)]
     return []
 
 
@@ -225,6 +225,7 @@ def _more_devices(cluster: Cluster, request: Request, runs: RepeatedSearch) -> l
         larger = replace(cluster, name=f"{times} × {cluster.name}", hosts=cluster.hosts * times)
         found = runs.run(larger, request)
         if found is not None:
-            return [f"{larger.num_devices} devices, {larger.name} ({_figures(found)})"]
+            words = f"{larger.num_devices} devices on {len(larger.hosts)} hosts"
+            return [_line(words, found, larger, request)]
         times *= 2
     return []

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby, product
 from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Host
+from autoparallel.options.progress import Observe, ignore
 from autoparallel.planner.batch import BATCH_NORMS
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.find_plan import SearchMethod, plan
@@ -52,11 +54,13 @@ def plan_for(
     request: Request,
     *,
     processes: int = 1,
+    observe: Observe = ignore,
     **options: Any,
 ) -> Plan:
     """Find the best plan by the request's goal.
 
-    With ``processes`` 2 or more, two search. ``options`` are those of ``find_plan.plan``.
+    With ``processes`` 2 or more, two search. ``options`` are those of ``find_plan.plan``, and
+    ``observe`` is told of the phases "search" and "trying changes".
 
     Raises as ``find_plan.plan`` does, AP301 with the nearest change that fits; AP126 for bf16
     on a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
@@ -64,18 +68,20 @@ def plan_for(
     check_precision(cluster, request.precision)
     method = SearchMethod(start_workers=two_processes if processes > 1 else serial_workers)
 
-    job = _Job(
-        cluster,
-        request,
-        lambda on, asked: plan(graph, blocks, on, asked, method=method, **options),
-    )
+    search = partial(plan, graph, blocks, method=method, **options)
+
+    def observed(what: str, done: float, total: float) -> None:
+        observe("search", done, total)
+
     try:
-        return job.found()
+        return _Job(cluster, request, partial(search, observe=observed)).found()
     except InfeasibleError as error:
         if error.code != "AP301":
             raise
         mixing = _mixing(graph)
-        raise with_nearest_change(error, cluster, request, job.search, mixing=mixing) from error
+        raise with_nearest_change(
+            error, cluster, request, search, mixing=mixing, observe=observe
+        ) from error
 
 
 def _mixing(graph: Graph) -> str:

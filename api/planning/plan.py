@@ -94,7 +94,7 @@ def plan_program(
             cluster,
             request,
             processes=options.processes,
-            observe=lambda what, done, total: observe("search", done, total),
+            observe=observe,
             basis=basis,
         )
 

@@ -433,10 +433,10 @@ def does_not_fit(
         "AP301",
         "the model does not fit"
         + (
-            f": the nearest plan is about {excess / 1e9:.3g} GB over the limit"
+            f": the nearest plan is about {excess / 2**30:.3g} GiB over the limit"
             if excess > 0
             else ""
         ),
-        why=f"each device has {limit / 1e9:.3g} GB",
+        why=f"each device has {limit / 2**30:.3g} GiB",
         fix=" or ".join(tries),
     )

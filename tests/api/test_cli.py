@@ -266,7 +266,8 @@ def test_a_model_that_does_not_fit_is_told_by_how_much_and_what_would(
     text = capsys.readouterr().err
     assert code == 4
     assert re.search(
-        r"error\[AP301\]: the model does not fit: .* the limit is 0\.10 GB", text.replace("\n", " ")
+        r"error\[AP301\]: the model does not fit: .* the limit is 95\.4 MiB",
+        text.replace("\n", " "),
     )
     assert "fix: " in text
 

@@ -128,8 +128,8 @@ def test_what_is_infeasible_says_what_would_fit() -> None:
     assert error.code == "AP301"
     assert "without zero=0" in error.fix
     assert "without recompute=none" not in error.fix
-    assert "the limit is 4.20 MB" in error.what
-    assert "optimizer 2.23 MB" in error.why, "two states of 4 bytes of each of 278,528 weights"
+    assert "the limit is 4.01 MiB" in error.what
+    assert "optimizer 2.12 MiB" in error.why, "two states of 4 bytes of each of 278,528 weights"
     assert "dp=4" in error.why
     assert "zero=0" in error.why
     assert error.where == "rank 0"
