@@ -28,24 +28,26 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from autoparallel import __version__
+from autoparallel.commands.help import HelpGroup
 from autoparallel.commands.machine import cache, doctor, profile
 from autoparallel.commands.planning import cluster, estimate, ops, plan, schedules, simulate
 from autoparallel.commands.reading import compare, explain, export, inspect, program
 from autoparallel.commands.training import launch, run, verify
 from autoparallel.cost_model.cluster.given_text import printable, shortened
+from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import AutoparallelError, UsageError
 
 INTERRUPTED = 130
 
 app = typer.Typer(
     name="autoparallel",
+    cls=HelpGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -111,7 +113,8 @@ def run_command(arguments: list[str]) -> int:
     show_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     try:
-        app(arguments, prog_name="autoparallel")
+        code = app(arguments, prog_name="autoparallel", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except AutoparallelError as error:
@@ -121,16 +124,42 @@ def run_command(arguments: list[str]) -> int:
         print("autoparallel: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        what = f"{shortened(str(error.filename or 'a file'))}: {error.strerror or error}"
-        _explain(str(UsageError("AP134", what)), show_traceback)
-        return UsageError.exit_code
+        name = shortened(str(error.filename or "a file"))
+        own = UsageError("AP134", f"{name}: {error.strerror or error}")
+        _explain(str(own), show_traceback)
+        return own.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of the program
+        if hasattr(error, "format_message"):  # of click, which typer has under another name too
+            return _refuse(error)
         name = type(error).__name__
         _explain(f"internal error: {name}: {error}", show_traceback)
         if not show_traceback:
             print("  fix: run again with --traceback, and report what it shows", file=sys.stderr)
         return 1
-    return 0
+
+
+def _refuse(error: Any) -> int:
+    """Print an error of the command line as the others are, with the nearest name."""
+    context = error.ctx
+    path = "autoparallel" if context is None else context.command_path
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(context.get_help())
+        return 2
+    message = error.format_message().rstrip(".")
+    name = getattr(error, "option_name", "") or "".join(message.split("'")[1:2])
+    if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+        known = [each for own in context.command.params for each in own.opts]
+        fix = did_you_mean(name, known) or f"{path} -h lists its options"
+        own = UsageError("AP135", f"{path} has no option {name}", fix=fix)
+    elif message.startswith("No such command"):
+        known = sorted(context.command.commands)
+        fix = did_you_mean(name, known) or f"the commands are {', '.join(known)}"
+        own = UsageError("AP135", f"there is no command {name}", fix=fix)
+    else:
+        message = message[0].lower() + message[1:]
+        own = UsageError("AP136", f"{path}: {message}", fix=f"{path} -h shows how it is used")
+    print(printable(str(own)), file=sys.stderr)
+    return own.exit_code
 
 
 def _explain(text: str, show_traceback: bool) -> None:

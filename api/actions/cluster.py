@@ -27,8 +27,9 @@ def cluster(*, text: str, json: bool) -> None:
         print_json(asdict(found))
         return
     hosts = f"{len(found.hosts)} host" + ("s" if len(found.hosts) > 1 else "")
+    devices = f"{found.num_devices} device" + ("s" if found.num_devices > 1 else "")
     console = stdout_console()
-    console.print(f"[bold]{found.name}[/]  {found.num_devices} devices on {hosts}")
+    console.print(f"[bold]{found.name}[/]  {devices} on {hosts}")
     for device in dict.fromkeys(host.device.name for host in found.hosts):
         host = next(host for host in found.hosts if host.device.name == device)
         console.print(f"\n[bold]{device}[/]")

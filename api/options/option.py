@@ -74,7 +74,8 @@ def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
 def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
     """Make a dataclass of options of arguments by name, each as users write it.
 
-    Raises UsageError AP141 for an unknown name, and the errors of reading a value.
+    Raises UsageError AP141 for an unknown name, AP133 for a number out of its range, and the errors
+    of reading a value.
     """
     known = declared(owner)
     check_names(given, list(known))
@@ -84,7 +85,9 @@ def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
             values[own.name] = how.read(given.get(name, how.given))
         elif name in given:
             values[own.name] = given[name]
-    return owner(**values)
+    made = owner(**values)
+    check_values(made)
+    return made
 
 
 def check_names(given: Iterable[str], known: Sequence[str]) -> None:
@@ -129,7 +132,7 @@ def _parameter(name: str, own: Field[Any], how: Option, hint: Any) -> inspect.Pa
     if how.choices and default is None:
         kind = str | None
     flags = how.flags or ("--" + name.replace("_", "-"),)
-    said = typer.Option(*flags, help=how.help, metavar=how.metavar, min=how.min, max=how.max)
+    said = typer.Option(*flags, help=how.help, metavar=how.metavar)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said]
     )

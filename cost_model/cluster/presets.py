@@ -221,6 +221,12 @@ def find_preset(name: str, where: str = "") -> Preset:
     return presets[_canonical(name, presets, device_aliases(), kind="device", where=where)]
 
 
+def is_preset(name: str) -> bool:
+    """Return true for the name or alias of a device, in any case."""
+    known = (*device_presets(), *device_aliases())
+    return name.lower() in {each.lower() for each in known}
+
+
 def find_link(name: str, where: str = "") -> Link:
     """Return the link of this name or alias, in any case.
 

@@ -13,7 +13,7 @@ from .cluster import Cluster, ClusterError, Host, Link, check_size
 from .cluster_file import load_cluster
 from .detect import detect_cpu, detect_local
 from .given_text import read_text, shortened, whole_number
-from .presets import find_link, find_preset, joins_devices
+from .presets import find_link, find_preset, is_preset, joins_devices
 
 _SHORTHAND = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^@+\s]+)", re.IGNORECASE)
 _CPU = re.compile(r"cpu:(\d+)", re.IGNORECASE)
@@ -55,10 +55,10 @@ def is_shorthand(text: str) -> bool:
 def parse_cluster(text: str) -> Cluster:
     """Return the cluster of a shorthand. Raises ``ClusterError``.
 
-    ``HOSTSxDEVICESxNAME``, without the hosts for a single host; several such, joined by ``+``,
-    for hosts that differ. ``@LINK`` replaces a preset's link: an NVLink or PCIe name the link
-    within the hosts it follows, any other name the link between all hosts, which by default is
-    the slowest of the presets' usual links.
+    ``HOSTSxDEVICESxNAME``, without the hosts for a single host, or ``NAME`` for a single device;
+    several such, joined by ``+``, for hosts that differ. ``@LINK`` replaces a preset's link: an
+    NVLink or PCIe name the link within the hosts it follows, any other name the link between all
+    hosts, which by default is the slowest of the presets' usual links.
 
     >>> cluster = parse_cluster("4x8xA100-80GB@ethernet-100g")
     >>> len(cluster.hosts), cluster.num_devices, cluster.inter_link.name
@@ -116,6 +116,8 @@ def _counts(word: str, text: str) -> tuple[int, int, str]:
         hosts, devices, name = match.group(1) or "1", match.group(2), match.group(3)
     elif cpu:
         hosts, devices, name = "1", cpu.group(1), "cpu"
+    elif is_preset(word) and word.lower() != "cpu":
+        hosts, devices, name = "1", "1", word
     else:
         raise ClusterError(f"{shortened(text)!r} is not a cluster", shortened(text), _FIX)
     try:

@@ -73,7 +73,14 @@ def test_a_name_like_nothing_is_told_all() -> None:
     assert all(name in raised.value.fix for name in device_presets())
 
 
-@pytest.mark.parametrize("text", ["", "H100", "x8xH100", "8 H100", "cpu:", "cpu:two"])
+@pytest.mark.parametrize("text", ["h100", "H100", "1xH100"])
+def test_the_name_of_a_device_is_one_of_it(text: str) -> None:
+    cluster = parse_cluster(text)
+    assert cluster.num_devices == 1
+    assert cluster.hosts == parse_cluster("1x1xH100").hosts
+
+
+@pytest.mark.parametrize("text", ["", "H1000", "x8xH100", "8 H100", "cpu:", "cpu:two"])
 def test_what_is_no_shorthand_is_told_the_form(text: str) -> None:
     assert not is_shorthand(text)
     with pytest.raises(ClusterError, match="8xH100"):

@@ -1,0 +1,60 @@
+"""Help of commands: common options in named groups, all others behind ``--help-all``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+PANELS = {
+    "Model and devices": (
+        "cluster",
+        "global_batch",
+        "seq",
+        "precision",
+        "optimizer",
+        "memory_limit",
+        "compile",
+        "settings",
+        "lora",
+        "devices",
+        "tokens",
+    ),
+    "Plan": ("parallel", "deny", "objective", "price", "time_limit", "output", "json"),
+    "Training": ("steps", "seed", "weights", "data", "clip_norm", "accumulate", "metrics"),
+    "Checkpoints": ("save", "save_every", "keep", "resume", "max_restarts"),
+    "Hosts": ("nnodes", "rdzv_endpoint", "trust"),
+}
+"""Options that the help of a command with many options shows, by the title of their group."""
+
+MANY = 16
+"""Options of a command of which the help shows all."""
+
+ALL = "--help-all"
+
+
+class HelpGroup(TyperGroup):
+    """Group of commands whose help is arranged, all of it where ``--help-all`` is given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Arrange the help of all commands, and read ``--help-all`` as ``--help``."""
+        arrange(self, shows_all=ALL in args)
+        return super().parse_args(ctx, ["--help" if each == ALL else each for each in args])
+
+
+def arrange(group: Any, *, shows_all: bool) -> None:
+    """Put the options of a group's commands into panels; hide the others, or give them a panel."""
+    panels = {name: title for title, names in PANELS.items() for name in names}
+    for command in group.commands.values():
+        options = [own for own in command.params if own.param_type_name == "option"]
+        if len(options) <= MANY:
+            continue
+        order = {name: at for at, name in enumerate(panels)}
+        command.params.sort(key=lambda own: order.get(own.name, len(order)))
+        rare = [own for own in options if own.name not in panels]
+        for own in options:
+            own.rich_help_panel = panels.get(own.name, "Other options")
+        for own in rare:
+            own.hidden = not shows_all
+        if rare and not shows_all:
+            command.epilog = f"{len(rare)} more options: {command.name} {ALL}"
