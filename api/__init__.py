@@ -1,12 +1,29 @@
 """autoparallel: finds the fastest way to train a PyTorch model on a cluster, and runs it.
 
-::
+Train a model, the class of which is decorated, or an object that a script has::
 
-    import autoparallel
+    @autoparallel.parallelize(example_batch=(tokens, targets), global_batch=256)
+    class Net(nn.Module): ...
+
+    model = autoparallel.parallelize(model, example_batch=(tokens, targets))
+    step = autoparallel.Step(model, loss_fn=loss_fn)       # one training step, for every plan
+
+Plan without training, and look at the plan::
 
     plan = autoparallel.plan(build_model, example_batch, cluster="8xH100", global_batch=256)
-    print(autoparallel.describe(plan))
+    plan.step_seconds, plan.peak_memory_bytes, plan.to_frame("stages")
     autoparallel.save_plan(plan, "plan.json")
+
+==========================================  ====================================================
+parallelize, Step, distribute               train by a plan; give each rank its part of the data
+plan, estimate, compare, describe, profile  plan, size a purchase, compare, report, measure
+save_plan, load_plan                        plans as files
+save, load, export, whole                   checkpoints, weights of other programs, whole tensors
+Callback, JsonLines, TensorBoard, …         what happens in each step
+register_op                                 ops of your own
+one_process, own_folder                     trainers that think they are alone
+AutoparallelError and its kinds             errors, with a code, a cause and a fix
+==========================================  ====================================================
 
 Names are loaded at their first use: importing this package does not import torch.
 """

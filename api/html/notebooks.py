@@ -22,7 +22,13 @@ from autoparallel.analysis.estimate import (
     has_lora,
     parse_devices,
 )
-from autoparallel.analysis.facts import candidate_rows, memory_rows, stage_rows
+from autoparallel.analysis.facts import (
+    candidate_rows,
+    configuration_text,
+    figure_rows,
+    memory_rows,
+    stage_rows,
+)
 from autoparallel.analysis.sharding import weight_rows
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.html import plan_notebook
@@ -52,10 +58,38 @@ if TYPE_CHECKING:
 
 
 class ShownPlan(Plan):
-    """``Plan`` that renders as HTML in notebooks, and as its short report in IPython."""
+    """``Plan`` that renders as HTML in notebooks, as its short report in IPython, and in two lines
+    elsewhere."""
 
     __slots__ = ()
     __hash__ = Plan.__hash__
+
+    def __repr__(self) -> str:
+        figures = "  ".join(
+            f"{each.name} {each.text}" for each in figure_rows(self) if each.name != "bubble"
+        )
+        place = f"{self.cluster.name}, {self.model.precision}"
+        return f"<Plan {configuration_text(self)} on {place}\n {figures}>"
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a training step."""
+        return self.prediction.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted tokens per second of the global batch; samples of models without sequences."""
+        return self.prediction.tokens_per_second
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """Predicted share of the devices' peak that the model's own FLOPs take."""
+        return self.prediction.model_flops_utilization
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Predicted bytes on the fullest device."""
+        return self.prediction.peak_memory_bytes
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):

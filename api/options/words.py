@@ -33,6 +33,18 @@ def seconds_text(seconds: float) -> str:
     return "0 s" if abs(seconds) < 5e-10 else f"{_three(seconds / 1e-6)} µs"
 
 
+def duration_text(seconds: float) -> str:
+    """A long time in minutes, hours or days, a short one in seconds.
+
+    >>> duration_text(90), duration_text(600), duration_text(3 * 86400)
+    ('90.0 s', '10.0 minutes', '3.00 days')
+    """
+    for scale, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * scale:
+            return f"{_three(seconds / scale)} {unit}"
+    return seconds_text(seconds)
+
+
 def count_text(count: float) -> str:
     """A count in powers of ten, three digits.
 

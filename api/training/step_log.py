@@ -8,7 +8,7 @@ while there is work to do.
 from __future__ import annotations
 
 import json
-import math
+import os
 import platform
 import time
 from array import array
@@ -30,8 +30,9 @@ from autoparallel.analysis.measurement import (
     checksum,
     measured_path,
 )
-from autoparallel.options.words import bytes_text, count_text, seconds_text
+from autoparallel.options.words import bytes_text, count_text, duration_text, seconds_text
 from autoparallel.planner.plan import Plan
+from autoparallel.planning.plan_files import PLAN
 from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.step.training_step import StepResult
 from autoparallel.training.callbacks import Callback, StepRecord
@@ -77,7 +78,7 @@ class Figures:
 
 
 class StepLog:
-    """Records of a run's steps, printed beside ``predicted_seconds`` while ``prints`` is set.
+    """Records of a run's steps, printed while ``prints`` is set.
 
     ``callback`` receives each. ``done`` is the unit of throughput, and the number of units in a
     step.
@@ -92,12 +93,10 @@ class StepLog:
         done: tuple[str, int],
         memory: MemoryMeter,
         callback: Callback,
-        *,
-        predicted_seconds: float = math.nan,
     ) -> None:
         self._callback, self._done = callback, done
         self.figures = Figures()
-        self._memory, self._predicted = memory, predicted_seconds
+        self._memory = memory
         self.prints = False
         self._running: tuple[int, StepResult, float] | None = None
         self._began = time.perf_counter()
@@ -156,7 +155,7 @@ class StepLog:
         )
         self.figures.add(record)
         if self.prints:
-            print(step_line(record, self._predicted), flush=True)
+            print(step_line(record), flush=True)
         self._callback.on_step(record)
 
 
@@ -166,17 +165,33 @@ def samples_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
     return ("tokens", samples * plan.model.seq) if plan.model.seq else ("samples", samples)
 
 
-def step_line(record: StepRecord, predicted_seconds: float) -> str:
-    """Format a step as a line."""
+def step_line(record: StepRecord) -> str:
+    """Format a step as a line, of at most 80 columns without a scaled loss and skipped steps."""
     scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     norm = "" if record.gradient_norm is None else f"  grad_norm {record.gradient_norm:.3f}"
     return (
         f"step {record.step:4d}  loss {record.loss:.4f}{norm}"
-        f"  memory {bytes_text(record.memory_bytes)}"
         f"  {record.unit}/s {count_text(record.throughput)}"
-        f"  time {seconds_text(record.seconds)} (predicted {seconds_text(predicted_seconds)})"
-        f"{scale}{skipped}"
+        f"  time {seconds_text(record.seconds)}{scale}{skipped}"
+    )
+
+
+def outlook(plan: Plan, steps: int, num_batches: int = 1) -> str:
+    """Describe the predicted time of a run: ``steps`` steps of ``num_batches`` global batches."""
+    seconds = plan.prediction.step_seconds * num_batches
+    total = duration_text(steps * seconds)
+    return f"{steps} steps of {seconds_text(seconds)} are predicted, {total} in all"
+
+
+def next_step(folder: str | None) -> str:
+    """Return the last lines of a run: the place of its checkpoints, and the next commands."""
+    if folder is None:
+        return "the weights are not kept: --save DIR writes checkpoints"
+    place = os.path.relpath(folder)
+    return (
+        f"saved in {place}; next: autoparallel export {place} -o weights\n"
+        f"or go on: autoparallel run {place}/{PLAN} --resume {place} --save {place}"
     )
 
 
@@ -205,16 +220,24 @@ def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
     losses = figures.losses
     lines = [
         f"step time  measured {seconds_text(seconds)}  predicted {seconds_text(predicted)}"
-        f"  ({_difference(predicted, seconds)})",
+        f"  {_difference(predicted, seconds)}",
         f"memory     measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
-        f"  ({_difference(expected, memory)})",
+        f"  {_difference(expected, memory)}",
         f"loss       {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps",
     ]
     return "\n".join(lines)
 
 
 def _difference(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.0%}" if measured > 0 else "nothing measured"
+    """Return by how much the prediction is off, in percent of the measured figure.
+
+    >>> _difference(1.1, 1.0), _difference(0.5, 1.0), _difference(1.0, 0.0)
+    ('(10 % too high)', '(50 % too low)', '(nothing measured)')
+    """
+    if measured <= 0:
+        return "(nothing measured)"
+    error = predicted / measured - 1
+    return f"({abs(error):.0%} too {'high' if error > 0 else 'low'})".replace("%", " %")
 
 
 def keep_measurement(

@@ -67,7 +67,9 @@ from autoparallel.training.step_log import (
     MemoryMeter,
     StepLog,
     keep_measurement,
+    next_step,
     outcome,
+    outlook,
     samples_or_tokens,
     summary,
 )
@@ -130,8 +132,10 @@ def train(
             compared=lambda: log.skip(),
         )
     last = run.attempt.begin_after(done, steps, rank=worker.rank)
-    if worker.rank == 0 and how is not None:
-        keep_plan(plan, how.folder)
+    if worker.rank == 0:
+        print(outlook(plan, last - done, asked.accumulate), flush=True)
+        if how is not None:
+            keep_plan(plan, how.folder)
     watched = explained_memory_errors(
         plan, worker, partial(held_by, trainer), run.memory.peak_bytes
     )
@@ -145,7 +149,6 @@ def train(
             samples_or_tokens(plan, asked.accumulate),
             run.memory,
             callback,
-            predicted_seconds=plan.prediction.step_seconds * asked.accumulate,
         )
         saves = None
         if how is not None and isinstance(trainer, Trainer):
@@ -165,6 +168,7 @@ def train(
     ends.close()
     if trainer.reports and log.figures.seconds:
         print(summary(log.figures, plan, asked.accumulate), flush=True)
+        print(next_step(None if how is None else how.folder), flush=True)
         saved = [Path(how.folder) / PLAN] if how is not None else []
         keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
     return outcome(log.figures, plan, asked.accumulate)
