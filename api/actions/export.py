@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-import typer
-
 from autoparallel.actions.terminal import print_json
 from autoparallel.exporting.plans import check_plan_options, export_plan, is_plan_format
 from autoparallel.exporting.solver_programs import check_format, plan_program, write_plan_program
 from autoparallel.exporting.weights import export as write
 from autoparallel.options.parse import parse_size
+from autoparallel.options.results import say
 from autoparallel.planner.search.stage_program import Minimized
 
 
@@ -36,8 +35,8 @@ def export(
         if json:
             print_json({"files": wrote.files, "start": wrote.start, **wrote.facts})
         else:
-            typer.echo(f"{output}: {', '.join(wrote.files)}")
-            typer.echo("\n".join(filter(None, (f"start: {wrote.start}", wrote.report))))
+            say(f"{output}: {', '.join(wrote.files)}")
+            say("\n".join(filter(None, (f"start: {wrote.start}", wrote.report))))
         return
 
     done = write(
@@ -56,9 +55,7 @@ def export(
         print_json({"files": names, "tensors": done.num_tensors, "bytes": done.num_bytes})
         return
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
-    typer.echo(
-        f"{done.folder}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, in {files}"
-    )
+    say(f"{done.folder}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, in {files}")
 
 
 def program(
@@ -84,9 +81,9 @@ def program(
         trust=trust,
     )
     done = write_plan_program(found, output)
-    typer.echo(
+    say(
         f"{done.path}: {done.num_variables:,} variables ({done.num_binaries:,} binary), "
         f"{done.num_constraints:,} constraints; minimizes {done.unit}"
     )
     if done.planned is not None:
-        typer.echo(f"the plan's own layouts: {done.planned:.6f} {done.unit}")
+        say(f"the plan's own layouts: {done.planned:.6f} {done.unit}")

@@ -12,6 +12,7 @@ from autoparallel.analysis.repriced import price_again
 from autoparallel.html import MISSING, Sources, page
 from autoparallel.options.outputs import check_output_file
 from autoparallel.options.progress import progress
+from autoparallel.options.results import say
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
@@ -40,7 +41,7 @@ def inspect(
         write_html(page(loaded, sources), html)
         return
     if json:
-        typer.echo(dumps(loaded), nl=False)
+        say(dumps(loaded), nl=False)
         return
     found = load_measurement(plan)
     details = Details(

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import typer
-
 from autoparallel.launching.job import PLAN_FILE, check_lines, job_of, read_hosts
 from autoparallel.launching.kubernetes import MANIFEST, kubernetes_files
 from autoparallel.launching.slurm import BATCH_SCRIPT, slurm_files
 from autoparallel.launching.ssh import START_SCRIPT, ssh_files
 from autoparallel.options.outputs import writing
+from autoparallel.options.results import say
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning.plan_files import load_plan
@@ -91,7 +90,7 @@ def launch(
         )
         start = f"kubectl apply -f {folder / MANIFEST}"
     _write(folder, files if k8s else {**files, PLAN_FILE: dumps(loaded)})
-    typer.echo(f"{', '.join(files)} for {job.num_hosts} hosts in {folder}; start with:\n  {start}")
+    say(f"{', '.join(files)} for {job.num_hosts} hosts in {folder}; start with:\n  {start}")
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

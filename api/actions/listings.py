@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from autoparallel.cost_model.simulator.actions import format_table
 from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
 from autoparallel.cost_model.simulator.timeline_text import draw_schedule
 from autoparallel.options.parse import did_you_mean
+from autoparallel.options.results import say
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.request import FORCED_SCHEDULES
 from autoparallel.planner.rules.listing import list_rules
@@ -82,7 +82,7 @@ def schedules(
     if json:
         print_json(found)
     else:
-        typer.echo("\n".join(listing(found)))
+        say("\n".join(listing(found)))
 
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
@@ -160,9 +160,9 @@ def _draw(
     console = stdout_console()
     console.print(f"{info.name}: {info.description}", highlight=False, markup=False)
     for line in draw_schedule(schedule, timeline, WIDTH):
-        typer.echo(line)
+        say(line)
     peaks = peak_of_ranks(schedule)
-    typer.echo(
+    say(
         f"\nbubble {float(timeline.bubble_fraction):.1%}; most activations in flight by rank: "
         + " ".join(map(str, peaks))
     )
@@ -172,17 +172,17 @@ def cache(*, action: Literal["show", "clear"], json: bool) -> None:
     """Carry out ``autoparallel cache``."""
     if action == "clear":
         freed = clear_cache()
-        typer.echo(f"{freed / 1e6:.1f} MB removed")
+        say(f"{freed / 1e6:.1f} MB removed")
         return
     found = read_contents()
     if json:
         print_json({**asdict(found), "path": str(found.path)})
         return
-    typer.echo(f"{found.path}  {found.num_bytes / 1e6:.1f} MB")
+    say(f"{found.path}  {found.num_bytes / 1e6:.1f} MB")
     if not found.values:
-        typer.echo("no values")
+        say("no values")
     for name, number in found.values.items():
         mark = "this version" if name == found.own else "another version, not used"
-        typer.echo(f"{number:>8,} values of {mark}: {name}")
+        say(f"{number:>8,} values of {mark}: {name}")
     for reason in found.faults:
-        typer.echo(f"fault: {reason}")
+        say(f"fault: {reason}")

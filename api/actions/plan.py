@@ -11,6 +11,7 @@ from autoparallel.options.outputs import check_output_file
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
+from autoparallel.options.results import say
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning.plan_files import save_plan
@@ -37,7 +38,7 @@ def plan(
     check_output_file(output)
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:
-        typer.echo(check_target(loaded, options.global_batch, options.seq))
+        say(check_target(loaded, options.global_batch, options.seq))
         return
 
     with plan_cache(not no_cache) as cache:
@@ -57,7 +58,7 @@ def show(plan: Plan, *, output: str | None, json: bool) -> None:
     if output is not None:
         save_plan(plan, output)
     if json:
-        typer.echo(dumps(plan), nl=False)
+        say(dumps(plan), nl=False)
         return
     print_report(plan, stdout_console(), ONE_SCREEN)
     if output is not None:

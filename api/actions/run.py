@@ -16,6 +16,7 @@ from autoparallel.options.outputs import check_output_file, check_output_folder
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions, without_servers
 from autoparallel.options.progress import progress
+from autoparallel.options.results import others_on_stderr
 from autoparallel.options.run_options import HostOptions, RunOptions, Sources, checked_init
 from autoparallel.planner.errors import UsageError
 from autoparallel.planning.plan import find_cluster, what_servers_lack
@@ -146,13 +147,14 @@ def plan_path(
             fix=f"autoparallel plan {source} -o plan.json, then torchrun with plan.json",
         )
 
-    loaded = load_target(source, parse_settings(settings or ()))
-    if data is not None:
-        check_text(data, loaded)
-    if is_here and cluster != "local":
-        check_devices_here(find_cluster(cluster))
-    with progress() as observe:
-        plan = make_plan(loaded, cluster, options, observe)
+    with others_on_stderr():
+        loaded = load_target(source, parse_settings(settings or ()))
+        if data is not None:
+            check_text(data, loaded)
+        if is_here and cluster != "local":
+            check_devices_here(find_cluster(cluster))
+        with progress() as observe:
+            plan = make_plan(loaded, cluster, options, observe)
     if not quiet:
         print_report(plan, stdout_console(), ONE_SCREEN)
     with tempfile.TemporaryDirectory() as folder:

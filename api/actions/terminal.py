@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from autoparallel.options.outputs import writing
+from autoparallel.options.results import result_stream, say
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
@@ -20,13 +20,14 @@ def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
 
 def stdout_console() -> Console:
     """A console on stdout: 80 columns where there is no terminal, 120 at most."""
-    columns = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
-    return Console(width=max(60, min(columns, 120)), highlight=False)
+    stream = result_stream()
+    columns = shutil.get_terminal_size((80, 24)).columns if stream.isatty() else 80
+    return Console(file=stream, width=max(60, min(columns, 120)), highlight=False)
 
 
 def print_json(value: object) -> None:
-    """``value`` as JSON on stdout."""
-    typer.echo(json.dumps(value, indent=2))
+    """Print ``value`` as JSON on stdout."""
+    say(json.dumps(value, indent=2))
 
 
 def write_html(text: str, path: str) -> None:

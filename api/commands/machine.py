@@ -20,7 +20,9 @@ from autoparallel.options.plan_options import PlanOptions
 
 
 @command(
-    "profile", without=("profile", "database", "measure_seconds", "objective", "price", "deadline")
+    "profile",
+    without=("profile", "database", "measure_seconds", "objective", "price", "deadline"),
+    starts_others=True,
 )
 def profile(
     target: Annotated[
@@ -45,7 +47,7 @@ def profile(
     """Measure the ops and collectives that planning TARGET needs."""
 
 
-@command("doctor")
+@command("doctor", starts_others=True)
 def doctor(
     plan: Annotated[
         str | None,

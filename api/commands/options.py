@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Annotated, Any, get_type_hints
@@ -12,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from autoparallel.options.option import parameters, read_options
+from autoparallel.options.results import others_on_stderr
 
 TargetArgument = Annotated[
     str,
@@ -66,13 +68,18 @@ Command = Callable[..., None]
 
 
 def command(
-    module: str, *, without: Collection[str] = (), **defaults: Any
+    module: str,
+    *,
+    without: Collection[str] = (),
+    starts_others: bool = False,
+    **defaults: Any,
 ) -> Callable[[Command], Command]:
     """Make a command of a declaration, which the function of its name in ``actions`` carries out.
 
     ``module`` is loaded when the command runs, and with it torch. A parameter whose type is a
     dataclass of options (``options.option``) stands for those options: all but the names in
-    ``without``, with other ``defaults`` where there are some.
+    ``without``, with other ``defaults`` where there are some. The command prints results alone on
+    stdout unless it ``starts_others``: processes that print there too.
     """
 
     def decorate(declaration: Command) -> Command:
@@ -97,7 +104,9 @@ def command(
             for name, (owner, chosen) in groups.items():
                 given[name] = read_options(owner, {option: given.pop(option) for option in chosen})
             action = import_module(f"autoparallel.actions.{module}")
-            getattr(action, declaration.__name__)(**given)
+            carry_out = getattr(action, declaration.__name__)
+            with nullcontext() if starts_others else others_on_stderr():
+                carry_out(**given)
 
         run.__annotations__ = {each.name: each.annotation for each in declared}
         run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.run_options import HostOptions, RunOptions, Sources
 
 
-@command("run")
+@command("run", starts_others=True)
 def run(
     source: PlanOrTargetArgument,
     *,
@@ -78,6 +78,7 @@ def run(
 
 @command(
     "run",
+    starts_others=True,
     without=("precision", "float32_ops", "tf32", "elastic"),
     global_batch=8,
     measure_seconds=0.0,

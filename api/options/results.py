@@ -1,0 +1,57 @@
+"""Results of commands, which alone go to stdout; all else that a process prints goes to stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TextIO
+
+import typer
+
+_results: list[TextIO] = []
+"""The stream of stdout while ``others_on_stderr`` keeps everything else from it."""
+
+
+@contextmanager
+def others_on_stderr() -> Iterator[None]:
+    """Send to stderr, inside the context, all that libraries and the files of models print; results
+    (``say``) go to stdout."""
+    stdout = sys.stdout
+    if not _is_descriptor_1(stdout):  # replaced, as in notebooks and tests
+        _results.append(stdout)
+        with redirect_stdout(sys.stderr):
+            try:
+                yield
+            finally:
+                _results.pop()
+        return
+    stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding=stdout.encoding, errors=stdout.errors) as results:
+        _results.append(results)
+        os.dup2(2, 1)
+        try:
+            with redirect_stdout(sys.stderr):
+                yield
+        finally:
+            _results.pop()
+            results.flush()
+            os.dup2(results.fileno(), 1)
+
+
+def _is_descriptor_1(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):  # it has no descriptor
+        return False
+
+
+def result_stream() -> TextIO:
+    """Return the stream that results are written to."""
+    return _results[-1] if _results else sys.stdout
+
+
+def say(text: str, *, nl: bool = True) -> None:
+    """Print a result on stdout, with a line break unless ``nl`` is False."""
+    typer.echo(text, file=result_stream(), nl=nl)
