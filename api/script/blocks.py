@@ -31,7 +31,6 @@ from autoparallel.script.expressions import (
     Expression,
     assignment,
     call_of,
-    list_lines,
     op_call,
 )
 from autoparallel.script.writer import Writer, unwritable
@@ -160,12 +159,9 @@ def block_function(
         elif node.op != "placeholder":
             raise unwritable(writer, node, "it runs a module of the model's as it is")
     returned = [writer.values[node].text for node in result]
-    line = f"{INDENT}return {', '.join(returned) or 'None'}"
-    writer.lines += (
-        [line]
-        if len(line) <= LINE
-        else [f"{INDENT}return (", *list_lines(returned, INDENT * 2), f"{INDENT})"]
-    )
+    value = ", ".join(returned) or "None"
+    value = f"({value})" if len(value) > LINE // 2 else value
+    writer.lines.append(f"{INDENT}return {value}")
     text = "\n".join(writer.lines)
     return BlockFunction(
         arguments,
@@ -266,7 +262,7 @@ def _tensors(node: fx.Node) -> int:
 def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
     _write_heading(writer, node)
     name = "x" if _continues_x(writer, node) else writer.unique(name)
-    writer.lines += made.lines(f"{name} = ", INDENT, _shape_comment(writer, node))
+    writer.lines.append(f"{INDENT}{name} = {made.text}{_shape_comment(writer, node)}")
     writer.values[node] = Expression(name)
 
 
@@ -289,7 +285,7 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
     count = _count_of(node)
     if count is None:
         name = writer.unique(_name(writer, node))
-        writer.lines += made.lines(f"{name} = ", INDENT)
+        writer.lines.append(f"{INDENT}{name} = {made.text}")
         for item in items:
             writer.values[item] = Expression(f"{name}[{item.args[1]}]")
         return
@@ -300,9 +296,8 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
-    writer.lines += (
-        made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assignment(names, made, INDENT)
-    )
+    line = f"{names[0]}, = {made.text}" if count == 1 else assignment(names, made)
+    writer.lines.append(INDENT + line)
 
 
 def _count_of(node: fx.Node) -> int | None:

@@ -16,9 +16,16 @@ from autoparallel.passes.ops.collectives import apply_steps, parse_steps
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.layout import Step
-from autoparallel.script.expressions import INDENT, Expression, call_of, literal, loss_call
+from autoparallel.script.expressions import (
+    INDENT,
+    Expression,
+    call_of,
+    dictionary,
+    literal,
+    loss_call,
+)
 from autoparallel.script.parts import can_copy
-from autoparallel.script.writer import MOVES, Writer, dictionary, unwritable
+from autoparallel.script.writer import MOVES, Writer, unwritable
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
@@ -92,9 +99,10 @@ def _of_activation(value: Any, made: Sequence[str]) -> str:
 
 
 def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:
-    axis = writer.stage.mesh.axes[step.axis]
-    source, target = step.source, step.target
-    first = [value, Expression("mesh"), axis]
+    mesh, source, target = writer.stage.mesh, step.source, step.target
+    if mesh.shape[step.axis] == 1:
+        return value
+    first = [value, Expression("mesh"), mesh.axes[step.axis]]
     if source.is_shard and target.is_shard:
         writer.uses.add("all_to_all")
         return call_of("all_to_all", first, {"split_dim": target.dim, "concat_dim": source.dim})
@@ -133,8 +141,7 @@ def _class_loss(
     source = node.meta[MADE_BY]
     if source.spec.dtype not in ("float32", "float64"):
         return Expression(f"({total.text} / {literal(count)}).to(torch.{source.spec.dtype})")
-    tail = f" / {literal(count)}"
-    return Expression(total.text + tail, total.head, total.arguments, tail, is_compound=True)
+    return Expression(f"{total.text} / {literal(count)}", is_compound=True)
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:

@@ -1,12 +1,13 @@
 """An op's call as a line of Python, in public PyTorch if an exact form exists.
 
-In: an op and its arguments, tensors as text. Out: an ``Expression``, which knows how to break a
-line that is too long. Ops without an entry here are written as ``torch.ops.aten…``.
+In: an op and its arguments, tensors as text. Out: an ``Expression``. Ops without an entry here are
+written as ``torch.ops.aten…``. ``fold`` breaks a line of a script that is too long.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-LINE = 99
+LINE = 100
 INDENT = "    "
 
 OPERATORS = {
@@ -190,13 +191,9 @@ REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Call or other text: ``text`` on one line; or ``head``, ``arguments`` in parentheses, which
-    may be broken, and ``tail``."""
+    """Text of a call or another value."""
 
     text: str
-    head: str = ""
-    arguments: tuple[str, ...] = ()
-    tail: str = ""
     is_compound: bool = False
     """True if it needs parentheses as an operand."""
 
@@ -204,54 +201,63 @@ class Expression:
     def operand(self) -> str:
         return f"({self.text})" if self.is_compound else self.text
 
-    def lines(self, start: str, indent: str, comment: str = "") -> list[str]:
-        """Return ``start`` and the expression as lines, with a comment if it fits."""
-        whole = f"{indent}{start}{self.text}"
-        if len(whole) + len(comment) <= LINE:
-            return [whole + comment]
-        if len(whole) <= LINE or not self.arguments:
-            return [whole]
-        joined = f"{indent}{INDENT}{', '.join(self.arguments)}"
-        body = (
-            [joined]
-            if len(joined) <= LINE
-            else [f"{indent}{INDENT}{argument}," for argument in self.arguments]
-        )
-        return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
+
+def fold(line: str) -> list[str]:
+    """Break a line that is too long inside its longest brackets; its comment is dropped if needed.
+
+    >>> fold(f"x = f({'a' * 60}, {'b' * 60})")[0]
+    'x = f('
+    """
+    code, _, comment = line.partition("  # ")
+    if len(line) <= LINE or len(code) <= LINE or code.lstrip().startswith(("#", '"""')):
+        return [line if len(line) <= LINE or not code.strip() else code]
+    commas = _brackets(code)
+    if not commas:
+        return [code]
+    start, *cuts, end = max(commas, key=lambda each: each[-1] - each[0])
+    indent = code[: len(code) - len(code.lstrip())] + INDENT
+    ends = [*cuts, end]
+    parts = [code[a + 1 : b].strip() for a, b in zip([start, *cuts], ends, strict=True)]
+    parts = [part for part in parts if part]
+    body = [indent + ", ".join(parts)]
+    if len(body[0]) > LINE:
+        comma = "," if len(parts) > 1 or code[start] != "(" else ""
+        body = [each for part in parts for each in fold(f"{indent}{part}{comma}")]
+    last = code[end:] + (f"  # {comment}" if comment else "")
+    return [code[: start + 1], *body, indent[len(INDENT) :] + last]
 
 
-def assignment(names: Sequence[str], made: Expression, indent: str) -> list[str]:
-    """Return ``names = made`` as lines; without names the call alone."""
-    start = f"{', '.join(names)} = " if names else ""
-    if len(start) < LINE // 2:
-        return made.lines(start, indent)
-    return [f"{indent}(", *list_lines(names, indent + INDENT), *made.lines(") = ", indent)]
+def _brackets(code: str) -> list[list[int]]:
+    """Return the places of each outermost pair of brackets and of the commas directly inside."""
+    plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
+    found: list[list[int]] = []
+    depth = 0
+    for place, char in enumerate(plain):
+        depth -= char in ")]}"
+        if depth == 0 and char in "([{":
+            found.append([place])
+        elif (depth == 1 and char == ",") or (depth == 0 and char in ")]}"):
+            found[-1].append(place)
+        depth += char in "([{"
+    return [] if depth else [each for each in found if each[-1] - each[0] > 1]
 
 
-def list_lines(parts: Sequence[str], indent: str) -> list[str]:
-    """Return parts with commas behind them, as many in a line as fit."""
-    lines = [indent]
-    for part in parts:
-        if len(lines[-1]) + len(part) + 2 > LINE:
-            lines.append(indent)
-        lines[-1] += f"{part}, "
-    return [line.rstrip() for line in lines if line.strip()]
+def assignment(names: Sequence[str], made: Expression) -> str:
+    """Return the line ``names = made``; without names the call alone."""
+    start = ", ".join(names)
+    start = f"({start})" if len(start) > LINE // 2 else start
+    return f"{start} = {made.text}" if names else made.text
 
 
-def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
-    """Return ``start`` and a dictionary from names to values as text, in one line if it fits."""
-    pairs = [f'"{name}": {value}' for name, value in items.items()]
-    whole = f"{indent}{start}{{{', '.join(pairs)}}}{end}"
-    if len(whole) <= LINE:
-        return [whole]
-    inner = [f"{indent}{INDENT}{pair}," for pair in pairs]
-    return [f"{indent}{start}{{", *inner, f"{indent}}}{end}"]
+def dictionary(items: Mapping[str, Any]) -> str:
+    """Write a dictionary from names to values, which are text or numbers."""
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in items.items()) + "}"
 
 
 def call_of(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
     """Write a call; ``literal`` writes the arguments."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
-    return Expression(f"{head}({', '.join(parts)})", head, parts)
+    return Expression(f"{head}({', '.join(parts)})")
 
 
 def literal(value: Any) -> str:

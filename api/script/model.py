@@ -21,8 +21,8 @@ from autoparallel.runtime.update.optimizer import (
     ELEMENTWISE,
     LEARNING_RATE,
     MOMENTUM,
-    NAMED,
     SGD_LEARNING_RATE,
+    takes_names,
 )
 from autoparallel.script.expressions import INDENT, literal
 from autoparallel.script.parts import taken_names
@@ -43,7 +43,6 @@ class ModelText:
     files: tuple[str, ...]
     module: str
     """Name of the model's file in the script."""
-    has_scheduler: bool
     has_data: bool
 
 
@@ -76,22 +75,18 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
             "The optimizer of this rank's weights.",
             _optimizer(found, module),
         ),
+        _function(
+            "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
+            "The learning-rate scheduler, or None.",
+            [
+                "return None"
+                if target.build_scheduler is None
+                else f"return {module}.build_scheduler(optimizer)"
+            ],
+        ),
     ]
-    if target.build_scheduler is not None:
-        functions.append(
-            _function(
-                "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
-                "The learning-rate scheduler.",
-                [f"return {module}.build_scheduler(optimizer)"],
-            )
-        )
     return ModelText(
-        imports,
-        "\n\n\n".join(functions),
-        files,
-        module,
-        target.build_scheduler is not None,
-        target.build_data is not None,
+        imports, "\n\n\n".join(functions), files, module, target.build_data is not None
     )
 
 
@@ -221,7 +216,7 @@ def _data(found: ExportedPlan, module: str) -> list[str]:
 def _optimizer(found: ExportedPlan, module: str) -> list[str]:
     build, name = found.made.target.build_optimizer, found.plan.model.optimizer
     if build is not None:
-        given = "iter(named)" if _takes_names(build) else "[weight for _, weight in named]"
+        given = "iter(named)" if takes_names(build) else "[weight for _, weight in named]"
         return [f"return {module}.build_optimizer({given})"]
     weights = "[weight for _, weight in named]"
     if name.startswith("sgd"):
@@ -229,15 +224,6 @@ def _optimizer(found: ExportedPlan, module: str) -> list[str]:
         return [f"return torch.optim.SGD({weights}, lr={SGD_LEARNING_RATE}{momentum})"]
     kind = "Adam" if name == "adam" else "AdamW"
     return [f"return torch.optim.{kind}({weights}, lr={LEARNING_RATE})"]
-
-
-def _takes_names(build: object) -> bool:
-    """Return whether ``build_optimizer`` takes names with parameters
-    (``runtime.update.optimizer``)."""
-    assert callable(build)
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(build).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds] == [NAMED]
 
 
 def check_optimizer(found: ExportedPlan) -> None:
@@ -259,7 +245,7 @@ def check_optimizer(found: ExportedPlan) -> None:
         for name, p in found.made.program.model.named_parameters()
         if p.requires_grad
     ]
-    made = build(iter(named) if _takes_names(build) else [p for _, p in named])
+    made = build(iter(named) if takes_names(build) else [p for _, p in named])
     kind = type(made)
     is_torchs = kind.__module__.startswith("torch.optim")
     if kind in (*ELEMENTWISE, torch.optim.Adagrad) or (is_torchs and not splits):

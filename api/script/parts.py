@@ -8,6 +8,7 @@ In: names that a script uses. Out: the imports and the source of all that they n
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import keyword
@@ -30,6 +31,7 @@ MODULES = (
     "autoparallel.runtime.script_parts.zero",
     "autoparallel.runtime.script_parts.training",
     "autoparallel.runtime.script_parts.pipeline",
+    "autoparallel.runtime.script_parts.main",
 )
 """Modules with definitions; the first definition of a name counts."""
 
@@ -48,7 +50,6 @@ RENAMED = (
 REMOVED = (
     (r"  # type: ignore\[[\w, -]+\]", ""),
     (r"  # noqa: [^\n]*", ""),
-    (r"", ""),
 )
 
 
@@ -99,41 +100,12 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
     return Parts(tuple(sorted(imports)), {name: each for name, each in sections.items() if each})
 
 
-OWN = frozenset(
-    {
-        "new_model",
-        "batches",
-        "new_optimizer",
-        "new_scheduler",
-        "constants",
-        "count",
-        "named",
-        "main",
-        "torch",
-        "dist",
-        "nn",
-        "F",
-        "Tensor",
-        "checkpoint",
-        "itertools",
-        "math",
-        "os",
-        "re",
-        "argparse",
-        "transformers",
-        "partial",
-        "field",
-        "dataclass",
-        "contextmanager",
-    }
-)
-"""Further names of scripts."""
-
-
 def taken_names() -> frozenset[str]:
     """Return the names that functions of blocks, and the model's module, must not have."""
-    names = (name for module in MODULES for name in _read(module).definitions)
-    return frozenset(names) | OWN | frozenset(keyword.kwlist)
+    names = {"batches", "constants", "count", "itertools", "transformers"}
+    for module in map(_read, MODULES):
+        names |= {*module.definitions, *module.imports}
+    return frozenset(names).union(dir(builtins), keyword.kwlist)
 
 
 def can_copy(function: Callable[..., object]) -> bool:
@@ -179,47 +151,6 @@ def _add_imports(found: _Module, node: ast.Import | ast.ImportFrom) -> None:
     elif not node.level and node.module != "__future__" and "autoparallel" not in str(node.module):
         for alias in node.names:
             found.imports[alias.asname or alias.name] = f"from {node.module} import {alias.name}"
-
-
-def trim_script(text: str, kept: Iterable[str]) -> str:
-    """Remove methods that nothing calls and constants that nothing reads from a script."""
-    while True:
-        lines, unused = text.split("\n"), list[ast.stmt]()
-        for kind in ast.walk(ast.parse(text)):
-            if isinstance(kind, ast.Module):
-                unused += _unread_constants(kind, text, kept)
-            if isinstance(kind, ast.ClassDef):
-                unused += [
-                    m
-                    for m in kind.body
-                    if isinstance(m, ast.FunctionDef) and not _is_called(m, text)
-                ]
-        if not unused:
-            return text
-        for method in sorted(unused, key=lambda each: -each.lineno):
-            decorators = getattr(method, "decorator_list", ())
-            first = min([method.lineno, *(d.lineno for d in decorators)]) - 1
-            assert method.end_lineno is not None
-            del lines[first - (not lines[first - 1]) : method.end_lineno]
-        text = "\n".join(lines)
-
-
-def _unread_constants(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt]:
-    """Return the constants that nothing reads, each with its note."""
-    found: list[ast.stmt] = []
-    for statement, following in zip(module.body, [*module.body[1:], None], strict=True):
-        name = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if not isinstance(name, ast.Name) or not name.id.isupper() or name.id in kept:
-            continue
-        if len(re.findall(rf"\b{name.id}\b", text)) == 1:
-            found.append(statement)
-            found += [following] if isinstance(following, ast.Expr) else []
-    return found
-
-
-def _is_called(method: ast.FunctionDef, text: str) -> bool:
-    is_special = method.name.startswith("__") or method.name in ("forward", "backward")
-    return is_special or re.search(rf"(?<!super\(\))\.{method.name}\b", text) is not None
 
 
 def _add(found: _Module, name: str, lines: list[str]) -> None:

@@ -16,8 +16,7 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, module_path
-from autoparallel.script.expressions import INDENT, LINE, Expression, assignment, dictionary_lines
-from autoparallel.script.writer import dictionary
+from autoparallel.script.expressions import INDENT, Expression, assignment, dictionary, literal
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 """Function that calls a block that is recomputed in the backward."""
@@ -61,8 +60,6 @@ class Functions:
         arguments += ["mesh: Mesh"] * function.takes_mesh + ["draw: Draw"] * function.takes_draw
         result = "Tensor" if len(function.results) == 1 else "tuple[Tensor, ...]"
         head = f"def {name}({', '.join(arguments)}) -> {result}:"
-        if len(head) > LINE:
-            head = f"def {name}(\n{INDENT}" + f",\n{INDENT}".join(arguments) + f",\n) -> {result}:"
         return f'{head}\n{INDENT}"""{blocks}"""\n{function.text}'
 
 
@@ -165,12 +162,11 @@ class _StageWriter:
         returned = {key: self._value(key) for key in self.result_keys()}
         return "\n".join(
             [
-                f"def stage_{number}(",
-                f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
-                ") -> dict[str, Tensor]:",
+                f"def stage_{number}(values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw)"
+                " -> dict[str, Tensor]:",
                 f'{INDENT}"""{what}"""',
                 *self.lines,
-                *dictionary_lines("return ", returned, INDENT),
+                f"{INDENT}return {dictionary(returned)}",
             ]
         )
 
@@ -199,7 +195,7 @@ class _StageWriter:
         made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
         where = f'w.of("{call.path}")' if call.path else "w"
         called = self._call(call, inputs, where, str(call.first_number))
-        self.lines += assignment(made, called, INDENT)
+        self.lines.append(INDENT + assignment(made, called))
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
@@ -213,7 +209,7 @@ class _StageWriter:
             head, arguments = wrapper, [call.function, *arguments]
         if wrapper == "checkpoint":
             arguments.append("use_reentrant=False")
-        return Expression(f"{head}({', '.join(arguments)})", head, tuple(arguments))
+        return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
         """Return the end of the longest loop that begins at a call."""
@@ -269,7 +265,7 @@ class _StageWriter:
         called = self._call(first, inputs, where, number)
         self.lines += [
             f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
-            *assignment(made, called, INDENT * 2),
+            INDENT * 2 + assignment(made, called),
         ]
         self.variables.update(
             (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"
@@ -278,36 +274,30 @@ class _StageWriter:
     def entry(self, number: int, plan: StagePlan) -> str:
         """Write the stage's entry in the table of stages."""
         program, axes = self.program, self.program.mesh.axes
-        sizes = dict(zip(axes, program.mesh.shape, strict=True))
+        tables = {"inputs": program.inputs, "constants": program.constants}
         parts = [
             f"forward=stage_{number}",
             f"devices={tuple(plan.devices)}",
-            f"mesh={dictionary(sizes)}",
+            f"mesh={dictionary(dict(zip(axes, program.mesh.shape, strict=True)))}",
             f"parameters=STAGE_{number}",
         ]
-        lines = [f"{INDENT * 2}{part}," for part in parts]
-        parts = []
-        for name, held in (
-            ("inputs", program.inputs),
-            ("constants", program.constants),
-            ("buffers", program.buffers),
-        ):
-            splits = {k: dictionary(split_of(each.layout, axes)) for k, each in held.items()}
-            if splits:
-                lines += dictionary_lines(f"{name}=", splits, INDENT * 2, ",")
+        for name, held in {**tables, "buffers": program.buffers}.items():
+            splits = {key: dictionary(split_of(e.layout, axes)) for key, e in held.items()}
+            parts += [f"{name}={dictionary(splits)}"] * bool(splits)
         if program.updates:
-            updates = {name: f'"{key}"' for name, key in program.updates.items()}
-            lines += dictionary_lines("updates=", updates, INDENT * 2, ",")
+            updates = {name: literal(key) for name, key in program.updates.items()}
+            parts.append(f"updates={dictionary(updates)}")
         if plan.zero:
             parts.append(f"zero={plan.zero}")
+        if plan.zero == 3:
+            self.uses.add("GatheredWeight")
+            parts.append("weight=GatheredWeight")
         if program.loss is not None:
             layout = program.layouts[program.loss]
             terms = tuple(a for a, held in zip(axes, layout, strict=True) if held.kind == "P")
-            parts += [f'loss="{program.loss}"']
-            if terms:
-                parts += ["loss_terms=(" + ", ".join(f'"{axis}"' for axis in terms) + ",)"]
-        lines += [f"{INDENT * 2}{part}," for part in parts]
-        return "\n".join([f"{INDENT}Stage(", *lines, f"{INDENT}),"])
+            parts.append(f'loss="{program.loss}"')
+            parts += [f"loss_terms={literal(terms)}"] * bool(terms)
+        return f"Stage({', '.join(parts)})"
 
 
 def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
@@ -347,21 +337,15 @@ def _parameters(program: StageProgram, number: int) -> str:
     """Write the table of a stage's parameters, repeated modules once."""
     axes = program.mesh.axes
     splits = {name: split_of(each.layout, axes) for name, each in program.parameters.items()}
-    lines = [f"STAGE_{number} = {{"]
+    entries = []
     for group in _groups(splits):
         if isinstance(group, str):
-            lines.append(f'{INDENT}"{group}": {dictionary(splits[group])},')
+            entries.append(f'"{group}": {dictionary(splits[group])}')
             continue
         prefix, numbers, inner = group
-        lines += [
-            f"{INDENT}**{{",
-            f'{INDENT * 2}f"{prefix}{{i}}.{{name}}": split',
-            f"{INDENT * 2}for i in {_range(numbers[0], numbers[-1] + 1)}",
-            f"{INDENT * 2}for name, split in {{",
-        ]
-        lines += [f'{INDENT * 3}"{name}": {dictionary(split)},' for name, split in inner.items()]
-        lines += [f"{INDENT * 2}}}.items()", f"{INDENT}}},"]
-    return "\n".join([*lines, "}"])
+        table = dictionary({name: dictionary(split) for name, split in inner.items()})
+        entries.append(f'**repeated("{prefix}", {_range(numbers[0], numbers[-1] + 1)}, {table})')
+    return f"STAGE_{number} = {{{', '.join(entries)}}}"
 
 
 _Group = tuple[str, list[int], dict[str, dict[str, int]]]

@@ -27,7 +27,7 @@ from autoparallel.script.expressions import (
     INDENT,
     Expression,
     call_of,
-    dictionary_lines,
+    dictionary,
     literal,
     op_call,
 )
@@ -73,7 +73,7 @@ def constants_text(found: ExportedPlan) -> str:
             made = _buffer(node, program.literals.get(node.name))
         else:
             made = _constant(node, program.graph, variables)
-        lines += made.lines(f"{name} = ", INDENT)
+        lines.append(f"{INDENT}{name} = {made.text}")
         if node.name in names and node.kind == "constant":
             lines += _at_batch(name, program.graph[node.name], node)
     given = {name: variables[name] for name in names}
@@ -85,7 +85,7 @@ def constants_text(found: ExportedPlan) -> str:
             if any("buffers[" in line for line in lines)
             else "",
             *lines,
-            *dictionary_lines("return ", given, INDENT),
+            f"{INDENT}return {dictionary(given)}",
         ]
     ).replace("\n\n", "\n")
 
@@ -134,7 +134,7 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
 
 
 def count_text(found: ExportedPlan) -> str:
-    """Write the function ``count``; "" if nothing is counted."""
+    """Write the function ``count``, or None if nothing is counted."""
     done: set[str] = set()
     lines: list[str] = []
     results: list[str] = []
@@ -150,7 +150,7 @@ def count_text(found: ExportedPlan) -> str:
             results.append(f'"{each.key}": {_count(each, values)}')
             done.add(each.key)
     if not results:
-        return ""
+        return "count = None"
     return "\n".join(
         [
             "def count(",
@@ -220,13 +220,13 @@ def _global_graph(found: ExportedPlan) -> Graph:
 
 def inputs_table(found: ExportedPlan) -> str:
     """Write the table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
-    keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
-    lines = [
-        f'{INDENT}"{node.name}": ({keys[node.name]}, torch.{node.spec.dtype}, '
-        f"{literal(tuple(node.spec.shape))}),"
+    places = found.made.program.inputs
+    table = {
+        node.name: f"({literal(_key(node.name, places[node.name]))}, torch.{node.spec.dtype}, "
+        f"{tuple(node.spec.shape)})"
         for node in _global_graph(found).inputs
-    ]
-    return "\n".join(["INPUTS = {", *lines, "}"])
+    }
+    return f"INPUTS = {dictionary(table)}"
 
 
 def _key(name: str, place: InputPlace) -> str | int:
@@ -265,28 +265,20 @@ def made_up_batches(found: ExportedPlan) -> list[str]:
         "for number in itertools.count():",
         f"{INDENT}generator = torch.Generator().manual_seed(seed + number)",
         f"{INDENT}yield {{",
-        *(
-            line
-            for node in graph.inputs
-            for line in _random(node, bounds).lines(f"{keys[node.name]}: ", INDENT * 2)
-        ),
+        *(f"{INDENT * 2}{keys[node.name]}: {_random(node, bounds)}," for node in graph.inputs),
         f"{INDENT}}}",
     ]
 
 
-def _random(node: Node, bounds: dict[str, int]) -> Expression:
-    """Write the values of an input, as an item of a dictionary."""
-    dtype, generator = Expression(f"torch.{node.spec.dtype}"), Expression("generator")
-    options = {"generator": generator, "dtype": dtype}
-    shape, tail = tuple(node.spec.shape), ","
-    if "float" in node.spec.dtype:
-        made = call_of("torch.randn", [shape], {**options, "dtype": Expression("torch.float64")})
-        tail = f".to({dtype.text})," if node.spec.dtype != "float64" else ","
-    elif node.name in bounds:
-        made = call_of("torch.randint", [bounds[node.name], shape], options)
-    else:
-        made = call_of("torch.ones", [shape], {"dtype": dtype})
-    return Expression(made.text + tail, made.head, made.arguments, tail)
+def _random(node: Node, bounds: dict[str, int]) -> str:
+    """Write random values of an input."""
+    shape, dtype = tuple(node.spec.shape), f"torch.{node.spec.dtype}"
+    if "float" in dtype:
+        made = f"torch.randn({shape}, generator=generator, dtype=torch.float64)"
+        return made if dtype == "torch.float64" else f"{made}.to({dtype})"
+    if node.name in bounds:
+        return f"torch.randint({bounds[node.name]}, {shape}, generator=generator, dtype={dtype})"
+    return f"torch.ones({shape}, dtype={dtype})"
 
 
 def _too_large(node: Node, count: Any) -> PlanError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoparallel.passes.ops.activation import activate, describe
 from autoparallel.script.calls import _activation
-from autoparallel.script.expressions import Expression, assignment, call_of, literal, op_call
+from autoparallel.script.expressions import Expression, assignment, call_of, fold, literal, op_call
 
 NAMES = {
     "x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
@@ -92,17 +92,24 @@ def test_a_value_is_written_as_python_reads_it(value: Any) -> None:
 
 def test_long_lines_are_cut_at_arguments_and_names() -> None:
     names = [f"a_long_name_of_an_output_{number}" for number in range(6)]
-    lines = assignment(names, call_of("function", [X] * 3), "    ")
+    lines = fold("    " + assignment(names, call_of("function", [X] * 3)) + "  # (6,)")
     assert max(map(len, lines)) <= 100
     given = {"function": lambda *args: tuple(range(6)), "x": 0}
     exec("if True:\n" + "\n".join(lines), given)
     assert [given[name] for name in names] == list(range(6))
     long = call_of("function", [f"argument number {number}" for number in range(12)])
-    lines = assignment(["made"], long, "")
+    lines = fold(assignment(["made"], long))
     assert max(map(len, lines)) <= 100
     given = {"function": lambda *args: len(args)}
     exec("\n".join(lines), given)
     assert given["made"] == 12
+    short = f"x = {'y' * 90}"
+    assert fold(f"{short}  # (2, 3, 4)") == [short]
+    table = "TABLE = " + repr({"a [": [[each, (each,)] for each in range(40)]}).replace("'", '"')
+    lines = fold(table)
+    assert max(map(len, lines)) <= 100
+    exec("\n".join(lines), given)
+    assert given["TABLE"] == {"a [": [[each, (each,)] for each in range(40)]}
 
 
 class Expert(nn.Module):
