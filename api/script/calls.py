@@ -18,11 +18,12 @@ from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.layout import Step
 from autoparallel.script.expressions import (
     INDENT,
+    OPERATORS,
     Expression,
     call_of,
     dictionary,
     literal,
-    loss_call,
+    op_call,
 )
 from autoparallel.script.parts import can_copy
 from autoparallel.script.writer import MOVES, Writer, unwritable
@@ -65,7 +66,7 @@ def _activation(writer: Writer, text: str) -> Expression:
         home, _, call = target.partition(".")
         if home == "method":
             value = f"{parts[0]}.{call}({', '.join([*parts[1:], *options])})"
-        elif call in SIGNS:
+        elif home == "operator" and call in SIGNS:
             value = f"{parts[0]} {SIGNS[call]} {parts[1]}"
         elif call == "getitem":
             value = f"{parts[0]}[{parts[1]}]"
@@ -78,7 +79,7 @@ def _activation(writer: Writer, text: str) -> Expression:
     return Expression(name)
 
 
-SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "matmul": "@", "pow": "**"}
+SIGNS = {**OPERATORS, "truediv": OPERATORS["div"]}
 
 
 def _of_activation(value: Any, made: Sequence[str]) -> str:
@@ -134,8 +135,8 @@ def _class_loss(
         named = {k: v for k, v in options.items() if (k, v) != ("ignore_index", -100) and v}
         given = [Expression("mesh"), args[0], args[1], count if is_mean else 1.0]
         return call_of("split_cross_entropy", given, {"axes": _axis_names(classes, axes), **named})
-    named = {"input": args[0], "target": args[1], "weight": args[2], "reduction": 2, **options}
-    total = loss_call("F.cross_entropy" if is_logits else "F.nll_loss", named)
+    path = "cross_entropy_loss.default" if is_logits else "nll_loss_nd.default"
+    total = op_call(path, args[:3], {"reduction": 2, **options})
     if not is_mean or count is None:
         return total
     source = node.meta[MADE_BY]

@@ -29,6 +29,7 @@ from autoparallel.script.parts import taken_names
 from autoparallel.script.source import ExportedPlan
 from autoparallel.script.values import made_up_batches
 from autoparallel.target.huggingface import target_config
+from autoparallel.target.load import split_target
 from autoparallel.target.lora import parse_lora, target_paths
 from autoparallel.target.target import Target
 from autoparallel.target.trust import target_name
@@ -54,7 +55,7 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         imports, build, files = _huggingface(target, folder)
         module = ""
     else:
-        place, function = _place(target_name(plan, plan_path))
+        place, function = split_target(target_name(plan, plan_path))
         files = _copy_files(place, folder) if place.endswith(".py") else ()
         module = Path(files[0]).stem if files else place
         settings = ", ".join(f"{name}={literal(v)}" for name, v in plan.model.settings.items())
@@ -62,7 +63,7 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         if module in taken_names():
             imports = (f"import {module} as model_{module}",)
             module = f"model_{module}"
-        build = [f"return {module}.{function}({settings})"]
+        build = [f"return {module}.{function or 'build_model'}({settings})"]
     functions = [
         _function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
         _function(
@@ -93,14 +94,6 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
 def _function(head: str, what: str, lines: list[str]) -> str:
     body = "\n".join(f"{INDENT}{line}" for line in lines)
     return f'def {head}:\n{INDENT}"""{what}"""\n{body}'
-
-
-def _place(name: str) -> tuple[str, str]:
-    """Split ``model.py:function`` into the file or module, and the function."""
-    place, separator, function = name.rpartition(":")
-    if separator and place and function.isidentifier():
-        return place, function
-    return name, "build_model"
 
 
 def _copy_files(place: str, folder: Path) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ stage's function, in which runs of equal blocks are loops, and the entry of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -334,45 +334,22 @@ def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...
 
 
 def _parameters(program: StageProgram, number: int) -> str:
-    """Write the table of a stage's parameters, repeated modules once."""
-    axes = program.mesh.axes
-    splits = {name: split_of(each.layout, axes) for name, each in program.parameters.items()}
-    entries = []
-    for group in _groups(splits):
-        if isinstance(group, str):
-            entries.append(f'"{group}": {dictionary(splits[group])}')
-            continue
-        prefix, numbers, inner = group
-        table = dictionary({name: dictionary(split) for name, split in inner.items()})
-        entries.append(f'**repeated("{prefix}", {_range(numbers[0], numbers[-1] + 1)}, {table})')
+    """Write the table of a stage's parameters; numbered modules that are split alike once."""
+    modules: dict[tuple[str, int], dict[str, str]] = {}
+    for name, each in program.parameters.items():
+        found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
+        place, inner = ((found[1], int(found[2])), found[3]) if found else (("", -1), name)
+        modules.setdefault(place, {})[inner] = dictionary(split_of(each.layout, program.mesh.axes))
+    entries, done = [], set[tuple[str, int]]()
+    for (prefix, first), splits in modules.items():
+        stop = first + 1
+        while first >= 0 and modules.get((prefix, stop)) == splits:
+            stop += 1
+        if stop - first > 1 and (prefix, first) not in done:
+            numbers, table = _range(first, stop), dictionary(splits)
+            entries.append(f'**repeated("{prefix}", {numbers}, {table})')
+        elif (prefix, first) not in done:
+            start = f"{prefix}{first}." if first >= 0 else ""
+            entries += [f'"{start}{name}": {split}' for name, split in splits.items()]
+        done |= {(prefix, at) for at in range(first, stop)}
     return f"STAGE_{number} = {{{', '.join(entries)}}}"
-
-
-_Group = tuple[str, list[int], dict[str, dict[str, int]]]
-
-
-def _groups(splits: Mapping[str, dict[str, int]]) -> Iterator[str | _Group]:
-    """Yield single names, and runs of numbered modules whose parameters are split alike."""
-    modules: dict[tuple[str, int], dict[str, dict[str, int]]] = {}
-    for name, split in splits.items():
-        found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
-        if found:
-            modules.setdefault((found[1], int(found[2])), {})[found[3]] = split
-    done: set[str] = set()
-    for name in splits:
-        found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
-        if name in done:
-            continue
-        if not found:
-            yield name
-            continue
-        prefix, first = found[1], int(found[2])
-        inner, numbers = modules[prefix, first], [first]
-        while modules.get((prefix, numbers[-1] + 1)) == inner:
-            numbers.append(numbers[-1] + 1)
-        own = {f"{prefix}{i}.{each}" for i in numbers for each in inner}
-        if len(numbers) > 1 and not own & done:
-            done |= own
-            yield prefix, numbers, inner
-        else:
-            yield name

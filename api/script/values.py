@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 from torch import Tensor
 
@@ -47,15 +46,12 @@ def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
         names.update(
             (name, None)
             for name, held in program.buffers.items()
-            if name in found.made.program.literals or _is_cast(held.spec.dtype, str(master))
+            if name in found.made.program.literals
+            or ("float" in held.spec.dtype and f"torch.{held.spec.dtype}" != str(master))
         )
         if program.counting is not None:
             names.update(dict.fromkeys(program.counting.leaves))
     return tuple(names)
-
-
-def _is_cast(dtype: str, master: str) -> bool:
-    return "float" in dtype and f"torch.{dtype}" != master
 
 
 def constants_text(found: ExportedPlan) -> str:
@@ -100,7 +96,13 @@ def _buffer(node: Node, value: Tensor | None) -> Expression:
     if value is None:
         return Expression(f'buffers["{node.name}"].to({dtype})')
     if value.numel() > MOST_VALUES:
-        raise _too_large(node, value.numel())
+        raise PlanError(
+            "AP367",
+            f"the tensor {node.name} of {value.numel()} values cannot be written into a script",
+            why=f"at most {MOST_VALUES} values are",
+            where=node.source or node.module,
+            fix="register it as a buffer of the model",
+        )
     return call_of("torch.tensor", [value.tolist()], {"dtype": Expression(dtype)})
 
 
@@ -205,12 +207,9 @@ def _counting_lines(
 
 
 def _count(each: Counted, values: dict[str, str]) -> str:
+    weight = None if each.weight is None else values[each.weight]
     dtype = "torch.float64" if each.dtype == "float64" else "torch.float32"
-    kept = f"({values[each.target]} != {each.ignore_index})"
-    if each.weight is None:
-        return f"{kept}.sum().to({dtype})"
-    target, weight = values[each.target], values[each.weight]
-    return f"({weight}[torch.where({kept}, {target}, 0)] * {kept}).sum(dtype={dtype})"
+    return f"count_targets({values[each.target]}, {weight}, {each.ignore_index}, {dtype})"
 
 
 def _global_graph(found: ExportedPlan) -> Graph:
@@ -279,13 +278,3 @@ def _random(node: Node, bounds: dict[str, int]) -> str:
     if node.name in bounds:
         return f"torch.randint({bounds[node.name]}, {shape}, generator=generator, dtype={dtype})"
     return f"torch.ones({shape}, dtype={dtype})"
-
-
-def _too_large(node: Node, count: Any) -> PlanError:
-    return PlanError(
-        "AP367",
-        f"the tensor {node.name} of {count} values cannot be written into a script",
-        why=f"at most {MOST_VALUES} values are",
-        where=node.source or node.module,
-        fix="register it as a buffer of the model",
-    )

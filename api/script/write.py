@@ -7,11 +7,13 @@ this package. Its head lists the differences from ``autoparallel run``.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
 from autoparallel import __version__
 from autoparallel.exporting.plans import WrittenPlan, torchrun
+from autoparallel.passes.local.stage_program import StageProgram
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import configuration_text
@@ -112,10 +114,21 @@ def differences_of(found: ExportedPlan, model: ModelText) -> tuple[str, ...]:
 def script_text(
     found: ExportedPlan, model: ModelText, differences: tuple[str, ...], name: str
 ) -> str:
-    """Return the script, whose file is called ``name``."""
+    """Return the script, whose file is called ``name``.
+
+    Raises PlanError AP369 if the last rank of a stage runs another program than the first.
+    """
     functions = Functions(taken_names() | {model.module})
-    stages = [_stage(found, number, functions) for number in range(len(found.programs))]
-    _check_same_on_all_ranks(found, stages, functions.taken)
+    stages = _stages(found, found.programs, functions)
+    last = _stages(found, found.last_programs, Functions(functions.taken))
+    for number, (stage, other) in enumerate(zip(stages, last, strict=True)):
+        if (stage.function, stage.entry) != (other.function, other.entry):
+            raise PlanError(
+                "AP369",
+                f"the ranks of stage {number} run different programs",
+                why="a script has one for all ranks of a stage",
+                fix="train with autoparallel run",
+            )
     uses = {name for function in functions.named.values() for name in function.uses}
     uses |= {name for stage in stages for name in stage.uses}
     trainer = "PipelineTrainer" if found.plan.has_pipeline else "Trainer"
@@ -128,9 +141,9 @@ def script_text(
         inputs_table(found),
         f"TRAINER = {trainer}",
     ]
-    uses |= {"repeated"} if "**repeated(" in "".join(tables) else set()
+    words = set(re.findall(r"\w+(?=[.(])", "".join([*own, *blocks, *tables])))
+    uses |= {"repeated", "count_targets", "rows_of"} & words
     parts = collect({*uses, trainer, "main", "Draw", "Weights", "Mesh"}, GIVEN)
-    words = set(re.findall(r"\w+(?=[.(])", "".join([*own, *blocks])))
     imports = {*parts.imports, *model.imports, *(IMPORTS[name] for name in IMPORTS.keys() & words)}
     sections = [
         "\n\n".join(
@@ -154,39 +167,14 @@ def script_text(
     return "\n".join(part for line in lines for part in fold(line)) + "\n"
 
 
-def _stage(found: ExportedPlan, number: int, functions: Functions) -> StageText:
-    variant = found.variant
-    return stage_text(
-        found.programs[number],
-        found.stages[number],
-        variant.program.graph,
-        variant.program.blocks,
-        number=number,
-        functions=functions,
-    )
-
-
-def _check_same_on_all_ranks(
-    found: ExportedPlan, stages: list[StageText], taken: frozenset[str]
-) -> None:
-    """Raise PlanError AP369 if the last rank of a stage runs another program than the first."""
-    functions, graph = Functions(taken), found.variant.program.graph
-    for number, program in enumerate(found.last_programs):
-        again = stage_text(
-            program,
-            found.stages[number],
-            graph,
-            found.variant.program.blocks,
-            number=number,
-            functions=functions,
-        )
-        if (again.function, again.entry) != (stages[number].function, stages[number].entry):
-            raise PlanError(
-                "AP369",
-                f"the ranks of stage {number} run different programs",
-                why="a script has one for all ranks of a stage",
-                fix="train with autoparallel run",
-            )
+def _stages(
+    found: ExportedPlan, programs: Sequence[StageProgram], functions: Functions
+) -> list[StageText]:
+    program = found.variant.program
+    return [
+        stage_text(each, stage, program.graph, program.blocks, number=number, functions=functions)
+        for number, (each, stage) in enumerate(zip(programs, found.stages, strict=True))
+    ]
 
 
 def _head(found: ExportedPlan, differences: tuple[str, ...], name: str) -> str:

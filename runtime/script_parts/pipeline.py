@@ -156,33 +156,33 @@ class Messages:
         """Return the received values of a stage whose gradients go back."""
         return {key for key, target in self.targets if target == stage}
 
-    def send(self, direction: Direction, stage: int, values: dict[str, Tensor]) -> None:
-        """Send results of ``stage`` to the stages of other ranks."""
+    def send(
+        self,
+        direction: Direction,
+        stage: int,
+        microbatch: int,
+        values: dict[str, Tensor],
+        *,
+        to_own: bool,
+    ) -> None:
+        """Send results of ``stage``: to stages of the same ranks, which take them, or to others."""
         for transfer in self.transfers[direction]:
-            if transfer.sender == stage and transfer.receiver not in self.mine:
-                self._send(transfer, values)
-
-    def _send(self, transfer: Transfer, values: dict[str, Tensor]) -> None:
-        for piece in transfer.pieces:
-            if piece.source == self.rank != piece.target:
-                packed = values[transfer.key].detach()[piece.cut].contiguous()
-                lane = self.lanes[piece.source, piece.target]
-                self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
+            if transfer.sender != stage or (transfer.receiver in self.mine) != to_own:
+                continue
+            value = values[transfer.key].detach()
+            for piece in transfer.pieces:
+                if piece.source == self.rank != piece.target:
+                    packed = value[piece.cut].contiguous()
+                    lane = self.lanes[piece.source, piece.target]
+                    self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
+            if to_own:
+                self._take(transfer, direction, microbatch, value)
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Begin to receive inputs of ``stage`` from the stages of other ranks."""
         for transfer in self.transfers[direction]:
             if transfer.receiver == stage and transfer.sender not in self.mine:
                 self._take(transfer, direction, microbatch, None)
-
-    def hand_over(
-        self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
-    ) -> None:
-        """Give results of ``stage`` to other stages of the same ranks."""
-        for transfer in self.transfers[direction]:
-            if transfer.sender == stage and transfer.receiver in self.mine:
-                self._send(transfer, values)
-                self._take(transfer, direction, microbatch, values[transfer.key])
 
     def _take(
         self, transfer: Transfer, direction: Direction, microbatch: int, given: Tensor | None
@@ -196,7 +196,7 @@ class Messages:
                 continue
             if piece.source == self.rank:
                 assert given is not None
-                parts.append((None, piece.place, given.detach()[piece.cut]))
+                parts.append((None, piece.place, given[piece.cut]))
                 continue
             part = torch.empty_like(whole[piece.place], memory_format=torch.contiguous_format)
             lane = self.lanes[piece.source, piece.target]
@@ -256,7 +256,7 @@ class PipelineTrainer(Trainer):
                 self.messages.post(direction, stage, microbatch)
             elif kind.startswith("SEND"):
                 values = made.pop((direction, stage, microbatch))
-                self.messages.send(direction, stage, values)
+                self.messages.send(direction, stage, microbatch, values, to_own=False)
             elif kind == "REDUCE" and is_last:
                 self.stages[stage].complete()
         self.messages.finish()
@@ -274,7 +274,7 @@ class PipelineTrainer(Trainer):
             made = self.stages[stage].forward(microbatch, received)
         else:
             made = self.stages[stage].backward(microbatch, received, share * self.scale)
-        self.messages.hand_over(direction, stage, microbatch, made)
+        self.messages.send(direction, stage, microbatch, made, to_own=True)
         return made
 
     def is_counted(self, stage: int, name: str) -> bool:

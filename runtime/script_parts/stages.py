@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ...passes.backward.recomputing import COSTLY
 from .mesh import Mesh
 from .weights import Split, Weight, Weights, join, own
 
@@ -165,27 +166,11 @@ def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
     return tensor if dim is None else tensor.chunk(MICRO_BATCHES, dim)[microbatch]
 
 
-PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-"""Ops whose outputs selective recomputation keeps: they cost much to make for their size."""
-
-
 def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
     """Run a block that is computed again in the backward, except its matrix products."""
 
     def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-        is_kept = op in PRODUCTS
+        is_kept = op in COSTLY
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)

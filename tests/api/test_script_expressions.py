@@ -28,11 +28,11 @@ X, W, TABLE, Y, AT, HEADS = map(Expression, NAMES)
 CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "x + w": ("add.Tensor", [X, W], {}),
     "F.layer_norm(x, (6,), w, w)": ("layer_norm.default", [X, [6], W, W], {}),
-    "F.layer_norm(x, (6,), w, None, 0.1)": ("layer_norm.default", [X, [6], W, None, 0.1], {}),
-    "F.rms_norm(x, (6,), w, 0.1)": ("rms_norm.default", [X, [6], W, 0.1], {}),
+    "F.layer_norm(x, (6,), w, None, eps=0.1)": ("layer_norm.default", [X, [6], W, None, 0.1], {}),
+    "F.rms_norm(x, (6,), w, eps=0.1)": ("rms_norm.default", [X, [6], W, 0.1], {}),
     "F.embedding(y, table)": ("embedding.default", [TABLE, Y], {}),
     "F.embedding(y, table, padding_idx=1)": ("embedding.default", [TABLE, Y, 1], {}),
-    "torch.ops.aten.embedding.default(table, y, 1, True)": (
+    "torch.embedding(table, y, 1, True)": (
         "embedding.default",
         [TABLE, Y, 1, True],
         {},
