@@ -76,7 +76,7 @@ def constants_text(found: ExportedPlan) -> str:
     return "\n".join(
         [
             "def constants(model: nn.Module) -> dict[str, Tensor]:",
-            f'{INDENT}"""What depends neither on the batch nor on weights, whole."""',
+            f'{INDENT}"""Whole values that depend neither on the batch nor on weights."""',
             f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
             if any("buffers[" in line for line in lines)
             else "",
@@ -158,7 +158,7 @@ def count_text(found: ExportedPlan) -> str:
             "def count(",
             f"{INDENT}batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int",
             ") -> dict[str, Tensor]:",
-            f'{INDENT}"""A micro-batch\'s share of what the mean loss of a batch divides by."""',
+            f'{INDENT}"""A micro-batch\'s share of the divisors of a batch\'s mean loss."""',
             *lines,
             f"{INDENT}return {{",
             *(f"{INDENT}{INDENT}{result}," for result in results),

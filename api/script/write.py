@@ -18,7 +18,7 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from autoparallel.report.page import configuration_text
 from autoparallel.runtime.parameters.parameters import Formats
-from autoparallel.script.expressions import INDENT, LINE, Expression, call_of, dictionary, fold
+from autoparallel.script.expressions import INDENT, Expression, call_of, dictionary, fold
 from autoparallel.script.model import ModelText, model_text
 from autoparallel.script.parts import collect, taken_names
 from autoparallel.script.source import ExportedPlan, capture_export
@@ -194,6 +194,10 @@ def _head(found: ExportedPlan, differences: tuple[str, ...], name: str) -> str:
     return "\n".join(lines)
 
 
+SHORT_LINE = 88
+"""Longest import that linters leave in one line by default."""
+
+
 def _imports(lines: set[str], own: set[str]) -> str:
     """Write imports: of Python, of installed packages, then the model's ``own`` files."""
     merged: dict[str, set[str]] = {}
@@ -203,8 +207,9 @@ def _imports(lines: set[str], own: set[str]) -> str:
     groups: list[list[str]] = [["from __future__ import annotations"], [], [], []]
     for module, names in sorted(merged.items(), key=lambda each: (each[0][0] == "f", each[0])):
         line = f"{module} import {', '.join(sorted(names))}" if names else module
-        if len(line) > LINE:
-            line = f"{module} import ({', '.join(sorted(names))})"
+        if len(line) > SHORT_LINE:
+            body = "".join(f"{INDENT}{name},\n" for name in sorted(names))
+            line = f"{module} import (\n{body})"
         groups[2 if _is_installed(line) else 3 if line in own else 1].append(line)
     return "\n\n".join("\n".join(group) for group in groups if group)
 
