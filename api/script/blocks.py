@@ -25,7 +25,6 @@ from autoparallel.planner.graph import Graph, Node
 from autoparallel.planner.layout import Layout, local_shape
 from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
-    INDENT,
     LINE,
     METHODS,
     Expression,
@@ -141,7 +140,7 @@ def block_function(
     returned = [writer.values[node].text for node in result]
     value = ", ".join(returned) or "None"
     value = f"({value})" if len(value) > LINE // 2 else value
-    writer.lines.append(f"{INDENT}return {value}")
+    writer.lines.append(f"return {value}")
     text = "\n".join(writer.lines)
     return BlockFunction(
         arguments,
@@ -240,7 +239,7 @@ def _write(writer: Writer, node: fx.Node) -> None:
 def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
     _write_heading(writer, node)
     name = "x" if _continues_x(writer, node) else writer.unique(name)
-    writer.lines.append(f"{INDENT}{name} = {made.text}{_shape_comment(writer, node)}")
+    writer.lines.append(f"{name} = {made.text}{_shape_comment(writer, node)}")
     writer.values[node] = Expression(name)
 
 
@@ -263,7 +262,7 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         name = writer.unique(_name(writer, node))
-        writer.lines.append(f"{INDENT}{name} = {made.text}")
+        writer.lines.append(f"{name} = {made.text}")
         for item in items:
             writer.values[item] = Expression(f"{name}[{item.args[1]}]")
         return
@@ -275,7 +274,7 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
     line = f"{names[0]}, = {made.text}" if len(names) == 1 else assignment(names, made)
-    writer.lines.append(INDENT + line)
+    writer.lines.append(line)
 
 
 def _write_heading(writer: Writer, node: fx.Node) -> None:
@@ -291,7 +290,7 @@ def _write_heading(writer: Writer, node: fx.Node) -> None:
     if part:
         place, _, line = source.source.rpartition(":")
         where = f"  ({PurePath(place).name}:{line})" if place else ""
-        writer.lines.append(f"{INDENT}# {part}{where}")
+        writer.lines.append(f"# {part}{where}")
 
 
 def _shape_comment(writer: Writer, node: fx.Node) -> str:

@@ -58,7 +58,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
 def _activation(writer: Writer, text: str) -> Expression:
     """Define a function of rows (``passes.ops.activation``) before its use."""
     name = writer.unique("activation")
-    writer.lines.append(f"{INDENT}def {name}(rows: Tensor) -> Tensor:")
+    writer.lines.append(f"def {name}(rows: Tensor) -> Tensor:")
     made = ["rows"]
     for number, (target, args, kwargs) in enumerate(json.loads(text), 1):
         parts = [_of_activation(each, made) for each in args]
@@ -74,8 +74,8 @@ def _activation(writer: Writer, text: str) -> Expression:
             place = {"functional": "F", "torch": "torch"}.get(home, home)
             value = f"{place}.{call}({', '.join([*parts, *options])})"
         made.append(f"part_{number}")
-        writer.lines.append(f"{INDENT * 2}{made[-1]} = {value}")
-    writer.lines += [f"{INDENT * 2}return {made[-1]}", ""]
+        writer.lines.append(f"{INDENT}{made[-1]} = {value}")
+    writer.lines += [f"{INDENT}return {made[-1]}", ""]
     return Expression(name)
 
 

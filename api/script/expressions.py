@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,12 @@ class Expression:
     @property
     def operand(self) -> str:
         return f"({self.text})" if self.is_compound else self.text
+
+
+def function(head: str, note: str, lines: Iterable[str]) -> str:
+    """Write a function with a docstring; ``lines`` are its body."""
+    body = [INDENT + line if line else line for line in (f'"""{note}"""', *lines)]
+    return "\n".join([f"def {head}:", *body])
 
 
 def fold(line: str) -> list[str]:

@@ -24,7 +24,7 @@ from autoparallel.runtime.update.optimizer import (
     SGD_LEARNING_RATE,
     takes_names,
 )
-from autoparallel.script.expressions import INDENT, literal
+from autoparallel.script.expressions import INDENT, function, literal
 from autoparallel.script.parts import taken_names
 from autoparallel.script.source import ExportedPlan
 from autoparallel.script.values import made_up_batches
@@ -55,7 +55,7 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         imports, build, files = _huggingface(target, folder)
         module = ""
     else:
-        place, function = split_target(target_name(plan, plan_path))
+        place, builder = split_target(target_name(plan, plan_path))
         files = _copy_files(place, folder) if place.endswith(".py") else ()
         module = Path(files[0]).stem if files else place
         settings = ", ".join(f"{name}={literal(v)}" for name, v in plan.model.settings.items())
@@ -63,20 +63,20 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         if module in taken_names():
             imports = (f"import {module} as model_{module}",)
             module = f"model_{module}"
-        build = [f"return {module}.{function or 'build_model'}({settings})"]
+        build = [f"return {module}.{builder or 'build_model'}({settings})"]
     functions = [
-        _function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
-        _function(
+        function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
+        function(
             "batches(seed: int) -> Iterator[Any]",
             "Global batches without end, the same on every rank: put your data here.",
             _data(found, module),
         ),
-        _function(
+        function(
             "new_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer",
             "The optimizer of this rank's weights.",
             _optimizer(found, module),
         ),
-        _function(
+        function(
             "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
             "The learning-rate scheduler, or None.",
             [
@@ -89,11 +89,6 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
     return ModelText(
         imports, "\n\n\n".join(functions), files, module, target.build_data is not None
     )
-
-
-def _function(head: str, what: str, lines: list[str]) -> str:
-    body = "\n".join(f"{INDENT}{line}" for line in lines)
-    return f'def {head}:\n{INDENT}"""{what}"""\n{body}'
 
 
 def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
@@ -116,11 +111,8 @@ def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
                     where=str(path),
                     fix="move what needs autoparallel out of the model's file",
                 )
-            module, package = path.parent / f"{name}.py", path.parent / name
-            for beside, is_there in (
-                (module, module.is_file()),
-                (package, (package / "__init__.py").is_file()),
-            ):
+            for beside in (path.parent / f"{name}.py", path.parent / name):
+                is_there = beside.is_file() or (beside / "__init__.py").is_file()
                 if is_there and beside.name not in done:
                     done[beside.name] = beside.name
                     pending.append(beside)
@@ -142,22 +134,13 @@ def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
     """Write the configuration as a file; return the code that builds the model."""
-    built = target.build_model if target.settings.get("lora") else None
     config = target_config(target)
     config.save_pretrained(folder)
-    name = type(_meta(target)).__name__
-    lines = [
-        "config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)",
-        *(["config.use_cache = False"] if hasattr(config, "use_cache") else []),
-        *(
-            ['config._experts_implementation = "eager"']
-            if hasattr(config, "_experts_implementation")
-            else []
-        ),
-        f"model = transformers.{name}(config)",
-    ]
-    if built is not None:
-        lines += _adapters(target)
+    lines = ["config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)"]
+    for name, value in (("use_cache", "False"), ("_experts_implementation", '"eager"')):
+        lines += [f"config.{name} = {value}"] * hasattr(config, name)
+    lines.append(f"model = transformers.{type(_meta(target)).__name__}(config)")
+    lines += _adapters(target) if target.settings.get("lora") else []
     return ("import transformers",), [*lines, "return model"], ("config.json",)
 
 

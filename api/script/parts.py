@@ -21,6 +21,7 @@ MODULES = (
     "autoparallel.runtime.script_parts.mesh",
     "autoparallel.passes.ops.random_ops",
     "autoparallel.runtime.script_parts.ops",
+    "autoparallel.passes.ops.lower_right",
     "autoparallel.passes.ops.local_loss",
     "autoparallel.passes.ops.batch_norm",
     "autoparallel.passes.ops.experts",

@@ -16,7 +16,14 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, module_path
-from autoparallel.script.expressions import INDENT, Expression, assignment, dictionary, literal
+from autoparallel.script.expressions import (
+    INDENT,
+    Expression,
+    assignment,
+    dictionary,
+    function,
+    literal,
+)
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 """Function that calls a block that is recomputed in the backward."""
@@ -32,11 +39,11 @@ class Functions:
     about: dict[str, list[str]] = field(default_factory=dict)
     """Blocks of each function."""
 
-    def add(self, function: BlockFunction, program: BlockProgram, kind: str) -> str:
+    def add(self, made: BlockFunction, program: BlockProgram, kind: str) -> str:
         """Return the name of the function, adding it unless an equal function exists."""
         for name, known in self.named.items():
             same = known.arguments, known.text, known.weights
-            if same == (function.arguments, function.text, function.weights):
+            if same == (made.arguments, made.text, made.weights):
                 self.about[name].append(program.name)
                 return name
         kind = f"{kind}_block" if kind in self.taken else kind
@@ -44,7 +51,7 @@ class Functions:
         while name in self.named or name in self.taken:
             count += 1
             name = f"{kind}_{count}"
-        self.named[name], self.about[name] = function, [program.name]
+        self.named[name], self.about[name] = made, [program.name]
         return name
 
     def text(self) -> str:
@@ -52,15 +59,16 @@ class Functions:
         return "\n\n\n".join(map(self._one, self.named))
 
     def _one(self, name: str) -> str:
-        function = self.named[name]
-        names = self.about[name]
-        blocks = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
-        arguments = [f"{each}: Tensor" for each in function.arguments]
-        arguments += ["w: Weights"]
-        arguments += ["mesh: Mesh"] * function.takes_mesh + ["draw: Draw"] * function.takes_draw
-        result = "Tensor" if len(function.results) == 1 else "tuple[Tensor, ...]"
-        head = f"def {name}({', '.join(arguments)}) -> {result}:"
-        return f'{head}\n{INDENT}"""{blocks}"""\n{function.text}'
+        made = self.named[name]
+        arguments = [*(f"{each}: Tensor" for each in made.arguments), "w: Weights"]
+        arguments += ["mesh: Mesh"] * made.takes_mesh + ["draw: Draw"] * made.takes_draw
+        result = "Tensor" if len(made.results) == 1 else "tuple[Tensor, ...]"
+        head = f"{name}({', '.join(arguments)}) -> {result}"
+        return function(head, _note(self.about[name]), made.text.splitlines())
+
+
+def _note(blocks: Sequence[str]) -> str:
+    return f"Block {blocks[0]}." if len(blocks) == 1 else f"Blocks {blocks[0]} to {blocks[-1]}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +157,6 @@ class _StageWriter:
 
     def function(self, number: int) -> str:
         """Write the stage's function."""
-        names = [block.name for block in self.program.blocks]
-        what = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
         start = 0
         while start < len(self.calls):
             stop = self._run_from(start)
@@ -160,14 +166,11 @@ class _StageWriter:
                 self._single(start)
             start = stop
         returned = {key: self._value(key) for key in self.result_keys()}
-        return "\n".join(
-            [
-                f"def stage_{number}(values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw)"
-                " -> dict[str, Tensor]:",
-                f'{INDENT}"""{what}"""',
-                *self.lines,
-                f"{INDENT}return {dictionary(returned)}",
-            ]
+        return function(
+            f"stage_{number}(values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw)"
+            " -> dict[str, Tensor]",
+            _note([block.name for block in self.program.blocks]),
+            [*self.lines, f"return {dictionary(returned)}"],
         )
 
     def _value(self, key: str) -> str:
@@ -195,14 +198,14 @@ class _StageWriter:
         made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
         where = f'w.of("{call.path}")' if call.path else "w"
         called = self._call(call, inputs, where, str(call.first_number))
-        self.lines.append(INDENT + assignment(made, called))
+        self.lines.append(assignment(made, called))
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
         """Write the call of a block's function, recomputed or with gathered weights if needed."""
-        function = self.functions.named[call.function]
-        arguments = [*inputs, where, *["mesh"] * function.takes_mesh]
-        arguments += [f"draw.of({number})"] * function.takes_draw
+        made = self.functions.named[call.function]
+        arguments = [*inputs, where, *["mesh"] * made.takes_mesh]
+        arguments += [f"draw.of({number})"] * made.takes_draw
         head = call.function
         if wrapper := WRAPPERS.get(call.recompute, "run_sharded" if self.zero == 3 else ""):
             self.uses.add(wrapper)
@@ -250,7 +253,7 @@ class _StageWriter:
             before = self._value(first.inputs[at])
             names[at] = self._variable(last.outputs[index], stop - 1, len(first.outputs))
             if before != names[at]:
-                self.lines.append(f"{INDENT}{names[at]} = {before}")
+                self.lines.append(f"{names[at]} = {before}")
         inputs = [names.get(at, self._value(key)) for at, key in enumerate(first.inputs)]
         made = ["_"] * len(first.outputs)
         for at, index in carried.items():
@@ -264,8 +267,8 @@ class _StageWriter:
         where = f'w.of(f"{prefix}{{i}}")'
         called = self._call(first, inputs, where, number)
         self.lines += [
-            f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
-            INDENT * 2 + assignment(made, called),
+            f"for i in {_range(begin, begin + len(calls))}:",
+            INDENT + assignment(made, called),
         ]
         self.variables.update(
             (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"

@@ -27,6 +27,7 @@ from autoparallel.script.expressions import (
     Expression,
     call_of,
     dictionary,
+    function,
     literal,
     op_call,
 )
@@ -69,21 +70,14 @@ def constants_text(found: ExportedPlan) -> str:
             made = _buffer(node, program.literals.get(node.name))
         else:
             made = _constant(node, program.graph, variables)
-        lines.append(f"{INDENT}{name} = {made.text}")
+        lines.append(f"{name} = {made.text}")
         if node.name in names and node.kind == "constant":
             lines += _at_batch(name, program.graph[node.name], node)
-    given = {name: variables[name] for name in names}
-    return "\n".join(
-        [
-            "def constants(model: nn.Module) -> dict[str, Tensor]:",
-            f'{INDENT}"""Whole values that depend neither on the batch nor on weights."""',
-            f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
-            if any("buffers[" in line for line in lines)
-            else "",
-            *lines,
-            f"{INDENT}return {dictionary(given)}",
-        ]
-    ).replace("\n\n", "\n")
+    if any("buffers[" in line for line in lines):
+        lines.insert(0, "buffers = dict(model.named_buffers(remove_duplicate=False))")
+    lines.append(f"return {dictionary({name: variables[name] for name in names})}")
+    note = "Whole values that depend neither on the batch nor on weights."
+    return function("constants(model: nn.Module) -> dict[str, Tensor]", note, lines)
 
 
 def _identifier(name: str, taken: Iterable[str]) -> str:
@@ -131,40 +125,27 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
             part = gcd(have, want)
             repeats = [want // part if d == dim else 1 for d in range(len(node.spec.shape))]
             sizes = ", ".join(map(str, repeats))
-            lines.append(f"{INDENT}{name} = {name}.narrow({dim}, 0, {part}).repeat({sizes})")
+            lines.append(f"{name} = {name}.narrow({dim}, 0, {part}).repeat({sizes})")
     return lines
 
 
 def count_text(found: ExportedPlan) -> str:
     """Write the function ``count``, or None if nothing is counted."""
-    done: set[str] = set()
     lines: list[str] = []
-    results: list[str] = []
+    results: dict[str, str] = {}
     for stage in found.programs:
         counting = stage.counting
-        if counting is None or {c.key for c in counting.losses} | {*counting.totals} <= done:
+        if counting is None or {c.key for c in counting.losses} | {*counting.totals} <= {*results}:
             continue
         values = _counting_lines(found, stage, counting, lines)
-        for key, output in counting.totals.items():
-            results.append(f'"{key}": {values[output]}')
-            done.add(key)
-        for each in counting.losses:
-            results.append(f'"{each.key}": {_count(each, values)}')
-            done.add(each.key)
+        results |= {key: values[output] for key, output in counting.totals.items()}
+        results |= {each.key: _count(each, values) for each in counting.losses}
     if not results:
         return "count = None"
-    return "\n".join(
-        [
-            "def count(",
-            f"{INDENT}batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int",
-            ") -> dict[str, Tensor]:",
-            f'{INDENT}"""A micro-batch\'s share of the divisors of a batch\'s mean loss."""',
-            *lines,
-            f"{INDENT}return {{",
-            *(f"{INDENT}{INDENT}{result}," for result in results),
-            f"{INDENT}}}",
-        ]
-    )
+    arguments = "batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int"
+    note = "A micro-batch's share of the divisors of a batch's mean loss."
+    lines.append(f"return {dictionary(results)}")
+    return function(f"count({arguments}) -> dict[str, Tensor]", note, lines)
 
 
 def _counting_lines(
@@ -178,7 +159,7 @@ def _counting_lines(
         source = f'constants["{node.name}"]'
         if node.kind == "input":
             source = f'rows_of(batch["{node.name}"], "{node.name}", microbatch)'
-        lines.append(f"{INDENT}{name} = {source}")
+        lines.append(f"{name} = {source}")
     if counting.program is None:
         return values
     program = BlockProgram(
@@ -201,8 +182,7 @@ def _counting_lines(
             why="a script does not draw it before the forward",
             fix="plan with microbatches=1",
         )
-    body, _, _ = f"\n{made.text}".partition(f"\n{INDENT}return ")
-    lines += body.splitlines()[1:]
+    lines += made.text.splitlines()[:-1]
     return {**values, **dict(zip(counting.outputs, made.results, strict=True))}
 
 

@@ -41,12 +41,6 @@ def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return activation(rows)
 
 
-def halved(query: Tensor) -> tuple[Tensor, ...]:
-    """Split queries into two halves along their positions; the first is not shorter."""
-    length = query.shape[-2]
-    return torch.split(query, [length - length // 2, length // 2], -2)
-
-
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Compute causal attention of queries that end at position ``end`` - 1."""
     rows = query.shape[-2]

@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from script_ranks import on_ranks
 from torch import Tensor
 
+from autoparallel.passes.ops.lower_right import split_in_half
 from autoparallel.runtime.script_parts import ops
 from autoparallel.runtime.script_parts.mesh import Mesh
 from autoparallel.runtime.script_parts.stages import Draw
@@ -49,7 +50,7 @@ def test_split_classes_have_the_loss_and_gradient_of_all_classes(smoothing: floa
 def test_two_halves_of_the_queries_attend_as_all_of_them(length: int) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, length, 8).unbind()
-    first, second = ops.halved(query)
+    first, second = split_in_half(query)
     assert first.shape[-2] == (length + 1) // 2
     found = [
         ops.attend_upto(first.shape[-2], first, key, value),
