@@ -21,17 +21,15 @@ from autoparallel.passes.local.localize import MADE_BY, parse_key
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.passes.ops.collectives import apply_steps, local_tensor, parse_steps
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
-from autoparallel.planner.graph import Graph, Node, TensorSpec
+from autoparallel.planner.graph import Graph, Node
 from autoparallel.planner.layout import Layout, local_shape
 from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
-    INDENT,
     LINE,
     METHODS,
     Expression,
     assignment,
     call_of,
-    list_lines,
     op_call,
 )
 from autoparallel.script.writer import Writer, unwritable
@@ -70,28 +68,8 @@ NAMES = {
     "all": "all_",
     "any": "any_",
 }
-LIGHT = frozenset(
-    {
-        "neg",
-        "rsqrt",
-        "sqrt",
-        "pow",
-        "exp",
-        "sin",
-        "cos",
-        "tanh",
-        "sigmoid",
-        "mean",
-        "add",
-        "mul",
-        "div",
-        "sub",
-        "to",
-        "_to_copy",
-        "slice",
-    }
-)
-"""Ops of one tensor that read well inside another expression."""
+LIGHT = frozenset({"mean", "slice", "to", "_to_copy"})
+"""Ops of one tensor that read well inside another expression, besides pointwise ops."""
 
 WEIGHTED = frozenset(
     {
@@ -160,12 +138,9 @@ def block_function(
         elif node.op != "placeholder":
             raise unwritable(writer, node, "it runs a module of the model's as it is")
     returned = [writer.values[node].text for node in result]
-    line = f"{INDENT}return {', '.join(returned) or 'None'}"
-    writer.lines += (
-        [line]
-        if len(line) <= LINE
-        else [f"{INDENT}return (", *list_lines(returned, INDENT * 2), f"{INDENT})"]
-    )
+    value = ", ".join(returned) or "None"
+    value = f"({value})" if len(value) > LINE // 2 else value
+    writer.lines.append(f"return {value}")
     text = "\n".join(writer.lines)
     return BlockFunction(
         arguments,
@@ -252,21 +227,19 @@ def _write(writer: Writer, node: fx.Node) -> None:
         _unpack(writer, node, made, items)
         return
     is_view = _family(node) in METHODS or node.target is operator.getitem
-    is_light = is_view or (_family(node) in LIGHT and _tensors(node) == 1)
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    is_alone = len(node.all_input_nodes) == 1
+    is_light = is_view or (is_alone and (is_pointwise or _family(node) in LIGHT))
     if is_light and len(users) == 1 and not is_last and len(made.text) <= SHORT:
         writer.values[node] = made
         return
     _assign(writer, node, made, _name(writer, node))
 
 
-def _tensors(node: fx.Node) -> int:
-    return len(node.all_input_nodes)
-
-
 def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
     _write_heading(writer, node)
     name = "x" if _continues_x(writer, node) else writer.unique(name)
-    writer.lines += made.lines(f"{name} = ", INDENT, _shape_comment(writer, node))
+    writer.lines.append(f"{name} = {made.text}{_shape_comment(writer, node)}")
     writer.values[node] = Expression(name)
 
 
@@ -286,28 +259,22 @@ def _continues_x(writer: Writer, node: fx.Node) -> bool:
 def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
     """Write ``first, second = …``; unused results are called ``_``."""
     _write_heading(writer, node)
-    count = _count_of(node)
-    if count is None:
+    source = node.meta.get(MADE_BY)
+    if not isinstance(source, Node):
         name = writer.unique(_name(writer, node))
-        writer.lines += made.lines(f"{name} = ", INDENT)
+        writer.lines.append(f"{name} = {made.text}")
         for item in items:
             writer.values[item] = Expression(f"{name}[{item.args[1]}]")
         return
-    names = ["_"] * count
+    names = ["_"] * len(source.outputs)
     read = [item for item in items if item.users]
     for item in sorted(read, key=lambda each: int(str(each.args[1]))):
         index = int(str(item.args[1]))
         if names[index] == "_":
             names[index] = writer.unique(f"{_name(writer, node)}_{index}")
         writer.values[item] = Expression(names[index])
-    writer.lines += (
-        made.lines(f"{names[0]}, = ", INDENT) if count == 1 else assignment(names, made, INDENT)
-    )
-
-
-def _count_of(node: fx.Node) -> int | None:
-    source = node.meta.get(MADE_BY)
-    return len(source.outputs) if isinstance(source, Node) else None
+    line = f"{names[0]}, = {made.text}" if len(names) == 1 else assignment(names, made)
+    writer.lines.append(line)
 
 
 def _write_heading(writer: Writer, node: fx.Node) -> None:
@@ -323,26 +290,20 @@ def _write_heading(writer: Writer, node: fx.Node) -> None:
     if part:
         place, _, line = source.source.rpartition(":")
         where = f"  ({PurePath(place).name}:{line})" if place else ""
-        writer.lines.append(f"{INDENT}# {part}{where}")
+        writer.lines.append(f"# {part}{where}")
 
 
 def _shape_comment(writer: Writer, node: fx.Node) -> str:
     """Write the local shape of a node's result."""
-    spec, layout = _result_spec(writer, node)
-    if spec is None or layout is None:
+    source = node.meta.get(MADE_BY)
+    if not isinstance(source, Node) or len(source.outputs) != 1:
         return ""
+    layout = writer.layout_of(source.name)
     try:
-        shape = local_shape(spec.shape, layout, writer.stage.mesh.shape)
+        shape = layout and local_shape(source.spec.shape, layout, writer.stage.mesh.shape)
     except ValueError:
         return ""
     return f"  # {tuple(shape)}" if shape else ""
-
-
-def _result_spec(writer: Writer, node: fx.Node) -> tuple[TensorSpec | None, Layout | None]:
-    source = node.meta.get(MADE_BY)
-    if not isinstance(source, Node) or len(source.outputs) != 1:
-        return None, None
-    return source.spec, writer.layout_of(source.name)
 
 
 def _family(node: fx.Node) -> str:
@@ -398,7 +359,7 @@ def _expression(writer: Writer, node: fx.Node) -> Expression:
     if target is operator.getitem:
         if node in writer.values:
             return writer.values[node]
-        return Expression(f"{_operand(writer, node.args[0])}[{node.args[1]}]")
+        return Expression(f"{writer.values[node.args[0]].operand}[{node.args[1]}]")
     args = [_argument(writer, each) for each in node.args]
     kwargs = {name: _argument(writer, each) for name, each in node.kwargs.items()}
     if isinstance(target, torch._ops.OpOverload):
@@ -419,11 +380,6 @@ def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
     if not isinstance(source, Node):
         return False
     return writer.graph.spec(source.inputs[0]).dtype == source.spec.dtype
-
-
-def _operand(writer: Writer, node: Any) -> str:
-    made = writer.values[node]
-    return made.operand
 
 
 def _argument(writer: Writer, value: Any) -> Any:

@@ -16,9 +16,17 @@ from autoparallel.passes.ops.collectives import apply_steps, parse_steps
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.layout import Step
-from autoparallel.script.expressions import INDENT, Expression, call_of, literal, loss_call
+from autoparallel.script.expressions import (
+    INDENT,
+    OPERATORS,
+    Expression,
+    call_of,
+    dictionary,
+    literal,
+    op_call,
+)
 from autoparallel.script.parts import can_copy
-from autoparallel.script.writer import MOVES, Writer, dictionary, unwritable
+from autoparallel.script.writer import MOVES, Writer, unwritable
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
@@ -50,7 +58,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
 def _activation(writer: Writer, text: str) -> Expression:
     """Define a function of rows (``passes.ops.activation``) before its use."""
     name = writer.unique("activation")
-    writer.lines.append(f"{INDENT}def {name}(rows: Tensor) -> Tensor:")
+    writer.lines.append(f"def {name}(rows: Tensor) -> Tensor:")
     made = ["rows"]
     for number, (target, args, kwargs) in enumerate(json.loads(text), 1):
         parts = [_of_activation(each, made) for each in args]
@@ -58,7 +66,7 @@ def _activation(writer: Writer, text: str) -> Expression:
         home, _, call = target.partition(".")
         if home == "method":
             value = f"{parts[0]}.{call}({', '.join([*parts[1:], *options])})"
-        elif call in SIGNS:
+        elif home == "operator" and call in SIGNS:
             value = f"{parts[0]} {SIGNS[call]} {parts[1]}"
         elif call == "getitem":
             value = f"{parts[0]}[{parts[1]}]"
@@ -66,12 +74,12 @@ def _activation(writer: Writer, text: str) -> Expression:
             place = {"functional": "F", "torch": "torch"}.get(home, home)
             value = f"{place}.{call}({', '.join([*parts, *options])})"
         made.append(f"part_{number}")
-        writer.lines.append(f"{INDENT * 2}{made[-1]} = {value}")
-    writer.lines += [f"{INDENT * 2}return {made[-1]}", ""]
+        writer.lines.append(f"{INDENT}{made[-1]} = {value}")
+    writer.lines += [f"{INDENT}return {made[-1]}", ""]
     return Expression(name)
 
 
-SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "matmul": "@", "pow": "**"}
+SIGNS = {**OPERATORS, "truediv": OPERATORS["div"]}
 
 
 def _of_activation(value: Any, made: Sequence[str]) -> str:
@@ -92,9 +100,10 @@ def _of_activation(value: Any, made: Sequence[str]) -> str:
 
 
 def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:
-    axis = writer.stage.mesh.axes[step.axis]
-    source, target = step.source, step.target
-    first = [value, Expression("mesh"), axis]
+    mesh, source, target = writer.stage.mesh, step.source, step.target
+    if mesh.shape[step.axis] == 1:
+        return value
+    first = [value, Expression("mesh"), mesh.axes[step.axis]]
     if source.is_shard and target.is_shard:
         writer.uses.add("all_to_all")
         return call_of("all_to_all", first, {"split_dim": target.dim, "concat_dim": source.dim})
@@ -126,15 +135,14 @@ def _class_loss(
         named = {k: v for k, v in options.items() if (k, v) != ("ignore_index", -100) and v}
         given = [Expression("mesh"), args[0], args[1], count if is_mean else 1.0]
         return call_of("split_cross_entropy", given, {"axes": _axis_names(classes, axes), **named})
-    named = {"input": args[0], "target": args[1], "weight": args[2], "reduction": 2, **options}
-    total = loss_call("F.cross_entropy" if is_logits else "F.nll_loss", named)
+    path = "cross_entropy_loss.default" if is_logits else "nll_loss_nd.default"
+    total = op_call(path, args[:3], {"reduction": 2, **options})
     if not is_mean or count is None:
         return total
     source = node.meta[MADE_BY]
     if source.spec.dtype not in ("float32", "float64"):
         return Expression(f"({total.text} / {literal(count)}).to(torch.{source.spec.dtype})")
-    tail = f" / {literal(count)}"
-    return Expression(total.text + tail, total.head, total.arguments, tail, is_compound=True)
+    return Expression(f"{total.text} / {literal(count)}", is_compound=True)
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:

@@ -1,49 +1,40 @@
 """An op's call as a line of Python, in public PyTorch if an exact form exists.
 
-In: an op and its arguments, tensors as text. Out: an ``Expression``, which knows how to break a
-line that is too long. Ops without an entry here are written as ``torch.ops.aten…``.
+In: an op and its arguments, tensors as text. Out: an ``Expression``. Ops without an entry here are
+written as ``torch.ops.aten…``. ``fold`` breaks a line of a script that is too long.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-LINE = 99
+LINE = 100
 INDENT = "    "
 
 OPERATORS = {
-    "add.Tensor": "+",
-    "sub.Tensor": "-",
-    "mul.Tensor": "*",
-    "div.Tensor": "/",
-    "add.Scalar": "+",
-    "sub.Scalar": "-",
-    "mul.Scalar": "*",
-    "div.Scalar": "/",
-    "mm.default": "@",
-    "bmm.default": "@",
-    "matmul.default": "@",
-    "pow.Tensor_Scalar": "**",
-    "eq.Tensor": "==",
-    "eq.Scalar": "==",
-    "ne.Tensor": "!=",
-    "ne.Scalar": "!=",
-    "lt.Tensor": "<",
-    "lt.Scalar": "<",
-    "le.Tensor": "<=",
-    "le.Scalar": "<=",
-    "gt.Tensor": ">",
-    "gt.Scalar": ">",
-    "ge.Tensor": ">=",
-    "ge.Scalar": ">=",
-    "bitwise_and.Tensor": "&",
-    "bitwise_or.Tensor": "|",
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "mm": "@",
+    "bmm": "@",
+    "matmul": "@",
+    "pow": "**",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
 }
 
 METHODS = frozenset(
@@ -78,87 +69,6 @@ METHODS = frozenset(
 SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
 """Methods whose only argument is a list of sizes, which is written without brackets."""
 
-FUNCTIONS = frozenset(
-    {
-        "cat",
-        "stack",
-        "where",
-        "exp",
-        "log",
-        "sin",
-        "cos",
-        "tanh",
-        "sigmoid",
-        "sqrt",
-        "rsqrt",
-        "abs",
-        "neg",
-        "sum",
-        "mean",
-        "arange",
-        "ones_like",
-        "zeros_like",
-        "cumsum",
-        "gather",
-        "index_select",
-        "tril",
-        "triu",
-        "amax",
-        "amin",
-        "argmax",
-        "maximum",
-        "minimum",
-        "clamp",
-        "var_mean",
-        "einsum",
-        "square",
-        "reciprocal",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "bitwise_not",
-        "softmax",
-        "log_softmax",
-        "topk",
-        "sort",
-        "outer",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "ones",
-        "zeros",
-        "full",
-        "flip",
-        "roll",
-        "scatter",
-        "scatter_add",
-        "erf",
-        "pow",
-        "rsub",
-        "isnan",
-        "any",
-        "all",
-    }
-)
-"""Functions of torch with the arguments of the op of the same name."""
-
-OVERLOADS = frozenset(
-    {
-        "default",
-        "Tensor",
-        "Scalar",
-        "int",
-        "dim",
-        "self",
-        "dim_IntList",
-        "start",
-        "start_step",
-        "ScalarOther",
-        "ScalarSelf",
-    }
-)
-"""Overloads that a function of torch tells from its arguments."""
-
 NN_FUNCTIONS = frozenset(
     {
         "linear",
@@ -185,18 +95,24 @@ NN_FUNCTIONS = frozenset(
 )
 """Functions of torch.nn.functional with the arguments of the op of the same name."""
 
-REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+FORMS = {
+    "layer_norm": ("F.layer_norm", 4),
+    "rms_norm": ("F.rms_norm", 3),
+    "scaled_dot_product_attention": ("F.scaled_dot_product_attention", 3),
+    "cross_entropy_loss": ("F.cross_entropy", 2),
+    "nll_loss": ("F.nll_loss", 2),
+    "nll_loss_nd": ("F.nll_loss", 2),
+}
+"""Public functions with the arguments of an op: the first ones by position, others by name."""
+
+REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Call or other text: ``text`` on one line; or ``head``, ``arguments`` in parentheses, which
-    may be broken, and ``tail``."""
+    """Text of a call or another value."""
 
     text: str
-    head: str = ""
-    arguments: tuple[str, ...] = ()
-    tail: str = ""
     is_compound: bool = False
     """True if it needs parentheses as an operand."""
 
@@ -204,54 +120,69 @@ class Expression:
     def operand(self) -> str:
         return f"({self.text})" if self.is_compound else self.text
 
-    def lines(self, start: str, indent: str, comment: str = "") -> list[str]:
-        """Return ``start`` and the expression as lines, with a comment if it fits."""
-        whole = f"{indent}{start}{self.text}"
-        if len(whole) + len(comment) <= LINE:
-            return [whole + comment]
-        if len(whole) <= LINE or not self.arguments:
-            return [whole]
-        joined = f"{indent}{INDENT}{', '.join(self.arguments)}"
-        body = (
-            [joined]
-            if len(joined) <= LINE
-            else [f"{indent}{INDENT}{argument}," for argument in self.arguments]
-        )
-        return [f"{indent}{start}{self.head}(", *body, f"{indent}){self.tail}{comment}"]
+
+def function(head: str, note: str, lines: Iterable[str]) -> str:
+    """Write a function with a docstring; ``lines`` are its body."""
+    body = [INDENT + line if line else line for line in (f'"""{note}"""', *lines)]
+    return "\n".join([f"def {head}:", *body])
 
 
-def assignment(names: Sequence[str], made: Expression, indent: str) -> list[str]:
-    """Return ``names = made`` as lines; without names the call alone."""
-    start = f"{', '.join(names)} = " if names else ""
-    if len(start) < LINE // 2:
-        return made.lines(start, indent)
-    return [f"{indent}(", *list_lines(names, indent + INDENT), *made.lines(") = ", indent)]
+def fold(line: str) -> list[str]:
+    """Break a line that is too long inside its longest brackets; its comment is dropped if needed.
+
+    >>> fold(f"x = f({'a' * 60}, {'b' * 60})")[0]
+    'x = f('
+    """
+    code, _, comment = line.partition("  # ")
+    if len(line) <= LINE or len(code) <= LINE or code.lstrip().startswith(("#", '"""')):
+        return [line if len(line) <= LINE or not code.strip() else code]
+    commas = _brackets(code)
+    if not commas:
+        return [code]
+    start, *cuts, end = max(commas, key=lambda each: each[-1] - each[0])
+    indent = code[: len(code) - len(code.lstrip())] + INDENT
+    ends = [*cuts, end]
+    parts = [code[a + 1 : b].strip() for a, b in zip([start, *cuts], ends, strict=True)]
+    parts = [part for part in parts if part]
+    body = [indent + ", ".join(parts)]
+    if len(body[0]) > LINE:
+        comma = "," if len(parts) > 1 or code[start] != "(" else ""
+        body = [each for part in parts for each in fold(f"{indent}{part}{comma}")]
+    last = code[end:] + (f"  # {comment}" if comment else "")
+    return [code[: start + 1], *body, indent[len(INDENT) :] + last]
 
 
-def list_lines(parts: Sequence[str], indent: str) -> list[str]:
-    """Return parts with commas behind them, as many in a line as fit."""
-    lines = [indent]
-    for part in parts:
-        if len(lines[-1]) + len(part) + 2 > LINE:
-            lines.append(indent)
-        lines[-1] += f"{part}, "
-    return [line.rstrip() for line in lines if line.strip()]
+def _brackets(code: str) -> list[list[int]]:
+    """Return the places of each outermost pair of brackets and of the commas directly inside."""
+    plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
+    found: list[list[int]] = []
+    depth = 0
+    for place, char in enumerate(plain):
+        depth -= char in ")]}"
+        if depth == 0 and char in "([{":
+            found.append([place])
+        elif (depth == 1 and char == ",") or (depth == 0 and char in ")]}"):
+            found[-1].append(place)
+        depth += char in "([{"
+    return [] if depth else [each for each in found if each[-1] - each[0] > 1]
 
 
-def dictionary_lines(start: str, items: Mapping[str, str], indent: str, end: str = "") -> list[str]:
-    """Return ``start`` and a dictionary from names to values as text, in one line if it fits."""
-    pairs = [f'"{name}": {value}' for name, value in items.items()]
-    whole = f"{indent}{start}{{{', '.join(pairs)}}}{end}"
-    if len(whole) <= LINE:
-        return [whole]
-    inner = [f"{indent}{INDENT}{pair}," for pair in pairs]
-    return [f"{indent}{start}{{", *inner, f"{indent}}}{end}"]
+def assignment(names: Sequence[str], made: Expression) -> str:
+    """Return the line ``names = made``; without names the call alone."""
+    start = ", ".join(names)
+    start = f"({start})" if len(start) > LINE // 2 else start
+    return f"{start} = {made.text}" if names else made.text
+
+
+def dictionary(items: Mapping[str, Any]) -> str:
+    """Write a dictionary from names to values, which are text or numbers."""
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in items.items()) + "}"
 
 
 def call_of(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
     """Write a call; ``literal`` writes the arguments."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
-    return Expression(f"{head}({', '.join(parts)})", head, parts)
+    return Expression(f"{head}({', '.join(parts)})")
 
 
 def literal(value: Any) -> str:
@@ -289,10 +220,12 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
     made = special(list(args), dict(kwargs)) if special is not None else None
     if made is not None:
         return made
-    name, _, overload = path.partition(".")
-    if path in OPERATORS and len(args) == 2 and not kwargs:
+    name = path.partition(".")[0]
+    if name in OPERATORS and len(args) == 2 and not kwargs:
         left, right = (a.operand if isinstance(a, Expression) else literal(a) for a in args)
-        return Expression(f"{left} {OPERATORS[path]} {right}", is_compound=True)
+        return Expression(f"{left} {OPERATORS[name]} {right}", is_compound=True)
+    if name in FORMS:
+        return _formed(path, args, kwargs)
     if name in METHODS and args and isinstance(args[0], Expression):
         rest = args[1:]
         if name in SIZES and len(rest) == 1 and isinstance(rest[0], list) and rest[0]:
@@ -301,9 +234,15 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
         return call_of(f"{args[0].operand}.{method}", rest, kwargs)
     if name in NN_FUNCTIONS:
         return call_of(f"F.{name}", args, kwargs)
-    if name in FUNCTIONS and overload in OVERLOADS:
+    if _is_function(name) and not any(isinstance(each, list) and None in each for each in args):
         return call_of(f"torch.{name}", args, kwargs)
     return call_of(f"torch.ops.aten.{path}", args, kwargs)
+
+
+def _is_function(name: str) -> bool:
+    """Return whether the public function of torch of this name is the op itself."""
+    function = getattr(torch._C._VariableFunctions, name, None)
+    return not name.startswith("_") and function is not None and getattr(torch, name) is function
 
 
 Special = Callable[[list[Any], dict[str, Any]], "Expression | None"]
@@ -313,11 +252,21 @@ def _by_name(args: list[Any], names: Sequence[str], kwargs: Mapping[str, Any]) -
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _layer_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    named = _by_name(args, ("input", "shape", "weight", "bias", "eps", "cudnn"), kwargs)
-    first = [named["input"], tuple(named["shape"]), named.get("weight"), named.get("bias")]
-    eps = named.get("eps", 1e-05)
-    return call_of("F.layer_norm", first if eps == 1e-05 else [*first, eps])
+def _formed(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
+    """Write a call of a function of ``FORMS`` without arguments that have their defaults."""
+    name, _, overload = path.partition(".")
+    head, count = FORMS[name]
+    parameters = getattr(getattr(torch.ops.aten, name), overload)._schema.arguments
+    given = _by_name(args, [each.name for each in parameters], kwargs)
+    first = [tuple(each) if isinstance(each, list) else each for each in args[:count]]
+    options = {
+        each.name: REDUCTIONS[given[each.name]] if each.name == "reduction" else given[each.name]
+        for each in parameters[len(first) :]
+        if each.name in given
+        and given[each.name] != each.default_value
+        and each.name != "cudnn_enable"
+    }
+    return call_of(head, first, options)
 
 
 def _embedding(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
@@ -327,41 +276,6 @@ def _embedding(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
     padding = named.get("padding_idx", -1)
     options = {} if padding < 0 else {"padding_idx": padding}
     return call_of("F.embedding", [named["indices"], named["weight"]], options)
-
-
-def _attention(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    named = _by_name(args, names, kwargs)
-    options = {
-        name: value
-        for name, value in named.items()
-        if name not in names[:3] and value not in (None, 0.0, False)
-    }
-    return call_of("F.scaled_dot_product_attention", [named[n] for n in names[:3]], options)
-
-
-def _cross_entropy(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    return loss_call("F.cross_entropy", _by_name(args, names, kwargs))
-
-
-def _nll_loss(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    names = ("input", "target", "weight", "reduction", "ignore_index")
-    return loss_call("F.nll_loss", _by_name(args, names, kwargs))
-
-
-def loss_call(head: str, named: Mapping[str, Any]) -> Expression:
-    """Write the call of a class loss; the reduction is a number, as ops have it."""
-    options: dict[str, Any] = {}
-    if named.get("weight") is not None:
-        options["weight"] = named["weight"]
-    if named.get("reduction", 1) != 1:
-        options["reduction"] = REDUCTIONS[named["reduction"]]
-    if named.get("ignore_index", -100) != -100:
-        options["ignore_index"] = named["ignore_index"]
-    if named.get("label_smoothing"):
-        options["label_smoothing"] = named["label_smoothing"]
-    return call_of(head, [named["input"], named["target"]], options)
 
 
 def _slice(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
@@ -397,13 +311,6 @@ def _index(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
     return Expression(f"{args[0].operand}[{', '.join(places)}]")
 
 
-def _rms_norm(args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    named = _by_name(args, ("input", "shape", "weight", "eps"), kwargs)
-    return call_of(
-        "F.rms_norm", [named["input"], tuple(named["shape"]), named.get("weight"), named.get("eps")]
-    )
-
-
 def _reduction(name: str) -> Special:
     def reduction(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
         named = _by_name(args, ("self", "dim", "keepdim"), kwargs)
@@ -428,13 +335,7 @@ SPECIAL: dict[str, Special] = {
     "dropout": _dropout,
     "mean": _reduction("mean"),
     "sum": _reduction("sum"),
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
     "embedding": _embedding,
-    "scaled_dot_product_attention": _attention,
-    "cross_entropy_loss": _cross_entropy,
-    "nll_loss": _nll_loss,
-    "nll_loss_nd": _nll_loss,
     "slice": _slice,
     "to": _to,
     "_to_copy": _to,

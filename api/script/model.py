@@ -21,14 +21,15 @@ from autoparallel.runtime.update.optimizer import (
     ELEMENTWISE,
     LEARNING_RATE,
     MOMENTUM,
-    NAMED,
     SGD_LEARNING_RATE,
+    takes_names,
 )
-from autoparallel.script.expressions import INDENT, literal
+from autoparallel.script.expressions import INDENT, function, literal
 from autoparallel.script.parts import taken_names
 from autoparallel.script.source import ExportedPlan
 from autoparallel.script.values import made_up_batches
 from autoparallel.target.huggingface import target_config
+from autoparallel.target.load import split_target
 from autoparallel.target.lora import parse_lora, target_paths
 from autoparallel.target.target import Target
 from autoparallel.target.trust import target_name
@@ -43,7 +44,6 @@ class ModelText:
     files: tuple[str, ...]
     module: str
     """Name of the model's file in the script."""
-    has_scheduler: bool
     has_data: bool
 
 
@@ -55,7 +55,7 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         imports, build, files = _huggingface(target, folder)
         module = ""
     else:
-        place, function = _place(target_name(plan, plan_path))
+        place, builder = split_target(target_name(plan, plan_path))
         files = _copy_files(place, folder) if place.endswith(".py") else ()
         module = Path(files[0]).stem if files else place
         settings = ", ".join(f"{name}={literal(v)}" for name, v in plan.model.settings.items())
@@ -63,49 +63,32 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
         if module in taken_names():
             imports = (f"import {module} as model_{module}",)
             module = f"model_{module}"
-        build = [f"return {module}.{function}({settings})"]
+        build = [f"return {module}.{builder or 'build_model'}({settings})"]
     functions = [
-        _function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
-        _function(
+        function("new_model() -> nn.Module", "The model, whole, on the CPU.", build),
+        function(
             "batches(seed: int) -> Iterator[Any]",
             "Global batches without end, the same on every rank: put your data here.",
             _data(found, module),
         ),
-        _function(
+        function(
             "new_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer",
             "The optimizer of this rank's weights.",
             _optimizer(found, module),
         ),
+        function(
+            "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
+            "The learning-rate scheduler, or None.",
+            [
+                "return None"
+                if target.build_scheduler is None
+                else f"return {module}.build_scheduler(optimizer)"
+            ],
+        ),
     ]
-    if target.build_scheduler is not None:
-        functions.append(
-            _function(
-                "new_scheduler(optimizer: torch.optim.Optimizer) -> Any",
-                "The learning-rate scheduler.",
-                [f"return {module}.build_scheduler(optimizer)"],
-            )
-        )
     return ModelText(
-        imports,
-        "\n\n\n".join(functions),
-        files,
-        module,
-        target.build_scheduler is not None,
-        target.build_data is not None,
+        imports, "\n\n\n".join(functions), files, module, target.build_data is not None
     )
-
-
-def _function(head: str, what: str, lines: list[str]) -> str:
-    body = "\n".join(f"{INDENT}{line}" for line in lines)
-    return f'def {head}:\n{INDENT}"""{what}"""\n{body}'
-
-
-def _place(name: str) -> tuple[str, str]:
-    """Split ``model.py:function`` into the file or module, and the function."""
-    place, separator, function = name.rpartition(":")
-    if separator and place and function.isidentifier():
-        return place, function
-    return name, "build_model"
 
 
 def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
@@ -128,11 +111,8 @@ def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
                     where=str(path),
                     fix="move what needs autoparallel out of the model's file",
                 )
-            module, package = path.parent / f"{name}.py", path.parent / name
-            for beside, is_there in (
-                (module, module.is_file()),
-                (package, (package / "__init__.py").is_file()),
-            ):
+            for beside in (path.parent / f"{name}.py", path.parent / name):
+                is_there = beside.is_file() or (beside / "__init__.py").is_file()
                 if is_there and beside.name not in done:
                     done[beside.name] = beside.name
                     pending.append(beside)
@@ -154,22 +134,13 @@ def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
     """Write the configuration as a file; return the code that builds the model."""
-    built = target.build_model if target.settings.get("lora") else None
     config = target_config(target)
     config.save_pretrained(folder)
-    name = type(_meta(target)).__name__
-    lines = [
-        "config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)",
-        *(["config.use_cache = False"] if hasattr(config, "use_cache") else []),
-        *(
-            ['config._experts_implementation = "eager"']
-            if hasattr(config, "_experts_implementation")
-            else []
-        ),
-        f"model = transformers.{name}(config)",
-    ]
-    if built is not None:
-        lines += _adapters(target)
+    lines = ["config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)"]
+    for name, value in (("use_cache", "False"), ("_experts_implementation", '"eager"')):
+        lines += [f"config.{name} = {value}"] * hasattr(config, name)
+    lines.append(f"model = transformers.{type(_meta(target)).__name__}(config)")
+    lines += _adapters(target) if target.settings.get("lora") else []
     return ("import transformers",), [*lines, "return model"], ("config.json",)
 
 
@@ -221,7 +192,7 @@ def _data(found: ExportedPlan, module: str) -> list[str]:
 def _optimizer(found: ExportedPlan, module: str) -> list[str]:
     build, name = found.made.target.build_optimizer, found.plan.model.optimizer
     if build is not None:
-        given = "iter(named)" if _takes_names(build) else "[weight for _, weight in named]"
+        given = "iter(named)" if takes_names(build) else "[weight for _, weight in named]"
         return [f"return {module}.build_optimizer({given})"]
     weights = "[weight for _, weight in named]"
     if name.startswith("sgd"):
@@ -229,15 +200,6 @@ def _optimizer(found: ExportedPlan, module: str) -> list[str]:
         return [f"return torch.optim.SGD({weights}, lr={SGD_LEARNING_RATE}{momentum})"]
     kind = "Adam" if name == "adam" else "AdamW"
     return [f"return torch.optim.{kind}({weights}, lr={LEARNING_RATE})"]
-
-
-def _takes_names(build: object) -> bool:
-    """Return whether ``build_optimizer`` takes names with parameters
-    (``runtime.update.optimizer``)."""
-    assert callable(build)
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(build).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds] == [NAMED]
 
 
 def check_optimizer(found: ExportedPlan) -> None:
@@ -259,7 +221,7 @@ def check_optimizer(found: ExportedPlan) -> None:
         for name, p in found.made.program.model.named_parameters()
         if p.requires_grad
     ]
-    made = build(iter(named) if _takes_names(build) else [p for _, p in named])
+    made = build(iter(named) if takes_names(build) else [p for _, p in named])
     kind = type(made)
     is_torchs = kind.__module__.startswith("torch.optim")
     if kind in (*ELEMENTWISE, torch.optim.Adagrad) or (is_torchs and not splits):

@@ -8,28 +8,32 @@ In: names that a script uses. Out: the imports and the source of all that they n
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 MODULES = (
     "autoparallel.runtime.script_parts.mesh",
     "autoparallel.passes.ops.random_ops",
     "autoparallel.runtime.script_parts.ops",
+    "autoparallel.passes.ops.lower_right",
     "autoparallel.passes.ops.local_loss",
     "autoparallel.passes.ops.batch_norm",
     "autoparallel.passes.ops.experts",
     "autoparallel.passes.local.local_indexing",
     "autoparallel.passes.local.local_functions",
     "autoparallel.runtime.script_parts.weights",
+    "autoparallel.passes.backward.recomputing",
     "autoparallel.runtime.script_parts.stages",
     "autoparallel.runtime.script_parts.zero",
     "autoparallel.runtime.script_parts.training",
     "autoparallel.runtime.script_parts.pipeline",
+    "autoparallel.runtime.script_parts.main",
 )
 """Modules with definitions; the first definition of a name counts."""
 
@@ -48,194 +52,104 @@ RENAMED = (
 REMOVED = (
     (r"  # type: ignore\[[\w, -]+\]", ""),
     (r"  # noqa: [^\n]*", ""),
-    (r"", ""),
 )
-
-
-@dataclass(frozen=True)
-class _Module:
-    """Definitions of a module by name, each with its source, and its imports by name."""
-
-    name: str
-    definitions: dict[str, str] = field(default_factory=dict)
-    uses: dict[str, frozenset[str]] = field(default_factory=dict)
-    imports: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Import lines, and definitions by module."""
 
-    imports: tuple[str, ...]
+    imports: frozenset[str]
     sections: Mapping[str, tuple[str, ...]]
 
 
 def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
     """Collect the definitions that ``wanted`` need, except names that are ``given``."""
-    pending, known = list(wanted), set(given)
-    found: dict[tuple[str, str], str] = {}
-    imports: set[str] = set()
+    known, pending, found = _definitions(), list(wanted), set[str]()
     while pending:
         name = pending.pop()
-        if name in known:
-            continue
-        known.add(name)
-        owner = next((m for m in map(_read, MODULES) if name in m.definitions), None)
-        if owner is None:
-            continue
-        found[owner.name, name] = owner.definitions[name]
-        for used in owner.uses[name]:
-            if used in owner.imports:
-                imports.add(owner.imports[used])
-            pending.append(used)
-    sections = {
-        module: tuple(
-            dict.fromkeys(
-                found[module, name] for name in _read(module).definitions if (module, name) in found
-            )
-        )
-        for module in MODULES
-    }
-    return Parts(tuple(sorted(imports)), {name: each for name, each in sections.items() if each})
-
-
-OWN = frozenset(
-    {
-        "new_model",
-        "batches",
-        "new_optimizer",
-        "new_scheduler",
-        "constants",
-        "count",
-        "named",
-        "main",
-        "torch",
-        "dist",
-        "nn",
-        "F",
-        "Tensor",
-        "checkpoint",
-        "itertools",
-        "math",
-        "os",
-        "re",
-        "argparse",
-        "transformers",
-        "partial",
-        "field",
-        "dataclass",
-        "contextmanager",
-    }
-)
-"""Further names of scripts."""
+        if name in known and name not in found and name not in given:
+            found.add(name)
+            pending += known[name].uses
+    sections: dict[str, dict[str, None]] = {}
+    for name, each in known.items():
+        if name in found:
+            sections.setdefault(each.module, {})[each.text] = None
+    imports = frozenset(line for name in found for line in known[name].imports)
+    return Parts(imports, {module: tuple(texts) for module, texts in sections.items()})
 
 
 def taken_names() -> frozenset[str]:
     """Return the names that functions of blocks, and the model's module, must not have."""
-    names = (name for module in MODULES for name in _read(module).definitions)
-    return frozenset(names) | OWN | frozenset(keyword.kwlist)
+    names = {"batches", "constants", "count", "itertools", "transformers"}
+    imported = {line.split()[-1] for each in _definitions().values() for line in each.imports}
+    return frozenset(names | imported).union(_definitions(), dir(builtins), keyword.kwlist)
 
 
 def can_copy(function: Callable[..., object]) -> bool:
     """Return whether a function of this package can be copied into a script."""
-    return any(function.__name__ in _read(module).definitions for module in MODULES)
+    return function.__name__ in _definitions()
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    """Text of a definition, the names that it reads, and the lines that import some of them."""
+
+    module: str
+    text: str
+    uses: frozenset[str]
+    imports: frozenset[str]
 
 
 @cache
-def _read(module_name: str) -> _Module:
-    module = importlib.import_module(module_name)
-    text = inspect.getsource(module)
-    lines = text.splitlines()
-    found = _Module(module_name)
-    previous_name = ""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            _add_imports(found, node)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            _add(found, node.name, lines[first - 1 : node.end_lineno])
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [each.id for each in ast.walk(targets[0]) if isinstance(each, ast.Name)]
+def _definitions() -> dict[str, _Definition]:
+    """Return the definitions of all modules by name, constants with their notes."""
+    found: dict[str, _Definition] = {}
+    for module in MODULES:
+        source = inspect.getsource(importlib.import_module(module))
+        lines, body = source.splitlines(), ast.parse(source).body
+        imports: dict[str, str] = {}
+        for node, following in zip(body, [*body[1:], None], strict=True):
+            imports |= _imports(node)
+            names = _defined_names(node)
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            is_noted = isinstance(node, ast.Assign | ast.AnnAssign)
+            last = following if is_noted and isinstance(following, ast.Expr) else node
+            text = "\n".join(lines[first - 1 : last.end_lineno])
+            for pattern, replacement in (*(RENAMED if ".passes." in module else ()), *REMOVED):
+                text = re.sub(pattern, replacement, text)
+            uses = _free_names(ast.parse(text)) if names else frozenset()
+            needed = frozenset(imports[name] for name in uses & imports.keys())
             for name in names:
-                _add(found, name, lines[node.lineno - 1 : node.end_lineno])
-            previous_name = names[0]
-            continue
-        elif isinstance(node, ast.Expr) and previous_name:  # the note of a constant
-            own = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            found.definitions[previous_name] += "\n" + own
-        previous_name = ""
+                found.setdefault(name, _Definition(module, text, uses, needed))
     return found
 
 
-def _add_imports(found: _Module, node: ast.Import | ast.ImportFrom) -> None:
-    """Add the imports of a script: all from outside this package."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            as_name = f" as {alias.asname}" if alias.asname else ""
-            found.imports[alias.asname or alias.name.split(".")[0]] = (
-                f"import {alias.name}{as_name}"
-            )
-    elif not node.level and node.module != "__future__" and "autoparallel" not in str(node.module):
-        for alias in node.names:
-            found.imports[alias.asname or alias.name] = f"from {node.module} import {alias.name}"
+def _defined_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name} - {"_"}  # a nameless registration with torch
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        return {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return set()
 
 
-def trim_script(text: str, kept: Iterable[str]) -> str:
-    """Remove methods that nothing calls and constants that nothing reads from a script."""
-    while True:
-        lines, unused = text.split("\n"), list[ast.stmt]()
-        for kind in ast.walk(ast.parse(text)):
-            if isinstance(kind, ast.Module):
-                unused += _unread_constants(kind, text, kept)
-            if isinstance(kind, ast.ClassDef):
-                unused += [
-                    m
-                    for m in kind.body
-                    if isinstance(m, ast.FunctionDef) and not _is_called(m, text)
-                ]
-        if not unused:
-            return text
-        for method in sorted(unused, key=lambda each: -each.lineno):
-            decorators = getattr(method, "decorator_list", ())
-            first = min([method.lineno, *(d.lineno for d in decorators)]) - 1
-            assert method.end_lineno is not None
-            del lines[first - (not lines[first - 1]) : method.end_lineno]
-        text = "\n".join(lines)
+def _imports(node: ast.stmt) -> dict[str, str]:
+    """Return the lines of an import from outside this package, by the names that they define."""
+    is_own = isinstance(node, ast.ImportFrom) and (node.level or "autoparallel" in str(node.module))
+    if is_own or not isinstance(node, ast.Import | ast.ImportFrom):
+        return {}
+    start = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+    return {
+        each.asname or each.name.split(".")[0]: f"{start}import {ast.unparse(each)}"
+        for each in node.names
+    }
 
 
-def _unread_constants(module: ast.Module, text: str, kept: Iterable[str]) -> list[ast.stmt]:
-    """Return the constants that nothing reads, each with its note."""
-    found: list[ast.stmt] = []
-    for statement, following in zip(module.body, [*module.body[1:], None], strict=True):
-        name = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if not isinstance(name, ast.Name) or not name.id.isupper() or name.id in kept:
-            continue
-        if len(re.findall(rf"\b{name.id}\b", text)) == 1:
-            found.append(statement)
-            found += [following] if isinstance(following, ast.Expr) else []
-    return found
-
-
-def _is_called(method: ast.FunctionDef, text: str) -> bool:
-    is_special = method.name.startswith("__") or method.name in ("forward", "backward")
-    return is_special or re.search(rf"(?<!super\(\))\.{method.name}\b", text) is not None
-
-
-def _add(found: _Module, name: str, lines: list[str]) -> None:
-    if name == "_":  # a nameless registration with torch
-        return
-    source = "\n".join(lines)
-    renamed = RENAMED if ".passes." in found.name else ()
-    for pattern, replacement in (*renamed, *REMOVED):
-        source = re.sub(pattern, replacement, source)
-    found.definitions[name] = source
-    found.uses[name] = frozenset(_free_names(ast.parse(source)))
-
-
-def _free_names(tree: ast.AST) -> set[str]:
+def _free_names(tree: ast.AST) -> frozenset[str]:
     """Return the names that a definition reads and does not make."""
     names = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
     made = {each.id for each in names if isinstance(each.ctx, ast.Store)}
     made |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
-    return {each.id for each in names} - made
+    return frozenset({each.id for each in names} - made)

@@ -20,11 +20,11 @@ from autoparallel.cost_model.simulator.actions import (
     Schedule,
     matching_receives,
 )
+from autoparallel.passes.local.simulated import ThreadCommunicator
 from autoparallel.passes.local.stage_program import StageProgram
-from autoparallel.passes.ops.collectives import Alone
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph import Graph, map_refs
-from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.pricing.weight_versions import is_asynchronous
 from autoparallel.planner.replicas import placed_stages
@@ -51,19 +51,6 @@ class ExportedPlan:
         return self.made.plan
 
 
-class _Place(Alone):
-    """Place on a mesh without any process: sizes and coordinates, no messages."""
-
-    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
-        self._mesh, self._coordinates = mesh, coordinates
-
-    def size(self, axis: int) -> int:
-        return self._mesh.shape[axis]
-
-    def coordinate(self, axis: int) -> int:
-        return self._coordinates[axis]
-
-
 def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
     """Return a plan as a script writes it.
 
@@ -85,9 +72,8 @@ def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
 def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
     """Return a stage's program on its first (0) or last (-1) device."""
     coordinates = stage.mesh.coordinates(end % stage.mesh.size)
-    (program,) = stage_programs(
-        variant, index, coordinates=coordinates, communicator=_Place(stage.mesh, coordinates)
-    )
+    place = ThreadCommunicator(stage.mesh, coordinates, [])
+    (program,) = stage_programs(variant, index, coordinates=coordinates, communicator=place)
     return with_equal_constants(program, variant.program.graph)
 
 
@@ -167,14 +153,12 @@ def _lanes(schedule: Schedule) -> _Lanes:
     found: dict[tuple[int, int], list[Action]] = {}
     for source, row in enumerate(schedule.table):
         for action in row:
-            for receive in matching_receives(action, schedule.messages) if _sends(action) else ():
+            for receive in (
+                matching_receives(action, schedule.messages) if action.kind in SENDS else ()
+            ):
                 target = schedule.stage_rank[receive.stage]
                 found.setdefault((source, target), []).append(receive)
     return {lane: tuple(receives) for lane, receives in found.items()}
-
-
-def _sends(action: Action) -> bool:
-    return action.kind in SENDS
 
 
 def _reorder(row: Row, rank: int, lanes: _Lanes) -> Row:
@@ -199,6 +183,6 @@ def _reorder(row: Row, rank: int, lanes: _Lanes) -> Row:
     for action in row:
         if action.kind in RECEIVES:
             post(action)
-        elif action.kind in COMPUTE or action.kind in SENDS or action.kind == REDUCE:
+        elif action.kind in {*COMPUTE, *SENDS, REDUCE}:
             made.append(action)
     return tuple(made)

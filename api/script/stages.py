@@ -7,7 +7,7 @@ stage's function, in which runs of equal blocks are loops, and the entry of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,8 +16,14 @@ from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, module_path
-from autoparallel.script.expressions import INDENT, LINE, Expression, assignment, dictionary_lines
-from autoparallel.script.writer import dictionary
+from autoparallel.script.expressions import (
+    INDENT,
+    Expression,
+    assignment,
+    dictionary,
+    function,
+    literal,
+)
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 """Function that calls a block that is recomputed in the backward."""
@@ -33,11 +39,11 @@ class Functions:
     about: dict[str, list[str]] = field(default_factory=dict)
     """Blocks of each function."""
 
-    def add(self, function: BlockFunction, program: BlockProgram, kind: str) -> str:
+    def add(self, made: BlockFunction, program: BlockProgram, kind: str) -> str:
         """Return the name of the function, adding it unless an equal function exists."""
         for name, known in self.named.items():
             same = known.arguments, known.text, known.weights
-            if same == (function.arguments, function.text, function.weights):
+            if same == (made.arguments, made.text, made.weights):
                 self.about[name].append(program.name)
                 return name
         kind = f"{kind}_block" if kind in self.taken else kind
@@ -45,7 +51,7 @@ class Functions:
         while name in self.named or name in self.taken:
             count += 1
             name = f"{kind}_{count}"
-        self.named[name], self.about[name] = function, [program.name]
+        self.named[name], self.about[name] = made, [program.name]
         return name
 
     def text(self) -> str:
@@ -53,17 +59,16 @@ class Functions:
         return "\n\n\n".join(map(self._one, self.named))
 
     def _one(self, name: str) -> str:
-        function = self.named[name]
-        names = self.about[name]
-        blocks = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
-        arguments = [f"{each}: Tensor" for each in function.arguments]
-        arguments += ["w: Weights"]
-        arguments += ["mesh: Mesh"] * function.takes_mesh + ["draw: Draw"] * function.takes_draw
-        result = "Tensor" if len(function.results) == 1 else "tuple[Tensor, ...]"
-        head = f"def {name}({', '.join(arguments)}) -> {result}:"
-        if len(head) > LINE:
-            head = f"def {name}(\n{INDENT}" + f",\n{INDENT}".join(arguments) + f",\n) -> {result}:"
-        return f'{head}\n{INDENT}"""{blocks}"""\n{function.text}'
+        made = self.named[name]
+        arguments = [*(f"{each}: Tensor" for each in made.arguments), "w: Weights"]
+        arguments += ["mesh: Mesh"] * made.takes_mesh + ["draw: Draw"] * made.takes_draw
+        result = "Tensor" if len(made.results) == 1 else "tuple[Tensor, ...]"
+        head = f"{name}({', '.join(arguments)}) -> {result}"
+        return function(head, _note(self.about[name]), made.text.splitlines())
+
+
+def _note(blocks: Sequence[str]) -> str:
+    return f"Block {blocks[0]}." if len(blocks) == 1 else f"Blocks {blocks[0]} to {blocks[-1]}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +157,6 @@ class _StageWriter:
 
     def function(self, number: int) -> str:
         """Write the stage's function."""
-        names = [block.name for block in self.program.blocks]
-        what = f"Block {names[0]}." if len(names) == 1 else f"Blocks {names[0]} to {names[-1]}."
         start = 0
         while start < len(self.calls):
             stop = self._run_from(start)
@@ -163,15 +166,11 @@ class _StageWriter:
                 self._single(start)
             start = stop
         returned = {key: self._value(key) for key in self.result_keys()}
-        return "\n".join(
-            [
-                f"def stage_{number}(",
-                f"{INDENT}values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw",
-                ") -> dict[str, Tensor]:",
-                f'{INDENT}"""{what}"""',
-                *self.lines,
-                *dictionary_lines("return ", returned, INDENT),
-            ]
+        return function(
+            f"stage_{number}(values: dict[str, Tensor], w: Weights, mesh: Mesh, draw: Draw)"
+            " -> dict[str, Tensor]",
+            _note([block.name for block in self.program.blocks]),
+            [*self.lines, f"return {dictionary(returned)}"],
         )
 
     def _value(self, key: str) -> str:
@@ -199,21 +198,21 @@ class _StageWriter:
         made = [self._variable(key, position, len(call.outputs)) for key in call.outputs]
         where = f'w.of("{call.path}")' if call.path else "w"
         called = self._call(call, inputs, where, str(call.first_number))
-        self.lines += assignment(made, called, INDENT)
+        self.lines.append(assignment(made, called))
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
         """Write the call of a block's function, recomputed or with gathered weights if needed."""
-        function = self.functions.named[call.function]
-        arguments = [*inputs, where, *["mesh"] * function.takes_mesh]
-        arguments += [f"draw.of({number})"] * function.takes_draw
+        made = self.functions.named[call.function]
+        arguments = [*inputs, where, *["mesh"] * made.takes_mesh]
+        arguments += [f"draw.of({number})"] * made.takes_draw
         head = call.function
         if wrapper := WRAPPERS.get(call.recompute, "run_sharded" if self.zero == 3 else ""):
             self.uses.add(wrapper)
             head, arguments = wrapper, [call.function, *arguments]
         if wrapper == "checkpoint":
             arguments.append("use_reentrant=False")
-        return Expression(f"{head}({', '.join(arguments)})", head, tuple(arguments))
+        return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
         """Return the end of the longest loop that begins at a call."""
@@ -254,7 +253,7 @@ class _StageWriter:
             before = self._value(first.inputs[at])
             names[at] = self._variable(last.outputs[index], stop - 1, len(first.outputs))
             if before != names[at]:
-                self.lines.append(f"{INDENT}{names[at]} = {before}")
+                self.lines.append(f"{names[at]} = {before}")
         inputs = [names.get(at, self._value(key)) for at, key in enumerate(first.inputs)]
         made = ["_"] * len(first.outputs)
         for at, index in carried.items():
@@ -268,8 +267,8 @@ class _StageWriter:
         where = f'w.of(f"{prefix}{{i}}")'
         called = self._call(first, inputs, where, number)
         self.lines += [
-            f"{INDENT}for i in {_range(begin, begin + len(calls))}:",
-            *assignment(made, called, INDENT * 2),
+            f"for i in {_range(begin, begin + len(calls))}:",
+            INDENT + assignment(made, called),
         ]
         self.variables.update(
             (key, name) for key, name in zip(last.outputs, made, strict=True) if name != "_"
@@ -278,36 +277,30 @@ class _StageWriter:
     def entry(self, number: int, plan: StagePlan) -> str:
         """Write the stage's entry in the table of stages."""
         program, axes = self.program, self.program.mesh.axes
-        sizes = dict(zip(axes, program.mesh.shape, strict=True))
+        tables = {"inputs": program.inputs, "constants": program.constants}
         parts = [
             f"forward=stage_{number}",
             f"devices={tuple(plan.devices)}",
-            f"mesh={dictionary(sizes)}",
+            f"mesh={dictionary(dict(zip(axes, program.mesh.shape, strict=True)))}",
             f"parameters=STAGE_{number}",
         ]
-        lines = [f"{INDENT * 2}{part}," for part in parts]
-        parts = []
-        for name, held in (
-            ("inputs", program.inputs),
-            ("constants", program.constants),
-            ("buffers", program.buffers),
-        ):
-            splits = {k: dictionary(split_of(each.layout, axes)) for k, each in held.items()}
-            if splits:
-                lines += dictionary_lines(f"{name}=", splits, INDENT * 2, ",")
+        for name, held in {**tables, "buffers": program.buffers}.items():
+            splits = {key: dictionary(split_of(e.layout, axes)) for key, e in held.items()}
+            parts += [f"{name}={dictionary(splits)}"] * bool(splits)
         if program.updates:
-            updates = {name: f'"{key}"' for name, key in program.updates.items()}
-            lines += dictionary_lines("updates=", updates, INDENT * 2, ",")
+            updates = {name: literal(key) for name, key in program.updates.items()}
+            parts.append(f"updates={dictionary(updates)}")
         if plan.zero:
             parts.append(f"zero={plan.zero}")
+        if plan.zero == 3:
+            self.uses.add("GatheredWeight")
+            parts.append("weight=GatheredWeight")
         if program.loss is not None:
             layout = program.layouts[program.loss]
             terms = tuple(a for a, held in zip(axes, layout, strict=True) if held.kind == "P")
-            parts += [f'loss="{program.loss}"']
-            if terms:
-                parts += ["loss_terms=(" + ", ".join(f'"{axis}"' for axis in terms) + ",)"]
-        lines += [f"{INDENT * 2}{part}," for part in parts]
-        return "\n".join([f"{INDENT}Stage(", *lines, f"{INDENT}),"])
+            parts.append(f'loss="{program.loss}"')
+            parts += [f"loss_terms={literal(terms)}"] * bool(terms)
+        return f"Stage({', '.join(parts)})"
 
 
 def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
@@ -344,51 +337,22 @@ def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...
 
 
 def _parameters(program: StageProgram, number: int) -> str:
-    """Write the table of a stage's parameters, repeated modules once."""
-    axes = program.mesh.axes
-    splits = {name: split_of(each.layout, axes) for name, each in program.parameters.items()}
-    lines = [f"STAGE_{number} = {{"]
-    for group in _groups(splits):
-        if isinstance(group, str):
-            lines.append(f'{INDENT}"{group}": {dictionary(splits[group])},')
-            continue
-        prefix, numbers, inner = group
-        lines += [
-            f"{INDENT}**{{",
-            f'{INDENT * 2}f"{prefix}{{i}}.{{name}}": split',
-            f"{INDENT * 2}for i in {_range(numbers[0], numbers[-1] + 1)}",
-            f"{INDENT * 2}for name, split in {{",
-        ]
-        lines += [f'{INDENT * 3}"{name}": {dictionary(split)},' for name, split in inner.items()]
-        lines += [f"{INDENT * 2}}}.items()", f"{INDENT}}},"]
-    return "\n".join([*lines, "}"])
-
-
-_Group = tuple[str, list[int], dict[str, dict[str, int]]]
-
-
-def _groups(splits: Mapping[str, dict[str, int]]) -> Iterator[str | _Group]:
-    """Yield single names, and runs of numbered modules whose parameters are split alike."""
-    modules: dict[tuple[str, int], dict[str, dict[str, int]]] = {}
-    for name, split in splits.items():
+    """Write the table of a stage's parameters; numbered modules that are split alike once."""
+    modules: dict[tuple[str, int], dict[str, str]] = {}
+    for name, each in program.parameters.items():
         found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
-        if found:
-            modules.setdefault((found[1], int(found[2])), {})[found[3]] = split
-    done: set[str] = set()
-    for name in splits:
-        found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)
-        if name in done:
-            continue
-        if not found:
-            yield name
-            continue
-        prefix, first = found[1], int(found[2])
-        inner, numbers = modules[prefix, first], [first]
-        while modules.get((prefix, numbers[-1] + 1)) == inner:
-            numbers.append(numbers[-1] + 1)
-        own = {f"{prefix}{i}.{each}" for i in numbers for each in inner}
-        if len(numbers) > 1 and not own & done:
-            done |= own
-            yield prefix, numbers, inner
-        else:
-            yield name
+        place, inner = ((found[1], int(found[2])), found[3]) if found else (("", -1), name)
+        modules.setdefault(place, {})[inner] = dictionary(split_of(each.layout, program.mesh.axes))
+    entries, done = [], set[tuple[str, int]]()
+    for (prefix, first), splits in modules.items():
+        stop = first + 1
+        while first >= 0 and modules.get((prefix, stop)) == splits:
+            stop += 1
+        if stop - first > 1 and (prefix, first) not in done:
+            numbers, table = _range(first, stop), dictionary(splits)
+            entries.append(f'**repeated("{prefix}", {numbers}, {table})')
+        elif (prefix, first) not in done:
+            start = f"{prefix}{first}." if first >= 0 else ""
+            entries += [f'"{start}{name}": {split}' for name, split in splits.items()]
+        done |= {(prefix, at) for at in range(first, stop)}
+    return f"STAGE_{number} = {{{', '.join(entries)}}}"

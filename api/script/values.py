@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 from torch import Tensor
 
@@ -27,7 +26,8 @@ from autoparallel.script.expressions import (
     INDENT,
     Expression,
     call_of,
-    dictionary_lines,
+    dictionary,
+    function,
     literal,
     op_call,
 )
@@ -47,15 +47,12 @@ def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
         names.update(
             (name, None)
             for name, held in program.buffers.items()
-            if name in found.made.program.literals or _is_cast(held.spec.dtype, str(master))
+            if name in found.made.program.literals
+            or ("float" in held.spec.dtype and f"torch.{held.spec.dtype}" != str(master))
         )
         if program.counting is not None:
             names.update(dict.fromkeys(program.counting.leaves))
     return tuple(names)
-
-
-def _is_cast(dtype: str, master: str) -> bool:
-    return "float" in dtype and f"torch.{dtype}" != master
 
 
 def constants_text(found: ExportedPlan) -> str:
@@ -73,21 +70,14 @@ def constants_text(found: ExportedPlan) -> str:
             made = _buffer(node, program.literals.get(node.name))
         else:
             made = _constant(node, program.graph, variables)
-        lines += made.lines(f"{name} = ", INDENT)
+        lines.append(f"{name} = {made.text}")
         if node.name in names and node.kind == "constant":
             lines += _at_batch(name, program.graph[node.name], node)
-    given = {name: variables[name] for name in names}
-    return "\n".join(
-        [
-            "def constants(model: nn.Module) -> dict[str, Tensor]:",
-            f'{INDENT}"""What depends neither on the batch nor on weights, whole."""',
-            f"{INDENT}buffers = dict(model.named_buffers(remove_duplicate=False))"
-            if any("buffers[" in line for line in lines)
-            else "",
-            *lines,
-            *dictionary_lines("return ", given, INDENT),
-        ]
-    ).replace("\n\n", "\n")
+    if any("buffers[" in line for line in lines):
+        lines.insert(0, "buffers = dict(model.named_buffers(remove_duplicate=False))")
+    lines.append(f"return {dictionary({name: variables[name] for name in names})}")
+    note = "Whole values that depend neither on the batch nor on weights."
+    return function("constants(model: nn.Module) -> dict[str, Tensor]", note, lines)
 
 
 def _identifier(name: str, taken: Iterable[str]) -> str:
@@ -100,7 +90,13 @@ def _buffer(node: Node, value: Tensor | None) -> Expression:
     if value is None:
         return Expression(f'buffers["{node.name}"].to({dtype})')
     if value.numel() > MOST_VALUES:
-        raise _too_large(node, value.numel())
+        raise PlanError(
+            "AP367",
+            f"the tensor {node.name} of {value.numel()} values cannot be written into a script",
+            why=f"at most {MOST_VALUES} values are",
+            where=node.source or node.module,
+            fix="register it as a buffer of the model",
+        )
     return call_of("torch.tensor", [value.tolist()], {"dtype": Expression(dtype)})
 
 
@@ -129,40 +125,27 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
             part = gcd(have, want)
             repeats = [want // part if d == dim else 1 for d in range(len(node.spec.shape))]
             sizes = ", ".join(map(str, repeats))
-            lines.append(f"{INDENT}{name} = {name}.narrow({dim}, 0, {part}).repeat({sizes})")
+            lines.append(f"{name} = {name}.narrow({dim}, 0, {part}).repeat({sizes})")
     return lines
 
 
 def count_text(found: ExportedPlan) -> str:
-    """Write the function ``count``; "" if nothing is counted."""
-    done: set[str] = set()
+    """Write the function ``count``, or None if nothing is counted."""
     lines: list[str] = []
-    results: list[str] = []
+    results: dict[str, str] = {}
     for stage in found.programs:
         counting = stage.counting
-        if counting is None or {c.key for c in counting.losses} | {*counting.totals} <= done:
+        if counting is None or {c.key for c in counting.losses} | {*counting.totals} <= {*results}:
             continue
         values = _counting_lines(found, stage, counting, lines)
-        for key, output in counting.totals.items():
-            results.append(f'"{key}": {values[output]}')
-            done.add(key)
-        for each in counting.losses:
-            results.append(f'"{each.key}": {_count(each, values)}')
-            done.add(each.key)
+        results |= {key: values[output] for key, output in counting.totals.items()}
+        results |= {each.key: _count(each, values) for each in counting.losses}
     if not results:
-        return ""
-    return "\n".join(
-        [
-            "def count(",
-            f"{INDENT}batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int",
-            ") -> dict[str, Tensor]:",
-            f'{INDENT}"""A micro-batch\'s share of what the mean loss of a batch divides by."""',
-            *lines,
-            f"{INDENT}return {{",
-            *(f"{INDENT}{INDENT}{result}," for result in results),
-            f"{INDENT}}}",
-        ]
-    )
+        return "count = None"
+    arguments = "batch: dict[str, Tensor], constants: dict[str, Tensor], microbatch: int"
+    note = "A micro-batch's share of the divisors of a batch's mean loss."
+    lines.append(f"return {dictionary(results)}")
+    return function(f"count({arguments}) -> dict[str, Tensor]", note, lines)
 
 
 def _counting_lines(
@@ -176,7 +159,7 @@ def _counting_lines(
         source = f'constants["{node.name}"]'
         if node.kind == "input":
             source = f'rows_of(batch["{node.name}"], "{node.name}", microbatch)'
-        lines.append(f"{INDENT}{name} = {source}")
+        lines.append(f"{name} = {source}")
     if counting.program is None:
         return values
     program = BlockProgram(
@@ -199,18 +182,14 @@ def _counting_lines(
             why="a script does not draw it before the forward",
             fix="plan with microbatches=1",
         )
-    body, _, _ = f"\n{made.text}".partition(f"\n{INDENT}return ")
-    lines += body.splitlines()[1:]
+    lines += made.text.splitlines()[:-1]
     return {**values, **dict(zip(counting.outputs, made.results, strict=True))}
 
 
 def _count(each: Counted, values: dict[str, str]) -> str:
+    weight = None if each.weight is None else values[each.weight]
     dtype = "torch.float64" if each.dtype == "float64" else "torch.float32"
-    kept = f"({values[each.target]} != {each.ignore_index})"
-    if each.weight is None:
-        return f"{kept}.sum().to({dtype})"
-    target, weight = values[each.target], values[each.weight]
-    return f"({weight}[torch.where({kept}, {target}, 0)] * {kept}).sum(dtype={dtype})"
+    return f"count_targets({values[each.target]}, {weight}, {each.ignore_index}, {dtype})"
 
 
 def _global_graph(found: ExportedPlan) -> Graph:
@@ -220,13 +199,13 @@ def _global_graph(found: ExportedPlan) -> Graph:
 
 def inputs_table(found: ExportedPlan) -> str:
     """Write the table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
-    keys = {name: literal(_key(name, place)) for name, place in found.made.program.inputs.items()}
-    lines = [
-        f'{INDENT}"{node.name}": ({keys[node.name]}, torch.{node.spec.dtype}, '
-        f"{literal(tuple(node.spec.shape))}),"
+    places = found.made.program.inputs
+    table = {
+        node.name: f"({literal(_key(node.name, places[node.name]))}, torch.{node.spec.dtype}, "
+        f"{tuple(node.spec.shape)})"
         for node in _global_graph(found).inputs
-    ]
-    return "\n".join(["INPUTS = {", *lines, "}"])
+    }
+    return f"INPUTS = {dictionary(table)}"
 
 
 def _key(name: str, place: InputPlace) -> str | int:
@@ -265,35 +244,17 @@ def made_up_batches(found: ExportedPlan) -> list[str]:
         "for number in itertools.count():",
         f"{INDENT}generator = torch.Generator().manual_seed(seed + number)",
         f"{INDENT}yield {{",
-        *(
-            line
-            for node in graph.inputs
-            for line in _random(node, bounds).lines(f"{keys[node.name]}: ", INDENT * 2)
-        ),
+        *(f"{INDENT * 2}{keys[node.name]}: {_random(node, bounds)}," for node in graph.inputs),
         f"{INDENT}}}",
     ]
 
 
-def _random(node: Node, bounds: dict[str, int]) -> Expression:
-    """Write the values of an input, as an item of a dictionary."""
-    dtype, generator = Expression(f"torch.{node.spec.dtype}"), Expression("generator")
-    options = {"generator": generator, "dtype": dtype}
-    shape, tail = tuple(node.spec.shape), ","
-    if "float" in node.spec.dtype:
-        made = call_of("torch.randn", [shape], {**options, "dtype": Expression("torch.float64")})
-        tail = f".to({dtype.text})," if node.spec.dtype != "float64" else ","
-    elif node.name in bounds:
-        made = call_of("torch.randint", [bounds[node.name], shape], options)
-    else:
-        made = call_of("torch.ones", [shape], {"dtype": dtype})
-    return Expression(made.text + tail, made.head, made.arguments, tail)
-
-
-def _too_large(node: Node, count: Any) -> PlanError:
-    return PlanError(
-        "AP367",
-        f"the tensor {node.name} of {count} values cannot be written into a script",
-        why=f"at most {MOST_VALUES} values are",
-        where=node.source or node.module,
-        fix="register it as a buffer of the model",
-    )
+def _random(node: Node, bounds: dict[str, int]) -> str:
+    """Write random values of an input."""
+    shape, dtype = tuple(node.spec.shape), f"torch.{node.spec.dtype}"
+    if "float" in dtype:
+        made = f"torch.randn({shape}, generator=generator, dtype=torch.float64)"
+        return made if dtype == "torch.float64" else f"{made}.to({dtype})"
+    if node.name in bounds:
+        return f"torch.randint({bounds[node.name]}, {shape}, generator=generator, dtype={dtype})"
+    return f"torch.ones({shape}, dtype={dtype})"

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import builtins
+import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -35,38 +36,10 @@ MOVES = {
 }
 """Function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
 
-TAKEN = frozenset({*MOVES.values(), "all_to_all", "dropout", "uniform", "checkpoint"})
-"""Names of functions of a script."""
-
 RESERVED = frozenset(
-    {
-        *TAKEN,
-        *dir(builtins),
-        "w",
-        "mesh",
-        "draw",
-        "torch",
-        "F",
-        "x",
-        "in",
-        "is",
-        "not",
-        "and",
-        "or",
-        "if",
-        "for",
-        "def",
-        "lambda",
-        "class",
-        "pass",
-        "return",
-        "from",
-        "import",
-        "as",
-        "with",
-        "global",
-    }
-)
+    {*MOVES.values(), "all_to_all", "dropout", "uniform", "w", "mesh", "draw", "torch", "F", "x"}
+).union(dir(builtins), keyword.kwlist)
+"""Names that a function of a script must not give to its values."""
 
 
 @dataclass(slots=True)
@@ -94,10 +67,6 @@ class Writer:
         count = self.names.get(name, 1 if name in RESERVED else 0)
         self.names[name] = count + 1
         return f"{name}_{count + 1}" if count else name
-
-
-def dictionary(split: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f'"{axis}": {dim}' for axis, dim in split.items()) + "}"
 
 
 def unwritable(writer: Writer, node: fx.Node, why: str) -> PlanError:

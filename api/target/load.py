@@ -47,7 +47,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
         from autoparallel.target.huggingface import load_huggingface
 
         return load_huggingface(text, settings)
-    place, function = _split(text)
+    place, function = split_target(text)
     module = _load_file(place, text) if _is_file(place) else _load_module(place, text)
     build = _build_function(module, function, place)
     _check_settings(build, settings, f"{place}:{function or 'build_model'}")
@@ -65,7 +65,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
     )
 
 
-def _split(text: str) -> tuple[str, str]:
+def split_target(text: str) -> tuple[str, str]:
     """Split ``model.py:function`` into (``model.py``, ``function``); the function may be empty."""
     place, separator, function = text.rpartition(":")
     if separator and function.isidentifier() and place:

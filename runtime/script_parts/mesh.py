@@ -65,180 +65,115 @@ class Mesh:
         every = self.all_gather(tensor.detach()[None], axis, 0)
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
+    def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
+        """Return this rank's part along ``dim``."""
+        part = tensor.chunk(self.size(axis), dim)[self.coordinate(axis)]
+        return part.clone(memory_format=torch.contiguous_format)
 
-def part_of(
-    mesh: Mesh, local_size: int, axes: tuple[str, ...], *, mirrored: tuple[str, ...] = ()
-) -> tuple[int, int]:
-    """Return the start of a rank's part of a dimension split over ``axes``, and the whole size.
+    def divide(self, tensor: Tensor, axis: str) -> Tensor:
+        return tensor / self.size(axis)
 
-    With ``mirrored`` the part belongs to the rank at the other end of these axes.
-    """
-    position, parts = 0, 1
-    for axis in axes:
-        size, own = mesh.size(axis), mesh.coordinate(axis)
-        own = size - 1 - own if axis in mirrored else own
-        position, parts = position * size + own, parts * size
-    return position * local_size, parts * local_size
+    def keep(self, tensor: Tensor, axis: str) -> Tensor:
+        return tensor.view_as(tensor)
 
 
-Move = Callable[[Tensor, Mesh, str, int], Tensor]
-
-
-def keep(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return x.view_as(x)
-
-
-def divide(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return x / mesh.size(axis)
-
-
-def sum_ranks(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return mesh.all_reduce(x, axis)
-
-
-def gather_parts(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return mesh.all_gather(x, axis, dim)
-
-
-def scatter_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return mesh.reduce_scatter(x, axis, dim)
-
-
-def own_part(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    return x.chunk(mesh.size(axis), dim)[mesh.coordinate(axis)].clone(
-        memory_format=torch.contiguous_format
-    )
-
-
-def pad_zeros(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
-    """Pad to the whole tensor, zero in other ranks' parts."""
-    parts = [torch.zeros_like(x)] * mesh.size(axis)
-    parts[mesh.coordinate(axis)] = x
-    return torch.cat(parts, dim)
+Move = Callable[..., Tensor]
 
 
 class Change(torch.autograd.Function):
-    """Function that moves the value by one collective and its gradient by another."""
+    """Function that moves a value along an axis, and its gradient in another way.
+
+    A move takes the tensor, the axis and dimensions; for the gradient these are in reverse order.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mesh: Mesh, axis: str, dim: int, value: Move, gradient: Move
+        ctx: Any, x: Tensor, axis: str, value: Move, gradient: Move, dims: tuple[int, ...]
     ) -> Tensor:
-        ctx.back = gradient, mesh, axis, dim
-        return value(x, mesh, axis, dim)
+        ctx.back = gradient, axis, dims[::-1]
+        return value(x, axis, *dims)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        move, mesh, axis, dim = ctx.back
-        return move(gradients[0].contiguous(), mesh, axis, dim), None, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        move, axis, dims = ctx.back
+        return move(gradients[0].contiguous(), axis, *dims), None, None, None, None
 
 
-def change(x: Tensor, mesh: Mesh, axis: str, value: Move, gradient: Move, dim: int = 0) -> Tensor:
-    """Move ``x`` by ``value``, and its gradient, if it has one, by ``gradient``."""
-    if mesh.size(axis) == 1:
-        return x
-    if not x.is_floating_point():
-        return value(x, mesh, axis, dim)
-    result: Tensor = Change.apply(x, mesh, axis, dim, value, gradient)  # type: ignore[no-untyped-call]
+def change(x: Tensor, axis: str, value: Move, gradient: Move, *dims: int) -> Tensor:
+    """Move ``x`` by ``value``, and its gradient by ``gradient``."""
+    result: Tensor = Change.apply(x, axis, value, gradient, dims)  # type: ignore[no-untyped-call]
     return result
 
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Gather a split tensor; each rank's gradient is a part of a sum."""
-    return change(x, mesh, axis, gather_parts, scatter_sum, dim)
+    return change(x, axis, mesh.all_gather, mesh.reduce_scatter, dim)
 
 
 def all_gather_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Gather a split tensor; all ranks have the same gradient of it."""
-    return change(x, mesh, axis, gather_parts, own_part, dim)
+    return change(x, axis, mesh.all_gather, mesh.own_part, dim)
 
 
 def pad(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Turn a split tensor into a whole tensor that is a term of a sum over the ranks."""
-    return change(x, mesh, axis, pad_zeros, own_part, dim)
+    """Turn a split tensor into a whole tensor that is a term of a sum: zero in others' parts."""
+    parts = [torch.zeros_like(x)] * mesh.size(axis)
+    parts[mesh.coordinate(axis)] = x
+    return torch.cat(parts, dim)
 
 
 def take_part(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Return this rank's part of a tensor whose gradients are summed over the ranks later."""
-    return change(x, mesh, axis, own_part, pad_zeros, dim)
+    return mesh.own_part(x, axis, dim)
 
 
 def take_part_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Return this rank's part of a tensor; its gradient is gathered."""
-    return change(x, mesh, axis, own_part, gather_parts, dim)
+    return change(x, axis, mesh.own_part, mesh.all_gather, dim)
 
 
 def as_term(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Turn a tensor that all ranks have into a term of a sum; gradients are summed later."""
-    return change(x, mesh, axis, divide, divide)
+    return mesh.divide(x, axis)
 
 
 def as_term_same(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Turn a tensor that all ranks have into a term of a sum; all ranks get the whole gradient."""
-    return change(x, mesh, axis, divide, keep)
+    return change(x, axis, mesh.divide, mesh.keep)
 
 
 def divide_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the same tensor; the gradient, equal on all ranks, becomes a term of a sum."""
-    return change(x, mesh, axis, keep, divide)
+    return change(x, axis, mesh.keep, mesh.divide)
 
 
 def sum_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the same tensor; its gradient is summed over the ranks (Megatron-LM's f)."""
-    return change(x, mesh, axis, keep, sum_ranks)
+    return change(x, axis, mesh.keep, mesh.all_reduce)
 
 
 def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Sum over the ranks; all have the same gradient of the sum (Megatron-LM's g)."""
-    return change(x, mesh, axis, sum_ranks, keep)
+    return change(x, axis, mesh.all_reduce, mesh.keep)
 
 
 def all_reduce_both(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Sum over the ranks; the gradient is summed over them too."""
-    return change(x, mesh, axis, sum_ranks, sum_ranks)
+    return change(x, axis, mesh.all_reduce, mesh.all_reduce)
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
     """Return this rank's part of the sum over the ranks; its gradient is gathered."""
-    return change(x, mesh, axis, scatter_sum, gather_parts, dim)
-
-
-class AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axis: str, dims: tuple[int, int]) -> Tensor:
-        ctx.back = mesh, axis, dims
-        return mesh.all_to_all(x, axis, *dims)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        mesh, axis, (split_dim, concat_dim) = ctx.back
-        return mesh.all_to_all(gradients[0], axis, concat_dim, split_dim), None, None, None
+    return change(x, axis, mesh.reduce_scatter, mesh.all_gather, dim)
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
     """Split a tensor along ``split_dim`` instead of ``concat_dim``."""
-    if mesh.size(axis) == 1:
-        return x
-    if not x.is_floating_point():
-        return mesh.all_to_all(x, axis, split_dim, concat_dim)
-    result: Tensor = AllToAll.apply(x, mesh, axis, (split_dim, concat_dim))  # type: ignore[no-untyped-call]
-    return result
-
-
-class Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-        ctx.back = mesh, axis
-        return mesh.swap(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        mesh, axis = ctx.back
-        return mesh.swap(gradients[0], axis), None, None
+    return change(x, axis, mesh.all_to_all, mesh.all_to_all, split_dim, concat_dim)
 
 
 def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
     """Return the tensor of the rank at the other end of each axis."""
     for axis in axes:
-        x = Swap.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
+        x = change(x, axis, mesh.swap, mesh.swap)
     return x

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as scripts have it
 from torch import Tensor
 
-from ...passes.ops.local_loss import _Classes, _split_class_rows
-from ...passes.ops.random_ops import _UNIFORM_BITS, _shifted, random_bits
-from .mesh import Mesh, all_gather, all_to_all, part_of, take_part
+from ...passes.ops.local_loss import _classes, _split_class_rows
+from ...passes.ops.random_ops import _UNIFORM_BITS, _shifted, random_bits, step_key
+from .mesh import Mesh, all_gather, all_to_all, take_part
 from .stages import Draw
 
 __all__ = ["F"]
@@ -31,8 +31,7 @@ def split_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the sum over rows, by ``count``, of a cross entropy whose classes ``axes`` split."""
-    start, total = part_of(mesh, logits.shape[min(1, logits.dim() - 1)], axes)
-    classes = _Classes(start, total, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
+    classes = _classes(mesh, logits, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
     rows = _split_class_rows(mesh, logits, target, classes)  # type: ignore[arg-type]
     return (rows.sum() / count).to(logits.dtype)
 
@@ -40,12 +39,6 @@ def split_cross_entropy(
 def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Apply the function between the two products of an expert."""
     return activation(rows)
-
-
-def halved(query: Tensor) -> tuple[Tensor, ...]:
-    """Split queries into two halves along their positions; the first is not shorter."""
-    length = query.shape[-2]
-    return torch.split(query, [length - length // 2, length // 2], -2)
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -109,7 +102,8 @@ def dropout(
 ) -> Tensor:
     """Apply dropout number ``number`` of a block; other arguments as in ``start_of``."""
     start = start_of(x, mesh, draw, split=split, rows=rows)
-    result: Tensor = Dropout.apply(x, p, draw.first + number, draw.key, start)  # type: ignore[no-untyped-call]
+    key = step_key(draw.seed, draw.batch)
+    result: Tensor = Dropout.apply(x, p, draw.first + number, key, start)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -125,9 +119,8 @@ def uniform(
     """Draw numbers in [0, 1) of the shape and dtype of ``like``, as ``dropout`` draws."""
     start = start_of(like, mesh, draw, split=split, rows=rows)
     width = {torch.bfloat16: 8, torch.float16: 11}.get(like.dtype, _UNIFORM_BITS)
-    bits = random_bits(
-        like.shape, start, number=draw.first + number, key=draw.key, device=like.device
-    )
+    key, number = step_key(draw.seed, draw.batch), draw.first + number
+    bits = random_bits(like.shape, start, number=number, key=key, device=like.device)
     return _shifted(bits, 32 - width, 32).to(like.dtype).mul_(1 / (1 << width))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .stages import Stage
 from .training import Trainer
-from .weights import GRADIENT, Split, box_of
+from .weights import GRADIENT, Split, own
 
 CROSSINGS: list[Crossing] = []
 SCHEDULE: list[str] = []
@@ -45,25 +46,28 @@ Box = tuple[tuple[int, int], ...]
 
 
 def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
-    """Return for each rank of a stage the box that it holds of a tensor."""
-    places = torch.cartesian_prod(*map(torch.arange, stage.mesh.values())).view(-1, len(stage.mesh))
-    return {
-        rank: tuple(
-            box_of(shape, split, stage.mesh, dict(zip(stage.mesh, place.tolist(), strict=True)))
-        )
-        for rank, place in zip(stage.devices, places, strict=True)
-    }
+    """Return for each rank of a stage the start and stop of its part in each dimension."""
+    found = {}
+    for rank, place in zip(stage.devices, product(*map(range, stage.mesh.values())), strict=True):
+        box = [(0, size) for size in shape]
+        for axis, dim in split.items():
+            start, stop = box[dim]
+            size = (stop - start) // stage.mesh[axis]
+            start += place[list(stage.mesh).index(axis)] * size
+            box[dim] = start, start + size
+        found[rank] = tuple(box)
+    return found
 
 
-def intersection(first: Box, second: Box) -> Box | None:
-    """Return the box that two boxes share, or None."""
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return box if all(start < stop for start, stop in box) else None
-
-
-def slices_within(box: Box, frame: Box) -> tuple[slice, ...]:
-    """Return the slices that cut ``box`` out of a tensor that holds ``frame``."""
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, frame, strict=True))
+def overlap(*boxes: Box) -> list[tuple[slice, ...]]:
+    """Return the slices of each box that hold the elements of all; none if there are no such."""
+    shared = [(max(s for s, _ in dim), min(s for _, s in dim)) for dim in zip(*boxes, strict=True)]
+    if any(start >= stop for start, stop in shared):
+        return []
+    return [
+        tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(shared, box, strict=True))
+        for box in boxes
+    ]
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,9 @@ def transfer_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -
     pieces = []
     for number, (target, box) in enumerate(wanted.items()):
         for frame, ranks in holders.items():
-            shared = intersection(frame, box)
-            if shared is not None:
-                source = target if target in ranks else ranks[number % len(ranks)]
-                pieces.append(
-                    Piece(source, target, slices_within(shared, frame), slices_within(shared, box))
-                )
+            source = target if target in ranks else ranks[number % len(ranks)]
+            if shared := overlap(frame, box):
+                pieces.append(Piece(source, target, *shared))
     shape = tuple(stop - start for start, stop in next(iter(wanted.values())))
     return Transfer(crossing.key, sender, receiver, shape, crossing.dtype, tuple(pieces))
 
@@ -155,33 +156,33 @@ class Messages:
         """Return the received values of a stage whose gradients go back."""
         return {key for key, target in self.targets if target == stage}
 
-    def send(self, direction: Direction, stage: int, values: dict[str, Tensor]) -> None:
-        """Send results of ``stage`` to the stages of other ranks."""
+    def send(
+        self,
+        direction: Direction,
+        stage: int,
+        microbatch: int,
+        values: dict[str, Tensor],
+        *,
+        to_own: bool,
+    ) -> None:
+        """Send results of ``stage``: to stages of the same ranks, which take them, or to others."""
         for transfer in self.transfers[direction]:
-            if transfer.sender == stage and transfer.receiver not in self.mine:
-                self._send(transfer, values)
-
-    def _send(self, transfer: Transfer, values: dict[str, Tensor]) -> None:
-        for piece in transfer.pieces:
-            if piece.source == self.rank != piece.target:
-                packed = values[transfer.key].detach()[piece.cut].contiguous()
-                lane = self.lanes[piece.source, piece.target]
-                self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
+            if transfer.sender != stage or (transfer.receiver in self.mine) != to_own:
+                continue
+            value = values[transfer.key].detach()
+            for piece in transfer.pieces:
+                if piece.source == self.rank != piece.target:
+                    packed = value[piece.cut].contiguous()
+                    lane = self.lanes[piece.source, piece.target]
+                    self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
+            if to_own:
+                self._take(transfer, direction, microbatch, value)
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Begin to receive inputs of ``stage`` from the stages of other ranks."""
         for transfer in self.transfers[direction]:
             if transfer.receiver == stage and transfer.sender not in self.mine:
                 self._take(transfer, direction, microbatch, None)
-
-    def hand_over(
-        self, direction: Direction, stage: int, microbatch: int, values: dict[str, Tensor]
-    ) -> None:
-        """Give results of ``stage`` to other stages of the same ranks."""
-        for transfer in self.transfers[direction]:
-            if transfer.sender == stage and transfer.receiver in self.mine:
-                self._send(transfer, values)
-                self._take(transfer, direction, microbatch, values[transfer.key])
 
     def _take(
         self, transfer: Transfer, direction: Direction, microbatch: int, given: Tensor | None
@@ -195,7 +196,7 @@ class Messages:
                 continue
             if piece.source == self.rank:
                 assert given is not None
-                parts.append((None, piece.place, given.detach()[piece.cut]))
+                parts.append((None, piece.place, given[piece.cut]))
                 continue
             part = torch.empty_like(whole[piece.place], memory_format=torch.contiguous_format)
             lane = self.lanes[piece.source, piece.target]
@@ -236,18 +237,8 @@ class PipelineTrainer(Trainer):
             for name, held in self.holders.items()
             if len(held) > 1
         }
-        self.row = next(
-            (
-                row
-                for row in SCHEDULE
-                if any(
-                    action.startswith(f"{number}F")
-                    for number in self.stages
-                    for action in row.split()
-                )
-            ),
-            "",
-        )
+        own_row = re.compile("|".join(rf"\b{number}F" for number in self.stages) or "$.")
+        self.row = next(filter(own_row.search, SCHEDULE), "")
 
     def run(self, share: float, *, is_last: bool) -> None:
         """Run this rank's row of the schedule."""
@@ -265,7 +256,7 @@ class PipelineTrainer(Trainer):
                 self.messages.post(direction, stage, microbatch)
             elif kind.startswith("SEND"):
                 values = made.pop((direction, stage, microbatch))
-                self.messages.send(direction, stage, values)
+                self.messages.send(direction, stage, microbatch, values, to_own=False)
             elif kind == "REDUCE" and is_last:
                 self.stages[stage].complete()
         self.messages.finish()
@@ -283,7 +274,7 @@ class PipelineTrainer(Trainer):
             made = self.stages[stage].forward(microbatch, received)
         else:
             made = self.stages[stage].backward(microbatch, received, share * self.scale)
-        self.messages.hand_over(direction, stage, microbatch, made)
+        self.messages.send(direction, stage, microbatch, made, to_own=True)
         return made
 
     def is_counted(self, stage: int, name: str) -> bool:
@@ -299,11 +290,9 @@ class PipelineTrainer(Trainer):
                 continue
             total = torch.zeros(held[0].shape, dtype=GRADIENT, device=self.device)
             for weight in held:
-                if weight.is_first() and weight.gradient is not None:
-                    box = total[weight.box()]
-                    box += weight.gradient[: box.shape[0]]
+                if weight.gradient is not None:
+                    whole = weight.whole(weight.gradient)
+                    total += 0 if any(weight.mesh.place.values()) else whole
             dist.all_reduce(total, group=group)
             for weight in held:
-                box = total[weight.box()]
-                weight.gradient = torch.zeros_like(weight.master, dtype=GRADIENT)
-                weight.gradient[: box.shape[0]] = box
+                weight.gradient = weight.share(own(total, weight.split, weight.mesh)).clone()

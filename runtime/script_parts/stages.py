@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ...passes.backward.recomputing import COSTLY
 from .mesh import Mesh
-from .weights import Split, Weight, Weights, box_of, own
+from .weights import Split, Weight, Weights, join, own
 
 MICRO_BATCHES = 1
 
@@ -38,6 +39,7 @@ class Stage:
     buffers: dict[str, Split] = field(default_factory=dict)
     updates: dict[str, str] = field(default_factory=dict)
     zero: int = 0
+    weight: type[Weight] = Weight
     loss: str = ""
     loss_terms: tuple[str, ...] = ()
     """Axes whose ranks each have a term of the loss."""
@@ -45,15 +47,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Draw:
-    """State of random ops: a step's key, its micro-batch, the first op's number."""
+    """State of random ops: the seed, the number of the batch and micro-batch, of the first op."""
 
-    key: int
-    microbatch: int
+    seed: int = 0
+    batch: int = 0
+    microbatch: int = 0
     first: int = 0
 
     def of(self, first: int) -> Draw:
         """Return the same state for a block whose first random op has this number."""
-        return Draw(self.key, self.microbatch, first)
+        return replace(self, first=first)
 
 
 class StageRank:
@@ -70,7 +73,13 @@ class StageRank:
         self.stage, self.mesh, self.device = stage, mesh, device
         whole = dict(model.named_parameters(remove_duplicate=False))
         self.weights = {
-            name: self.weight(whole[name].detach().to(device), split, whole[name].requires_grad)
+            name: stage.weight(
+                whole[name].detach().to(device),
+                split,
+                mesh,
+                trained=whole[name].requires_grad,
+                zero=stage.zero,
+            )
             for name, split in stage.parameters.items()
         }
         held = {**dict(model.named_buffers(remove_duplicate=False)), **constants}
@@ -82,12 +91,9 @@ class StageRank:
             for name, split in stage.constants.items()
         }
 
-    def weight(self, whole: Tensor, split: Split, trained: bool) -> Weight:
-        return Weight(whole, split, self.mesh, trained=trained)
-
-    def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], key: int) -> None:
+    def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], draw: Draw) -> None:
         """Start a step on a global batch. ``counts`` are values of all micro-batches."""
-        self.batch, self.counts, self.key = batch, counts, key
+        self.batch, self.counts, self.draw = batch, counts, draw
         self.losses: dict[int, Tensor] = {}
         self.received: dict[int, dict[str, Tensor]] = {}
         self.made: dict[int, dict[str, Tensor]] = {}
@@ -104,7 +110,7 @@ class StageRank:
         values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
         # A block that runs again in the backward reads the buffers of its own forward.
         weights = Weights(self.weights, dict(self.buffers))
-        draw = Draw(self.key, microbatch)
+        draw = replace(self.draw, microbatch=microbatch)
         with self.device:
             made = self.stage.forward(values, weights, self.mesh, draw)
         for name, key in self.stage.updates.items():
@@ -139,11 +145,11 @@ class StageRank:
             if leaf.requires_grad
         }
 
-    def buffer_box(self, name: str, whole: Tensor) -> tuple[slice, ...]:
-        """Return the box of a whole buffer that this rank holds."""
-        split = self.stage.buffers[name]
-        box = box_of(tuple(whole.shape), split, self.mesh.shape, self.mesh.place)
-        return tuple(slice(start, stop) for start, stop in box)
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter or buffer of the stage, whole. Collective over its ranks."""
+        if name in self.weights:
+            return self.weights[name].whole(self.weights[name].master)
+        return join(self.buffers[name], self.stage.buffers[name], self.mesh)
 
     def complete(self) -> None:
         """Sum the gradients over the ranks of the stage."""
@@ -160,27 +166,11 @@ def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
     return tensor if dim is None else tensor.chunk(MICRO_BATCHES, dim)[microbatch]
 
 
-PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
-"""Ops whose outputs selective recomputation keeps: they cost much to make for their size."""
-
-
 def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
     """Run a block that is computed again in the backward, except its matrix products."""
 
     def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-        is_kept = op in PRODUCTS
+        is_kept = op in COSTLY
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)

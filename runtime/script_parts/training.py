@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .mesh import Mesh
-from .stages import MICRO_BATCHES, Stage, StageRank
+from .stages import MICRO_BATCHES, Draw, Stage, StageRank
 from .weights import MASTER, Weight
 
 LOSS_SCALE = 1.0
-STAGE_RANK = StageRank
 GROWTH_STEPS = 2000
 """Number of finite steps after which the scale of an fp16 loss is doubled."""
 
@@ -66,7 +64,7 @@ class Trainer:
     ) -> None:
         """Keep this rank's part of ``model``, which is whole. Collective over all ranks."""
         self.device, self.count, self.constants = device, count, constants
-        self.scale = LOSS_SCALE
+        self.scale, self.finite_steps, self.table = LOSS_SCALE, 0, stages
         check_same("weights at the start (new_model, --weights)", model.parameters(), device)
         self.stages: dict[int, StageRank] = {}
         meshes: dict[str, Mesh] = {}
@@ -75,7 +73,7 @@ class Trainer:
             mesh = meshes.get(place) or Mesh(stage.devices, stage.mesh, device.type)
             meshes[place] = mesh
             if dist.get_rank() in stage.devices:
-                self.stages[number] = STAGE_RANK(stage, mesh, model, constants, device)
+                self.stages[number] = StageRank(stage, mesh, model, constants, device)
 
     def named_masters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that the optimizer updates; an empty tensor if there are none."""
@@ -91,13 +89,13 @@ class Trainer:
             for name, weight in stage.weights.items()
         ]
 
-    def begin(self, batch: dict[str, Tensor], key: int = 0) -> None:
-        """Start on a global batch; ``key`` is of its random numbers."""
+    def begin(self, batch: dict[str, Tensor], draw: Draw) -> None:
+        """Start on a global batch; ``draw`` is the state of its random numbers."""
         check_same("batches (batches, build_data)", batch.values(), self.device)
         counts = mean_counts(self.count, batch, self.constants)
         counts = {key: value.to(self.device) for key, value in counts.items()}
         for stage in self.stages.values():
-            stage.begin(batch, counts, key)
+            stage.begin(batch, counts, draw)
 
     def run(self, share: float, *, is_last: bool) -> None:
         """Run forward and backward of a batch, with its share of the weight of an update.
@@ -141,11 +139,13 @@ class Trainer:
         optimizer.zero_grad()
         for _, _, weight in self.all_weights():
             weight.refresh()
+        if LOSS_SCALE != 1:
+            self.rescale(math.isfinite(norm))
         return norm
 
     def rescale(self, is_finite: bool) -> None:
         """Adapt the scale of an fp16 loss as ``torch.amp.GradScaler`` does."""
-        self.finite_steps = getattr(self, "finite_steps", 0) + 1 if is_finite else 0
+        self.finite_steps = self.finite_steps + 1 if is_finite else 0
         if not is_finite:
             self.scale /= 2
         elif self.finite_steps % GROWTH_STEPS == 0:
@@ -160,32 +160,18 @@ class Trainer:
         dist.all_reduce(total)
         return float(total)
 
-    def whole_state(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Return the state of the whole model on rank 0, which fills ``model``; None elsewhere."""
-        for name, whole in model.named_parameters(remove_duplicate=False):
-            pieces = [
-                (weight.box(), weight.master.detach().cpu())
-                for _, held, weight in self.all_weights()
-                if held == name and weight.is_first()
-            ]
-            fill(whole.data, pieces)
-        return model.state_dict() if dist.get_rank() == 0 else None
-
-    def fill_buffers(self, model: nn.Module) -> None:
-        """Give ``model``, on rank 0, the buffers that training has changed."""
-        for name, buffer in model.named_buffers():
-            stages = [s for s in self.stages.values() if name in s.stage.updates]
-            fill(buffer, [(s.buffer_box(name, buffer), s.buffers[name].cpu()) for s in stages])
-
-
-def fill(whole: Tensor, pieces: list[tuple[Any, Tensor]]) -> None:
-    """Gather the pieces of all ranks into a tensor on rank 0."""
-    is_first = dist.get_rank() == 0
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(pieces, every if is_first else None)
-    for box, part in (piece for of_rank in every if is_first for piece in of_rank):
-        rows = whole[box].shape[:1]
-        whole[box] = part[: rows[0]] if rows else part
+    def fill(self, model: nn.Module) -> None:
+        """Give ``model`` the values of this moment, whole. Collective over all ranks."""
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        for name, whole in named:
+            held = [n for n, s in enumerate(self.table) if name in {*s.parameters, *s.updates}]
+            if not held:
+                continue
+            value = torch.empty_like(whole, device=self.device)
+            if held[0] in self.stages:
+                value.copy_(self.stages[held[0]].whole(name))
+            dist.broadcast(value, self.table[held[0]].devices[0])
+            whole.data.copy_(value)
 
 
 def load_weights(model: nn.Module, path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,11 @@ Split = dict[str, int]
 """Dimension that each axis splits; on other axes a tensor is whole."""
 
 
+def repeated(prefix: str, numbers: range, splits: dict[str, Split]) -> dict[str, Split]:
+    """Return the splits of the parameters of numbered modules, all split alike."""
+    return {f"{prefix}{i}.{name}": split for i in numbers for name, split in splits.items()}
+
+
 def own(whole: Tensor, split: Split, mesh: Mesh) -> Tensor:
     """Return this rank's part of a whole tensor."""
     for axis, dim in split.items():
@@ -20,38 +27,64 @@ def own(whole: Tensor, split: Split, mesh: Mesh) -> Tensor:
     return whole.contiguous()
 
 
-def box_of(
-    shape: tuple[int, ...], split: Split, sizes: dict[str, int], place: dict[str, int]
-) -> list[tuple[int, int]]:
-    """Return the start and stop of each dimension of a rank's part of a tensor."""
-    box = [(0, size) for size in shape]
-    for axis, dim in split.items():
-        start, stop = box[dim]
-        size = (stop - start) // sizes[axis]
-        box[dim] = start + place[axis] * size, start + (place[axis] + 1) * size
-    return box
+def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:
+    """Return the whole tensor of which each rank of the mesh holds its part."""
+    for axis, dim in reversed(split.items()):
+        part = mesh.all_gather(part, axis, dim)
+    return part
 
 
 class Weight:
-    """Parameter on a rank.
+    """Parameter on a rank: its part of the whole, which blocks compute with, and its gradient.
 
-    Blocks compute with ``local``, this rank's part of it; the optimizer updates ``master``, which
-    is the same unless their dtypes differ.
+    The optimizer updates ``master``: the part itself or, under ZeRO, this rank's share of it. All
+    shares have the same number of rows over the axis dp; the last may end in zeros. ZeRO 1 cuts the
+    gradient after the last micro-batch, 2 and 3 after each. ``local`` is the part in ``COMPUTE``.
     """
 
-    def __init__(self, whole: Tensor, split: Split, mesh: Mesh, *, trained: bool) -> None:
+    def __init__(
+        self, whole: Tensor, split: Split, mesh: Mesh, *, trained: bool, zero: int = 0
+    ) -> None:
+        is_cut = whole.dim() and mesh.shape.get("dp", 1) > 1 and "dp" not in split
         self.shape, self.split, self.mesh = whole.shape, split, mesh
+        self.zero = zero if is_cut else 0
         self.gradient: Tensor | None = None
-        self.sums = [a for a, size in mesh.shape.items() if size > 1 and a not in split]
-        self.hold(own(whole, split, mesh), trained)
-
-    def hold(self, part: Tensor, trained: bool) -> None:
-        self.master = nn.Parameter(part.to(MASTER, copy=True), requires_grad=trained)
+        self.sums = [
+            axis
+            for axis, size in mesh.shape.items()
+            if size > 1 and axis not in split and not (self.zero and axis == "dp")
+        ]
+        part = own(whole, split, mesh)
+        self.rows = part.shape[0] if part.dim() else 0
+        self.master = nn.Parameter(self.share(part).to(MASTER, copy=True), requires_grad=trained)
         self.local = self.master
-        if COMPUTE != MASTER:
-            self.local = nn.Parameter(part.to(COMPUTE), requires_grad=trained)
-        if trained:
+        if self.zero in (1, 2) or (not self.zero and COMPUTE != MASTER):
+            self.local = nn.Parameter(part.to(COMPUTE, copy=True), requires_grad=trained)
+        if trained and self.zero < 3:
             self.local.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
+
+    def padded(self, part: Tensor) -> Tensor:
+        """Append zeros to ``part``, so that every rank of dp gets as many rows."""
+        count = -len(part) % self.mesh.size("dp")
+        return torch.cat([part, part.new_zeros(count, *part.shape[1:])])
+
+    def share(self, part: Tensor) -> Tensor:
+        """Return the share of this rank's part that the optimizer updates."""
+        return own(self.padded(part), {"dp": 0}, self.mesh) if self.zero else part
+
+    def gather(self, share: Tensor) -> Tensor:
+        """Return this rank's part of a tensor, of which each rank holds a share."""
+        if not self.zero:
+            return share
+        return self.mesh.all_gather(share, "dp", 0)[: self.rows]
+
+    def whole(self, share: Tensor) -> Tensor:
+        """Return the whole of a tensor of which each rank of the stage holds a share."""
+        return join(self.gather(share), self.split, self.mesh)
+
+    def compute_part(self) -> Tensor:
+        """Return this rank's part in the dtype that blocks compute in."""
+        return self.gather(self.master.detach().to(COMPUTE))
 
     def use(self) -> Tensor:
         """Return the tensor that a block computes with."""
@@ -60,8 +93,7 @@ class Weight:
     def refresh(self) -> None:
         """Copy the updated master to ``local``."""
         if self.local is not self.master:
-            with torch.no_grad():
-                self.local.copy_(self.master)
+            self.local.data.copy_(self.compute_part())
 
     def take(self, local: Tensor) -> None:
         """Move a micro-batch's gradient from where autograd leaves it to the sum."""
@@ -70,29 +102,22 @@ class Weight:
             self.add(gradient.to(GRADIENT))
 
     def add(self, gradient: Tensor) -> None:
+        if self.zero >= 2:
+            gradient = self.mesh.reduce_scatter(self.padded(gradient), "dp", 0)
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def complete(self) -> None:
         """Sum the gradient over the ranks that have parts of it, after the last micro-batch."""
+        if self.gradient is None:
+            return
+        if self.zero == 1:
+            self.gradient = self.mesh.reduce_scatter(self.padded(self.gradient), "dp", 0)
         for axis in self.sums:
-            if self.gradient is not None:
-                self.gradient = self.mesh.all_reduce(self.gradient, axis)
-
-    def is_first(self) -> bool:
-        """Return whether this rank is the first of the ranks that hold the same values."""
-        return all(self.mesh.coordinate(axis) == 0 for axis in self.sums)
+            self.gradient = self.mesh.all_reduce(self.gradient, axis)
 
     def replicas(self) -> int:
         """Return the number of ranks that hold the same values."""
-        count = 1
-        for axis in self.sums:
-            count *= self.mesh.size(axis)
-        return count
-
-    def box(self) -> tuple[slice, ...]:
-        """Return the box of the whole parameter that the master holds."""
-        box = box_of(tuple(self.shape), self.split, self.mesh.shape, self.mesh.place)
-        return tuple(slice(start, stop) for start, stop in box)
+        return math.prod(self.mesh.size(axis) for axis in self.sums)
 
 
 class Weights:

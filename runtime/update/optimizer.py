@@ -80,8 +80,7 @@ def build_with(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]])
     Raises UsageError AP903 where it returns no optimizer.
     """
     pairs = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    takes_names = _required(build) == [NAMED]
-    optimizer = build(iter(pairs) if takes_names else [parameter for _, parameter in pairs])
+    optimizer = build(iter(pairs) if takes_names(build) else [parameter for _, parameter in pairs])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             "AP903",
@@ -91,14 +90,14 @@ def build_with(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]])
     return optimizer
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that ``function`` must be given."""
+def takes_names(build: BuildOptimizer) -> bool:
+    """Return whether the only argument that ``build`` requires is called ``named_parameters``."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):  # a builtin says nothing of its arguments
-        return []
+        return False
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds] == [NAMED]
 
 
 def build_optimizer(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoparallel.passes.ops.activation import activate, describe
 from autoparallel.script.calls import _activation
-from autoparallel.script.expressions import Expression, assignment, call_of, literal, op_call
+from autoparallel.script.expressions import Expression, assignment, call_of, fold, literal, op_call
 
 NAMES = {
     "x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
@@ -28,11 +28,11 @@ X, W, TABLE, Y, AT, HEADS = map(Expression, NAMES)
 CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "x + w": ("add.Tensor", [X, W], {}),
     "F.layer_norm(x, (6,), w, w)": ("layer_norm.default", [X, [6], W, W], {}),
-    "F.layer_norm(x, (6,), w, None, 0.1)": ("layer_norm.default", [X, [6], W, None, 0.1], {}),
-    "F.rms_norm(x, (6,), w, 0.1)": ("rms_norm.default", [X, [6], W, 0.1], {}),
+    "F.layer_norm(x, (6,), w, None, eps=0.1)": ("layer_norm.default", [X, [6], W, None, 0.1], {}),
+    "F.rms_norm(x, (6,), w, eps=0.1)": ("rms_norm.default", [X, [6], W, 0.1], {}),
     "F.embedding(y, table)": ("embedding.default", [TABLE, Y], {}),
     "F.embedding(y, table, padding_idx=1)": ("embedding.default", [TABLE, Y, 1], {}),
-    "torch.ops.aten.embedding.default(table, y, 1, True)": (
+    "torch.embedding(table, y, 1, True)": (
         "embedding.default",
         [TABLE, Y, 1, True],
         {},
@@ -92,17 +92,24 @@ def test_a_value_is_written_as_python_reads_it(value: Any) -> None:
 
 def test_long_lines_are_cut_at_arguments_and_names() -> None:
     names = [f"a_long_name_of_an_output_{number}" for number in range(6)]
-    lines = assignment(names, call_of("function", [X] * 3), "    ")
+    lines = fold("    " + assignment(names, call_of("function", [X] * 3)) + "  # (6,)")
     assert max(map(len, lines)) <= 100
     given = {"function": lambda *args: tuple(range(6)), "x": 0}
     exec("if True:\n" + "\n".join(lines), given)
     assert [given[name] for name in names] == list(range(6))
     long = call_of("function", [f"argument number {number}" for number in range(12)])
-    lines = assignment(["made"], long, "")
+    lines = fold(assignment(["made"], long))
     assert max(map(len, lines)) <= 100
     given = {"function": lambda *args: len(args)}
     exec("\n".join(lines), given)
     assert given["made"] == 12
+    short = f"x = {'y' * 90}"
+    assert fold(f"{short}  # (2, 3, 4)") == [short]
+    table = "TABLE = " + repr({"a [": [[each, (each,)] for each in range(40)]}).replace("'", '"')
+    lines = fold(table)
+    assert max(map(len, lines)) <= 100
+    exec("\n".join(lines), given)
+    assert given["TABLE"] == {"a [": [[each, (each,)] for each in range(40)]}
 
 
 class Expert(nn.Module):

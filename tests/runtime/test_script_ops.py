@@ -8,11 +8,12 @@ import torch.nn.functional as F  # noqa: N812
 from script_ranks import on_ranks
 from torch import Tensor
 
+from autoparallel.passes.ops.lower_right import split_in_half
 from autoparallel.runtime.script_parts import ops
 from autoparallel.runtime.script_parts.mesh import Mesh
 from autoparallel.runtime.script_parts.stages import Draw
 
-DRAW = Draw(key=7, microbatch=0, first=3)
+DRAW = Draw(seed=7, first=3)
 
 
 def part(x: Tensor, mesh: Mesh, split: dict[str, int]) -> Tensor:
@@ -49,7 +50,7 @@ def test_split_classes_have_the_loss_and_gradient_of_all_classes(smoothing: floa
 def test_two_halves_of_the_queries_attend_as_all_of_them(length: int) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, length, 8).unbind()
-    first, second = ops.halved(query)
+    first, second = split_in_half(query)
     assert first.shape[-2] == (length + 1) // 2
     found = [
         ops.attend_upto(first.shape[-2], first, key, value),
@@ -131,7 +132,7 @@ def test_uniform_numbers_of_a_part_are_the_part_of_all(dtype: torch.dtype) -> No
 
 def test_a_part_of_a_micro_batch_starts_at_its_rows_in_the_whole_batch() -> None:
     """Micro-batches have 8 rows, of which each of two ranks has 4; tp splits 6 columns twice."""
-    x, draw = torch.empty(4, 3), Draw(key=0, microbatch=2)
+    x, draw = torch.empty(4, 3), Draw(microbatch=2)
     starts = on_ranks(
         {"dp": 2, "tp": 2}, lambda mesh: ops.start_of(x, mesh, draw, split=SPLIT, rows=(0, 8))
     )

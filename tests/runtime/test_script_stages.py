@@ -19,8 +19,8 @@ from autoparallel.runtime.script_parts.stages import (
     keeping_products,
     rows_of,
 )
-from autoparallel.runtime.script_parts.weights import Split, Weight, Weights, box_of
-from autoparallel.runtime.script_parts.zero import ShardedStageRank, ShardedWeight, run_sharded
+from autoparallel.runtime.script_parts.weights import Split, Weight, Weights, join, own
+from autoparallel.runtime.script_parts.zero import GatheredWeight, run_sharded
 
 CPU = torch.device("cpu")
 ROWS, SPLITS = 8, {"0.weight": {"tp": 0}, "0.bias": {"tp": 0}, "2.weight": {"tp": 1}, "2.bias": {}}
@@ -47,7 +47,7 @@ def block(x: Tensor, weights: Weights, mesh: Mesh) -> Tensor:
 def forward(
     run: object, values: dict[str, Tensor], weights: Weights, mesh: Mesh, draw: Draw
 ) -> dict[str, Tensor]:
-    assert (draw.key, draw.of(3).first) == (5, 3)
+    assert (draw.seed, draw.of(3).first) == (5, 3)
     made = run(block, values["x"] * values["scale"], weights, mesh)  # type: ignore[operator]
     rows = values["rows"]
     return {"loss": made.square().sum() / rows, "seen.new": weights["seen"] + 1, "made": made}
@@ -68,6 +68,7 @@ def stage_of(shape: dict[str, int], zero: int, run: object) -> Stage:
         buffers={"seen": {"tp": 0}},
         updates={"seen": "seen.new"},
         zero=zero,
+        weight=GatheredWeight if zero == 3 else Weight,
         loss="loss",
         loss_terms=("dp",),
     )
@@ -102,36 +103,32 @@ def test_two_micro_batches_give_the_loss_the_gradient_and_the_buffer_of_the_whol
     expected = build()
     loss = (plain(expected, X[:4]) + plain(expected, X[4:])) / 2
     loss.backward()
-    kind, model = ShardedStageRank if zero else StageRank, build()
+    model = build()
 
-    def train(mesh: Mesh) -> tuple[StageRank, dict[str, Tensor], Tensor]:
-        rank = kind(stage_of(shape, zero, run), mesh, model, {"scale": torch.tensor(2.0)}, CPU)
-        rank.begin({"x": X}, {"rows": torch.tensor(ROWS // 2)}, key=5)
+    def train(mesh: Mesh) -> tuple[dict[str, tuple[Tensor, Tensor | None]], Tensor, Tensor]:
+        rank = StageRank(stage_of(shape, zero, run), mesh, model, {"scale": torch.tensor(2.0)}, CPU)
+        rank.begin({"x": X}, {"rows": torch.tensor(ROWS // 2)}, Draw(seed=5))
         for microbatch in range(2):
             rank.forward(microbatch, {})
             assert rank.backward(microbatch, {}, scale=3.0) == {}
         rank.complete()
-        return (
-            rank,
-            {name: each.gradient for name, each in rank.weights.items()},
-            sum(rank.losses.values()),
-        )
+        whole = {
+            name: (rank.whole(name), None if each.gradient is None else each.whole(each.gradient))
+            for name, each in rank.weights.items()
+        }
+        return whole, rank.whole("seen"), sum(rank.losses.values())
 
     found = on_ranks(shape, train)
     torch.testing.assert_close(sum(loss for *_, loss in found) / 2, loss.detach())
     for name, whole in expected.named_parameters():
-        for rank, gradients, _ in found:
-            weight, gradient = rank.weights[name], gradients[name]
-            if not whole.requires_grad:
+        for weights, *_ in found:
+            master, gradient = weights[name]
+            assert torch.equal(master, whole)
+            if whole.requires_grad:
+                torch.testing.assert_close(gradient, 3 * whole.grad)
+            else:
                 assert gradient is None
-                continue
-            own = 3 * whole.grad[weight.box()]
-            torch.testing.assert_close(gradient[: len(own)], own)
-            assert not gradient[len(own) :].any()
-            assert torch.equal(weight.master[: len(own)], whole[weight.box()])
-    for rank, *_ in found:
-        box = rank.buffer_box("seen", expected.seen)
-        assert torch.equal(rank.buffers["seen"], (expected.seen + 2)[box])
+    assert all(torch.equal(seen, expected.seen + 2) for _, seen, _ in found)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -139,45 +136,41 @@ def test_an_update_of_shares_reaches_the_whole_weight(zero: int) -> None:
     """Of 3 rows the first rank has 2; the second has the last row, and zeros behind it."""
     whole = torch.arange(6.0).view(3, 2)
 
-    def run(mesh: Mesh) -> tuple[Tensor, tuple[slice, ...], tuple[bool, int], Tensor]:
-        weight = ShardedWeight(whole, {}, mesh, zero=zero, trained=True)
+    def run(mesh: Mesh) -> tuple[Tensor, Tensor, int, Tensor]:
+        weight = GatheredWeight(whole, {}, mesh, zero=zero, trained=True)
         with torch.no_grad():
             weight.master += 10
         weight.refresh()
-        of_mesh = weight.is_first(), weight.replicas()
-        return weight.master.detach(), weight.box(), of_mesh, weight.use().detach()
+        master = weight.master.detach()
+        return master, weight.whole(master), weight.replicas(), weight.use().detach()
 
-    (first, first_box, one, used), (second, box, other, used_too) = on_ranks({"dp": 2}, run)
+    (first, *made), (second, *others) = on_ranks({"dp": 2}, run)
     assert torch.equal(first, whole[:2] + 10)
     assert second.tolist() == [[14.0, 15.0], [10.0, 10.0]]
-    assert (first_box[0], box[0]) == (slice(0, 2), slice(2, 3))
-    assert one == other == (True, 1)
-    assert torch.equal(used, whole + 10)
-    assert torch.equal(used_too, whole + 10)
+    for every, replicas, used in (made, others):
+        assert replicas == 1
+        assert torch.equal(every, whole + 10)
+        assert torch.equal(used, whole + 10)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_weight_that_cannot_be_cut_is_whole_on_every_rank(zero: int) -> None:
     """A number has no rows; a weight that dp splits already is cut."""
-    stage = Stage(forward=forward, devices=(0, 1), mesh={"dp": 2}, parameters={}, zero=zero)
 
-    def run(mesh: Mesh) -> list[bool]:
-        rank = ShardedStageRank(stage, mesh, nn.Module(), {}, CPU)
+    def run(mesh: Mesh) -> list[int]:
         splits: list[tuple[Tensor, Split]] = [
             (torch.ones(()), {}),
             (torch.ones(4), {"dp": 0}),
             (torch.ones(4), {}),
         ]
-        return [isinstance(rank.weight(*each, trained=True), ShardedWeight) for each in splits]
+        return [Weight(*each, mesh, trained=True, zero=zero).zero for each in splits]
 
-    assert on_ranks({"dp": 2}, run) == [[False, False, bool(zero)]] * 2
+    assert on_ranks({"dp": 2}, run) == [[0, 0, zero]] * 2
 
 
 @pytest.fixture
 def _half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("weights", "zero"):
-        path = f"autoparallel.runtime.script_parts.{module}.COMPUTE"
-        monkeypatch.setattr(path, torch.bfloat16)
+    monkeypatch.setattr("autoparallel.runtime.script_parts.weights.COMPUTE", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("_half_precision")
@@ -201,12 +194,18 @@ def test_a_block_computes_in_half_precision_and_the_gradient_is_summed_in_full()
     assert weight.use().tolist() == [2.0, 2.0]
 
 
-def test_a_box_is_cut_by_every_axis_of_its_split() -> None:
-    """Eight rows over dp=2, then tp=2: the second rank of both has the last two."""
-    sizes, place = {"dp": 2, "tp": 2}, {"dp": 1, "tp": 1}
-    assert box_of((8, 6), {"dp": 0, "tp": 0}, sizes, place) == [(6, 8), (0, 6)]
-    assert box_of((8, 6), {"dp": 0, "tp": 1}, sizes, place) == [(4, 8), (3, 6)]
-    assert box_of((8, 6), {}, sizes, place) == [(0, 8), (0, 6)]
+@pytest.mark.parametrize("split", [{"dp": 0, "tp": 0}, {"dp": 0, "tp": 1}, {"tp": 1}, {}])
+def test_a_tensor_is_cut_by_every_axis_of_its_split_and_joined_again(split: Split) -> None:
+    whole = torch.arange(48.0).view(8, 6)
+
+    def run(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        part = own(whole, split, mesh)
+        return part, join(part, split, mesh)
+
+    found = on_ranks({"dp": 2, "tp": 2}, run)
+    assert all(torch.equal(joined, whole) for _, joined in found)
+    last = found[-1][0]
+    assert torch.equal(last, whole[-last.shape[0] :, -last.shape[1] :])
 
 
 @pytest.mark.usefixtures("_two_micro_batches")
@@ -229,7 +228,7 @@ def test_a_received_value_has_its_gradient_back_and_zeros_where_it_is_not_used()
             {},
             CPU,
         )
-        rank.begin({}, {}, key=0)
+        rank.begin({}, {}, Draw())
         one, other = (torch.ones(2, requires_grad=True) for _ in range(2))
         rank.forward(0, {"one": one, "other": other, "number": torch.ones(2)})
         return rank.backward(0, {"made": torch.tensor([1.0, 3.0])}, scale=1.0)

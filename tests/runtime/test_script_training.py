@@ -18,8 +18,7 @@ from autoparallel.runtime.script_parts.pipeline import (
     Piece,
     PipelineTrainer,
     boxes,
-    intersection,
-    slices_within,
+    overlap,
     transfer_of,
 )
 from autoparallel.runtime.script_parts.stages import Draw, Stage
@@ -117,7 +116,7 @@ def test_steps_are_those_of_plain_pytorch(
             batch = batch_of(2 * step + number)
             loss = plain(**batch)
             (loss / 2).backward()
-            trainer.begin(batch)
+            trainer.begin(batch, Draw())
             trainer.run(0.5, is_last=number == 1)
             assert trainer.loss() == pytest.approx(loss.item(), rel=1e-6)
         norm = nn.utils.clip_grad_norm_(plain.parameters(), max_norm or 1e9)
@@ -126,12 +125,10 @@ def test_steps_are_those_of_plain_pytorch(
         assert trainer.update(optimizer, max_norm) == pytest.approx(float(norm), rel=1e-5)
         expected.step()
         expected.zero_grad()
-    state = trainer.whole_state(model)
-    assert state is not None
+    trainer.fill(model)
     for key, value in plain.state_dict().items():
         if key != "seen":
-            torch.testing.assert_close(state[key], value)
-    trainer.fill_buffers(model)
+            torch.testing.assert_close(model.state_dict()[key], value)
     assert float(model.seen) == 3 * 2 * MICRO_BATCHES
 
 
@@ -149,7 +146,7 @@ def test_a_loss_scale_is_halved_by_an_overflow_and_doubled_after_finite_steps(
         scales.append(trainer.scale)
     assert scales == [8.0, 16.0, 8.0, 8.0, 16.0]
     for batch in (batch_of(0), {**batch_of(0), "y": torch.full((ROWS, 3), float("inf"))}):
-        trainer.begin(batch)
+        trainer.begin(batch, Draw())
         trainer.run(1.0, is_last=True)
         norm = trainer.update(optimizer)
         if torch.isfinite(torch.tensor(norm)):
@@ -158,9 +155,8 @@ def test_a_loss_scale_is_halved_by_an_overflow_and_doubled_after_finite_steps(
                 float(nn.utils.get_total_norm([each.grad for each in plain.parameters()])), rel=1e-5
             )
             torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    state = trainer.whole_state(model)
-    assert state is not None
-    torch.testing.assert_close(state["first.weight"], plain.first.weight.detach())
+    trainer.fill(model)
+    torch.testing.assert_close(model.first.weight, plain.first.weight)
 
 
 def test_a_rank_that_trains_nothing_has_an_empty_tensor_for_its_optimizer(
@@ -188,9 +184,9 @@ def test_weights_are_read_as_they_were_written(suffix: str, tmp_path: Path) -> N
 
 
 def test_a_box_of_the_sender_meets_a_box_of_the_receiver() -> None:
-    assert intersection(((0, 4), (0, 6)), ((2, 8), (3, 6))) == ((2, 4), (3, 6))
-    assert intersection(((0, 4), (0, 6)), ((4, 8), (0, 6))) is None
-    assert slices_within(((2, 4), (3, 6)), ((2, 8), (0, 6))) == (slice(0, 2), slice(3, 6))
+    shared = overlap(((0, 4), (0, 6)), ((2, 8), (3, 6)))
+    assert shared == [(slice(2, 4), slice(3, 6)), (slice(0, 2), slice(0, 3))]
+    assert overlap(((0, 4), (0, 6)), ((4, 8), (0, 6))) == []
 
 
 def test_messages_cover_what_each_rank_needs_and_ranks_with_the_same_box_share_them() -> None:
