@@ -359,7 +359,9 @@ def _expression(writer: Writer, node: fx.Node) -> Expression:
     if target is operator.getitem:
         if node in writer.values:
             return writer.values[node]
-        return Expression(f"{writer.values[node.args[0]].operand}[{node.args[1]}]")
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return Expression(f"{writer.values[source].operand}[{node.args[1]}]")
     args = [_argument(writer, each) for each in node.args]
     kwargs = {name: _argument(writer, each) for name, each in node.kwargs.items()}
     if isinstance(target, torch._ops.OpOverload):

@@ -62,17 +62,18 @@ def _activation(writer: Writer, text: str) -> Expression:
     made = ["rows"]
     for number, (target, args, kwargs) in enumerate(json.loads(text), 1):
         parts = [_of_activation(each, made) for each in args]
-        options = [f"{key}={_of_activation(value, made)}" for key, value in kwargs.items()]
+        options = {key: _of_activation(each, made) for key, each in kwargs.items()}
         home, _, call = target.partition(".")
+        texts = [literal(each) for each in parts]
         if home == "method":
-            value = f"{parts[0]}.{call}({', '.join([*parts[1:], *options])})"
+            value = call_of(f"{texts[0]}.{call}", parts[1:], options).text
         elif home == "operator" and call in SIGNS:
-            value = f"{parts[0]} {SIGNS[call]} {parts[1]}"
+            value = f"{texts[0]} {SIGNS[call]} {texts[1]}"
         elif call == "getitem":
-            value = f"{parts[0]}[{parts[1]}]"
+            value = f"{texts[0]}[{texts[1]}]"
         else:
-            place = {"functional": "F", "torch": "torch"}.get(home, home)
-            value = f"{place}.{call}({', '.join([*parts, *options])})"
+            place = {"functional": "F"}.get(home, home)
+            value = call_of(f"{place}.{call}", parts, options).text
         made.append(f"part_{number}")
         writer.lines.append(f"{INDENT}{made[-1]} = {value}")
     writer.lines += [f"{INDENT}return {made[-1]}", ""]
@@ -82,21 +83,21 @@ def _activation(writer: Writer, text: str) -> Expression:
 SIGNS = {**OPERATORS, "truediv": OPERATORS["div"]}
 
 
-def _of_activation(value: Any, made: Sequence[str]) -> str:
-    """Write an argument of a call of an activation."""
-    if isinstance(value, dict) and "at" in value:
-        return made[value["at"]]
-    if isinstance(value, dict) and "dtype" in value:
-        return f"torch.{value['dtype']}"
-    if isinstance(value, dict) and "tuple" in value:
-        return "(" + "".join(f"{_of_activation(each, made)}, " for each in value["tuple"]) + ")"
-    if isinstance(value, dict) and "slice" in value:
-        return f"slice({', '.join(_of_activation(each, made) for each in value['slice'])})"
-    if isinstance(value, dict):
-        return "..."
+def _of_activation(value: Any, made: Sequence[str]) -> Any:
+    """Return an argument of a call of an activation, which ``literal`` writes."""
     if isinstance(value, list):
-        return f"[{', '.join(_of_activation(each, made) for each in value)}]"
-    return literal(value)
+        return [_of_activation(each, made) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "at" in value:
+        return Expression(made[value["at"]])
+    if "dtype" in value:
+        return Expression(f"torch.{value['dtype']}")
+    if "tuple" in value:
+        return tuple(_of_activation(value["tuple"], made))
+    if "slice" in value:
+        return call_of("slice", _of_activation(value["slice"], made))
+    return Expression("...")
 
 
 def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:

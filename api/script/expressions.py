@@ -248,7 +248,9 @@ def _is_function(name: str) -> bool:
 Special = Callable[[list[Any], dict[str, Any]], "Expression | None"]
 
 
-def _by_name(args: list[Any], names: Sequence[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(
+    args: Sequence[Any], names: Sequence[str], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

@@ -6,7 +6,6 @@ and the schedule; or a PlanError that names the parts of the plan that a script 
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 from autoparallel.analysis.plan_model import PlanModel, load_plan_model
@@ -141,48 +140,29 @@ def in_order(schedule: Schedule) -> tuple[Row, ...]:
     Messages from one rank to another keep their order, so the first message sent is received first,
     even if another receive is needed earlier.
     """
-    lanes = _lanes(schedule)
-    return tuple(_reorder(row, rank, lanes) for rank, row in enumerate(schedule.table))
-
-
-_Lanes = dict[tuple[int, int], tuple[Action, ...]]
-
-
-def _lanes(schedule: Schedule) -> _Lanes:
-    """Map sender and receiver to the receives of all sends, in the order of the sends."""
-    found: dict[tuple[int, int], list[Action]] = {}
+    lanes: dict[tuple[int, int], list[Action]] = {}
     for source, row in enumerate(schedule.table):
-        for action in row:
-            for receive in (
-                matching_receives(action, schedule.messages) if action.kind in SENDS else ()
-            ):
+        for action in (each for each in row if each.kind in SENDS):
+            for receive in matching_receives(action, schedule.messages):
                 target = schedule.stage_rank[receive.stage]
-                found.setdefault((source, target), []).append(receive)
-    return {lane: tuple(receives) for lane, receives in found.items()}
+                lanes.setdefault((target, source), []).append(receive)
+    return tuple(
+        _reorder(row, [lane for (target, _), lane in lanes.items() if target == rank])
+        for rank, row in enumerate(schedule.table)
+    )
 
 
-def _reorder(row: Row, rank: int, lanes: _Lanes) -> Row:
-    waiting = {
-        source: deque(receives) for (source, target), receives in lanes.items() if target == rank
-    }
-    made: list[Action] = []
-    posted: set[Action] = set()
+def _reorder(row: Row, lanes: list[list[Action]]) -> Row:
+    """Put each receive of a row behind the receives of all that its senders send before it."""
+    made: dict[Action, None] = {}
 
-    def post(receive: Action) -> None:
-        """Post a receive after all that its sender sends before it."""
-        if receive in posted:
-            return
-        posted.add(receive)
-        for lane in waiting.values():
-            while receive in lane:
-                first = lane.popleft()
-                if first != receive:
-                    post(first)
-        made.append(receive)
+    def add(action: Action) -> None:
+        for lane in lanes if action.kind in RECEIVES and action not in made else ():
+            for earlier in lane[: lane.index(action)] if action in lane else ():
+                add(earlier)
+        made[action] = None
 
     for action in row:
-        if action.kind in RECEIVES:
-            post(action)
-        elif action.kind in {*COMPUTE, *SENDS, REDUCE}:
-            made.append(action)
+        if action.kind in {*RECEIVES, *COMPUTE, *SENDS, REDUCE}:
+            add(action)
     return tuple(made)

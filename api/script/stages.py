@@ -7,11 +7,17 @@ stage's function, in which runs of equal blocks are loops, and the entry of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from typing import Any
 
-from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
+from autoparallel.passes.local.stage_program import (
+    BlockProgram,
+    HeldValue,
+    ParameterProgram,
+    StageProgram,
+)
 from autoparallel.planner.graph import Blocks, Graph
 from autoparallel.planner.layout import Layout
 from autoparallel.planner.plan import StagePlan
@@ -215,34 +221,18 @@ class _StageWriter:
         return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
-        """Return the end of the longest loop that begins at a call."""
-        stop = start + 1
-        while stop < len(self.calls) and self._continues(start, stop):
-            stop += 1
-        while stop - start > 1 and not self._is_loop(start, stop):
-            stop -= 1
-        return stop
-
-    def _continues(self, start: int, position: int) -> bool:
-        first, call, before = self.calls[start], self.calls[position], self.calls[position - 1]
-        if (call.function, call.recompute) != (first.function, first.recompute):
-            return False
-        if not _split_index(first.path) or not _follows(before.path, call.path):
-            return False
-        return all(
-            key == first.inputs[at] or key in before.outputs for at, key in enumerate(call.inputs)
-        )
-
-    def _is_loop(self, start: int, stop: int) -> bool:
-        """Return whether calls form a loop: equal up to predecessors' results and even numbers.
+        """Return the end of the longest loop that begins at a call.
 
         Only the next call uses a call's result, except the last result.
         """
-        calls = self.calls[start:stop]
-        steps = {b.first_number - a.first_number for a, b in pairwise(calls)}
-        carried = {_carried_values(a, b) for a, b in pairwise(calls)}
-        made = {key for call in calls[:-1] for key in call.outputs}
-        return len(steps) == 1 and len(carried) == 1 and not made & self._later(stop - 1)
+        forms = [_form(call, following) for call, following in pairwise(self.calls[start:])]
+        alike = takewhile(lambda form: form is not None and form == forms[0], forms)
+        stop = start + 1 + sum(1 for _ in alike)
+        while self._later(stop - 1) & {
+            key for call in self.calls[start : stop - 1] for key in call.outputs
+        }:
+            stop -= 1
+        return stop
 
     def _loop(self, start: int, stop: int) -> None:
         calls = self.calls[start:stop]
@@ -277,14 +267,18 @@ class _StageWriter:
     def entry(self, number: int, plan: StagePlan) -> str:
         """Write the stage's entry in the table of stages."""
         program, axes = self.program, self.program.mesh.axes
-        tables = {"inputs": program.inputs, "constants": program.constants}
+        tables: dict[str, Mapping[str, HeldValue | ParameterProgram]] = {
+            "inputs": program.inputs,
+            "constants": program.constants,
+            "buffers": program.buffers,
+        }
         parts = [
             f"forward=stage_{number}",
             f"devices={tuple(plan.devices)}",
             f"mesh={dictionary(dict(zip(axes, program.mesh.shape, strict=True)))}",
             f"parameters=STAGE_{number}",
         ]
-        for name, held in {**tables, "buffers": program.buffers}.items():
+        for name, held in tables.items():
             splits = {key: dictionary(split_of(e.layout, axes)) for key, e in held.items()}
             parts += [f"{name}={dictionary(splits)}"] * bool(splits)
         if program.updates:
@@ -325,6 +319,18 @@ def _range(start: int, stop: int) -> str:
 def _follows(before: str, path: str) -> bool:
     own, following = _split_index(before), _split_index(path)
     return None not in (own, following) and following == (own[0], own[1] + 1)  # type: ignore[index]
+
+
+def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
+    """Describe how the next call continues a loop over modules; None if it does not."""
+    pairs = zip(following.inputs, call.inputs, strict=False)
+    continues = (
+        (call.function, call.recompute) == (following.function, following.recompute)
+        and _follows(call.path, following.path)
+        and all(key in call.outputs or key == before for key, before in pairs)
+    )
+    step = following.first_number - call.first_number
+    return (_carried_values(call, following), step) if continues else None
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:

@@ -88,6 +88,7 @@ class Transfer:
     """
 
     key: str
+    direction: Direction
     sender: int
     receiver: int
     shape: tuple[int, ...]
@@ -111,7 +112,7 @@ def transfer_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -
             if shared := overlap(frame, box):
                 pieces.append(Piece(source, target, *shared))
     shape = tuple(stop - start for start, stop in next(iter(wanted.values())))
-    return Transfer(crossing.key, sender, receiver, shape, crossing.dtype, tuple(pieces))
+    return Transfer(crossing.key, direction, sender, receiver, shape, crossing.dtype, tuple(pieces))
 
 
 Arriving = tuple[Tensor, list[tuple[Any, tuple[slice, ...], Tensor]]]
@@ -130,31 +131,19 @@ class Messages:
         """Compute the transfers, and make groups for NCCL. Collective over all ranks."""
         self.rank, self.device = dist.get_rank(), device
         self.mine = {n for n, stage in enumerate(stages) if self.rank in stage.devices}
-        self.transfers: dict[Direction, list[Transfer]] = {
-            "forward": [transfer_of(each, "forward", stages) for each in crossings],
-            "backward": [transfer_of(c, "backward", stages) for c in crossings if c.has_gradient],
-        }
-        for transfers in self.transfers.values():
-            transfers.sort(key=lambda transfer: (transfer.receiver, transfer.key))
-        pairs = {
-            (piece.source, piece.target)
-            for transfers in self.transfers.values()
-            for transfer in transfers
-            for piece in transfer.pieces
-            if piece.source != piece.target
-        }
+        forward = [transfer_of(each, "forward", stages) for each in crossings]
+        backward = [transfer_of(c, "backward", stages) for c in crossings if c.has_gradient]
+        self.transfers = sorted([*forward, *backward], key=lambda each: (each.receiver, each.key))
+        pieces = [piece for transfer in self.transfers for piece in transfer.pieces]
+        pairs = {(each.source, each.target) for each in pieces if each.source != each.target}
         # With NCCL a send would wait behind a receive of the same group.
         alone = dist.get_backend() != "nccl"
         self.lanes = {
             pair: None if alone else dist.new_group(sorted(pair)) for pair in sorted(pairs)
         }
-        self.targets = [(c.key, c.target) for c in crossings if c.has_gradient]
+        self.with_gradient = {(each.key, each.target) for each in crossings if each.has_gradient}
         self.sent: list[tuple[Any, Tensor]] = []
         self.arriving: dict[tuple[Direction, int, int], dict[tuple[str, int], Arriving]] = {}
-
-    def with_gradient(self, stage: int) -> set[str]:
-        """Return the received values of a stage whose gradients go back."""
-        return {key for key, target in self.targets if target == stage}
 
     def send(
         self,
@@ -166,8 +155,9 @@ class Messages:
         to_own: bool,
     ) -> None:
         """Send results of ``stage``: to stages of the same ranks, which take them, or to others."""
-        for transfer in self.transfers[direction]:
-            if transfer.sender != stage or (transfer.receiver in self.mine) != to_own:
+        for transfer in self.transfers:
+            is_own = transfer.receiver in self.mine
+            if (transfer.direction, transfer.sender, is_own) != (direction, stage, to_own):
                 continue
             value = values[transfer.key].detach()
             for piece in transfer.pieces:
@@ -176,19 +166,18 @@ class Messages:
                     lane = self.lanes[piece.source, piece.target]
                     self.sent.append((dist.isend(packed, piece.target, group=lane), packed))
             if to_own:
-                self._take(transfer, direction, microbatch, value)
+                self._take(transfer, microbatch, value)
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
         """Begin to receive inputs of ``stage`` from the stages of other ranks."""
-        for transfer in self.transfers[direction]:
-            if transfer.receiver == stage and transfer.sender not in self.mine:
-                self._take(transfer, direction, microbatch, None)
+        for transfer in self.transfers:
+            is_wanted = (transfer.direction, transfer.receiver) == (direction, stage)
+            if is_wanted and transfer.sender not in self.mine:
+                self._take(transfer, microbatch, None)
 
-    def _take(
-        self, transfer: Transfer, direction: Direction, microbatch: int, given: Tensor | None
-    ) -> None:
+    def _take(self, transfer: Transfer, microbatch: int, given: Tensor | None) -> None:
         """Begin to receive a value, of which this rank may have made a part itself."""
-        kept = self.arriving.setdefault((direction, transfer.receiver, microbatch), {})
+        place = transfer.direction, transfer.receiver, microbatch
         whole = torch.empty(transfer.shape, dtype=transfer.dtype, device=self.device)
         parts: list[tuple[Any, tuple[slice, ...], Tensor]] = []
         for piece in transfer.pieces:
@@ -201,7 +190,7 @@ class Messages:
             part = torch.empty_like(whole[piece.place], memory_format=torch.contiguous_format)
             lane = self.lanes[piece.source, piece.target]
             parts.append((dist.irecv(part, piece.source, group=lane), piece.place, part))
-        kept[transfer.key, transfer.sender] = whole, parts
+        self.arriving.setdefault(place, {})[transfer.key, transfer.sender] = whole, parts
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Wait for the inputs of a stage; gradients from several stages are added up."""
@@ -269,8 +258,8 @@ class PipelineTrainer(Trainer):
         """Run a forward or backward of a stage; keep results for stages of the same ranks."""
         received = self.messages.receive(direction, stage, microbatch)
         if direction == "forward":
-            for key in self.messages.with_gradient(stage) & received.keys():
-                received[key].requires_grad_()
+            for key, value in received.items():
+                value.requires_grad_((key, stage) in self.messages.with_gradient)
             made = self.stages[stage].forward(microbatch, received)
         else:
             made = self.stages[stage].backward(microbatch, received, share * self.scale)
