@@ -109,9 +109,9 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 def _copied_weight(stage: StagePlan, graph: Graph) -> str:
     """Return a trained parameter of which a backward reads a copy; "" if there is none.
 
-    Between a sum's two forms (R, I) nothing is copied. Any other change of layout is a copy. So are
-    values computed from split parameters alone, such as the parts of a fused projection. A backward
-    reads weights, but no bias.
+    A move between the two replicated layouts R and I copies nothing; any other change of layout
+    does. Values that are computed from split parameters alone, such as the parts of a fused
+    projection, are copies too. Biases are left out, as no backward reads them.
     """
     weights: dict[str, str] = {}
     copies: set[str] = set()

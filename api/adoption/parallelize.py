@@ -259,7 +259,8 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
 
 
 def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
-    """Raise UsageError AP938 for a class that a parallel class cannot build."""
+    """Raise UsageError AP938 if a decorated class cannot be built: it is a subclass of
+    ``original``, or its ``__init__`` names its own class."""
     name = original.__name__
     if "__new__" not in cls.__dict__:
         raise UsageError(

@@ -34,7 +34,8 @@ def as_at_start() -> Iterator[None]:
 
 @contextmanager
 def in_modes_of_training() -> Iterator[None]:
-    """Compute gradients without autocast, in any surroundings; torch draws nothing for good."""
+    """Context with gradients and without autocast, whatever the caller has; at its end torch's
+    random generators are as before."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -59,7 +60,8 @@ def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
 
 
 def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:
-    """Warn on rank 0 that each rank draws its own shards, unless asked for."""
+    """Warn on rank 0 that each rank draws the random initial values of its own shards, which differ
+    from one device's, unless the user asked for that."""
     own = int(os.environ.get("RANK", "0")) if rank is None else rank
     if asked == "auto" and deferred.init == "sharded" and own == 0:
         sys.stderr.write(

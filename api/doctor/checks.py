@@ -38,7 +38,8 @@ LEAST_MEMORY_BYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the page. ``fix`` is empty if all is well."""
+    """Result of a check: a line of the report. ``fix`` is the user's remedy, empty if all is
+    well."""
 
     level: Level
     name: str

@@ -86,9 +86,12 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_roles(plan: Plan, pp: int) -> Roles:
-    """Return the splits of all stages' meshes. Of different meshes the most frequent with as many
-    devices as each stage would have counts; else data parallelism for a micro-batch's samples, and
-    tensor parallelism."""
+    """Return the roles of the mesh axes that all stages share.
+
+    If the stages' meshes differ, the most frequent mesh with an equal part of the devices (their
+    number divided by ``pp``) is taken. Without such a mesh there is as much data parallelism as a
+    micro-batch has samples, and tensor parallelism over the other devices.
+    """
     size = plan.cluster.num_devices // pp
     if plan.servers is not None:
         return Roles(dp=size)

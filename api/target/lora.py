@@ -45,7 +45,8 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor of the product."""
+        """Factor alpha / r of the product of the two trained matrices, which is added to the
+        layer."""
         return self.alpha / self.rank
 
 

@@ -259,7 +259,10 @@ def _make_pairwise(hosts: Hosts, _: int) -> Made:
 
 
 def _count_bruck(shape: Shape) -> Counts:
-    """Count ⌈log2 n⌉·α + b/n·S/β, b the set bits of all numbers below n (Thakur, 4.4)."""
+    """Count Bruck's all-to-all of S bytes over n ranks: ⌈log2 n⌉·α + b/n·S/β.
+
+    b are the set bits of all numbers below n (Thakur, 4.4).
+    """
     n, ones = shape.n, 0
     for block in powers_below(n):
         ones += n // (2 * block) * block + max(0, n % (2 * block) - block)

@@ -44,7 +44,8 @@ _NEAR_OCTAVES = 0.5
 """Samples nearer than this count equally."""
 _DAMPING = 0.05
 _REFIT_LIMIT = 48
-"""With more samples, leaving one out does not move the base, which then stays."""
+"""Maximum number of samples for which the base curve is fitted again without the left-out sample;
+of more samples one hardly changes the fit."""
 _ROUNDING = 1 + 1e-9
 
 

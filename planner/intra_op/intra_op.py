@@ -119,7 +119,10 @@ class IntraOp:
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Bound runs of one family; return False if tables are too wide or the time is up."""
+        """Bound the seconds of contiguous ranges of blocks that share tables.
+
+        Return False if the tables are too wide or the time is up.
+        """
         rates = self._plain(num_microbatches)
         solved = self._solve(runs, rates)
         if solved is None:

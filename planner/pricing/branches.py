@@ -61,7 +61,8 @@ class StagePlacement:
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """The receive seconds of ``target`` from ``source``, relative to the stage before it."""
+        """Return the seconds in which stage ``target`` receives from stage ``source``, divided by
+        those in which it receives from the stage just before ``target``."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:

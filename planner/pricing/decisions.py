@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Fields of ``Decision`` for all candidates of a kind."""
+    """Fields of ``Decision`` as arrays, one entry per candidate of a kind of decision."""
 
     seconds: Floats
     states: Floats

@@ -237,7 +237,8 @@ def efficient_policies(
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Policies ``blocks[mode, point, class]`` with their sums."""
+    """Recompute policies as arrays, with their bytes and seconds: ``blocks[mode, point, class]`` is
+    the number of blocks of a class that a policy recomputes in a mode."""
 
     blocks: Ints
     seconds: Floats

@@ -83,7 +83,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """An edge for the solver: classes per choice of the source and of each use, and seconds."""
+    """Edge of the solver for all uses of a value: the class of equal layouts of each choice of the
+    source and of each use, and the seconds between classes."""
 
     source: Ints
     uses: tuple[Ints, ...]

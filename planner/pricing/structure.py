@@ -230,7 +230,8 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Return for each block its edges in every run that produces all values it reads."""
+        """Return for each block the edges into it, for a contiguous range of blocks that makes all
+        values that it reads."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]

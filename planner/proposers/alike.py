@@ -74,7 +74,10 @@ def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 
 
 def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
-    """Solve the pipeline with all stages on a mesh; None if one of them does not fit."""
+    """Solve a pipeline again with each stage on a mesh of this shape.
+
+    Return None if a stage does not fit into memory.
+    """
     chosen: list[Chosen] = []
     number = len(pipeline.stages)
     for stage, depth in zip(pipeline.stages, stage_depths(None, number), strict=True):

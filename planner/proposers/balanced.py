@@ -140,7 +140,8 @@ def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
 
 
 def _enough(sums: Floats, number: int) -> float:
-    """Return an upper bound, near the least, of the heaviest run's weight."""
+    """Return an upper bound, near the minimum, of the heaviest range's weight, when a sequence with
+    the prefix sums ``sums`` is cut into ``number`` contiguous ranges."""
     low, high = sums[-1] / number, sums[-1]
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

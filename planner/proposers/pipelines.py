@@ -43,7 +43,8 @@ class Explored:
 
 
 def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best pipelines of every micro-batch size: stages of one size, then mixed sizes."""
+    """Yield the best pipelines for every micro-batch size: first those whose stages have equally
+    many devices, then those whose stages differ."""
 
     def first(sizes: tuple[int, ...]) -> Explored:
         return _explored(context, pool, sizes)

@@ -160,7 +160,7 @@ class _Shared:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Return the rows per second of each coordinate, at an even share."""
+        """Return the rows per second of each rank of mesh axis 0, if all have equally many rows."""
         even = max(1, self.rows // self.parts)
         found = [self._bound(each, even) for each in range(self.parts)]
         return tuple(1 / max(seconds, 1e-30) for seconds in found)

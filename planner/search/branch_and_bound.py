@@ -20,7 +20,8 @@ from ..inter_op.sweep import Tiling
 from .costs import Costs
 
 TOLERANCE = 1e-3
-"""Relative tolerance of T above the least."""
+"""The search ends when its step time is proven to be within this relative distance of the
+minimum."""
 
 MOST_CUTS = 256
 FEW_CUTS = 128

@@ -155,7 +155,7 @@ class Exchange:
         self._taken: set[tuple[int, Sent]] = set()
 
     def peers(self, stage: int) -> tuple[int, ...]:
-        """The other ranks that work for a stage of this one."""
+        """Return the other ranks that compute ``stage``, a stage of this rank."""
         return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:

@@ -25,7 +25,7 @@ PULSE_SECONDS = 5.0
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """By the default group."""
 _OCCASIONS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""By the default group."""
+"""Process group for occasional messages, by the default process group that it belongs to."""
 
 
 def control_group() -> dist.ProcessGroup | None:

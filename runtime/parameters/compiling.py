@@ -31,7 +31,8 @@ class BlockCompiler:
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
-        """Replace the runs of a block's graph by functions compiled at their first call, in place.
+        """Replace, in place, each run of consecutive ops in a block's graph by one function, which
+        is compiled at its first call.
 
         ``in_parts``: see ``compile_runs``.
         """

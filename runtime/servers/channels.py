@@ -127,7 +127,8 @@ Key = tuple[int, int]
 
 
 class Link:
-    """Requests to the pieces of one home server, which its replica answers after it."""
+    """Channel of a worker to the server that holds some parts of the parameters; if that server
+    fails, its replica answers."""
 
     def __init__(self, home: int, targets: list[Channel]) -> None:
         self._home, self._targets = home, targets

@@ -123,7 +123,7 @@ class Update:
         build_scheduler: BuildScheduler | None = None,
         parted: PartedUpdate | None = None,
     ) -> None:
-        """``parted`` steps where the optimizer gets copies of gradients.
+        """``parted`` makes the optimizer's step in parts, where gradients reach it as copies.
 
         Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
         self.options, self.optimizer, self.parted = options, optimizer, parted
