@@ -17,12 +17,16 @@ from autoparallel.planner.plan import Plan
 
 
 def target_name(plan: Plan, plan_path: str | Path) -> str:
-    """Return the target of ``plan``; a file is also searched beside the plan."""
-    name = plan.model.target
-    place = name.partition(":")[0]
-    beside = Path(plan_path).parent / Path(place).name
-    if place.endswith(".py") and not Path(place).exists() and beside.exists():
-        return name.replace(place, str(beside))
+    """Return the target of ``plan``; a file or folder is also searched from the plan's folder on,
+    and a file beside the plan."""
+    name, folder = plan.model.target, Path(plan_path).parent
+    is_library_s = name.startswith("hf:")
+    place = name.removeprefix("hf:") if is_library_s else name.partition(":")[0]
+    if not (is_library_s or place.endswith(".py")) or Path(place).exists():
+        return name
+    for found in (folder / place, *([folder / Path(place).name] if place.endswith(".py") else [])):
+        if found.exists():
+            return name.replace(place, str(found), 1)
     return name
 
 

@@ -58,7 +58,7 @@ def test_a_stage_is_written_for_other_solvers(
         (["-o", "stage.txt"], "AP332", 2),
         (["--stage", "7", "-o", "stage.lp"], "AP332", 2),
         (["--objective", "money", "-o", "stage.lp"], "AP332", 2),
-        (["-o", "no/such/folder/stage.lp"], "AP332", 2),
+        (["-o", "no/such/folder/stage.lp"], "AP101", 2),
     ],
 )
 def test_what_cannot_be_written_is_told(

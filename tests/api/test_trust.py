@@ -19,7 +19,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import load_plan, save_plan
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.target.load import load_target
-from autoparallel.target.trust import check_trusted
+from autoparallel.target.trust import check_trusted, target_name
 
 MODEL = """
 import pathlib
@@ -177,3 +177,21 @@ def test_a_trusted_plan_runs_under_the_launcher_and_torchrun(plan: Plan, elsewhe
     assert done.returncode == 0, done.stderr
     assert "step    1  loss" in done.stdout
     assert load_plan("plan.json").model.target == str(elsewhere)
+
+
+def test_a_relative_target_is_found_from_the_plan_s_folder(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file and a folder of Hugging Face: where the plan was made, or where it was copied with."""
+    made = tmp_path / "made"
+    (made / "models").mkdir(parents=True)
+    (made / "models/model.py").touch()
+    (made / "llama").mkdir()
+    path = made / "plan.json"
+    monkeypatch.chdir(tmp_path)
+    found = target_name(named(plan, "models/model.py:build"), path)
+    assert found == f"{made}/models/model.py:build"
+    assert target_name(named(plan, "hf:llama"), path) == f"hf:{made}/llama"
+    assert target_name(named(plan, "hf:elsewhere/llama"), path) == "hf:elsewhere/llama"
+    (tmp_path / "llama").mkdir()
+    assert target_name(named(plan, "hf:llama"), path) == "hf:llama"

@@ -162,7 +162,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     with pytest.raises(InfeasibleError) as caught:
         plan(graph, blocks, cluster(2), request)
     assert caught.value.code == "AP301"
-    assert "GB over" in caught.value.what
+    assert "GiB over" in caught.value.what
     assert "recompute=full" in caught.value.fix
     assert "zero=3" in caught.value.fix
     assert "devices" in caught.value.fix
