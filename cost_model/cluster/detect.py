@@ -265,7 +265,7 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
 
 
 def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
-    """The preset for a GPU by the name that its driver gives, the nearest in memory.
+    """Return the preset for a GPU by its name in the driver and, of several, its memory.
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB", 42 * 10**9).device.name
     'A100-40GB'

@@ -173,8 +173,8 @@ def state_bytes(
 
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
     """Return the bytes, beside the states, of buffers in which ``numel`` parameters of a block and
-    their gradients are exchanged over ``shards`` ranks. Half of what the running block and the next
-    one take counts for each.
+    their gradients are exchanged over ``shards`` ranks: half of them, as the running block and the
+    next one are exchanged at once and each counts its half.
 
     ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
     the running block's whole gradient, and the buffer in which the last one's is reduced;

@@ -69,7 +69,8 @@ class Call:
 
 
 def build_call(case: OpCase, device: str) -> Call:
-    """Build the call of a case on ``device``. Raises ``MeasureError``."""
+    """Build the call of a case's op on ``device``, with random arguments. Raises
+    ``MeasureError``."""
     op = resolve(case)
     args, kwargs = _parse(case)
     values = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs

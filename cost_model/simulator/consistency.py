@@ -55,7 +55,7 @@ class Clocks:
         return tuple(self._clocks)
 
     def clock(self, worker: int) -> int:
-        """Return the number of a worker's pushes."""
+        """Return the clock of a worker: the number of its pushes."""
         return self._clocks[worker]
 
     @property

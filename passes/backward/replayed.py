@@ -39,8 +39,9 @@ class Replayed:
         results[-1 if how == KEPT else 0].meta[MARK] = how
 
     def _mark(self, node: Node) -> str | None:
-        """Return the mark of an op, or None; costly ops whose kernels' results are kept have none.
-        Ops that run again may have such kernels inside, as a layer of experts has."""
+        """Return the mark for an op's recomputation. None: it is repeated as a whole, or its costly
+        kernels' results are kept. An op marked ``AGAIN`` may have such kernels inside, as a layer
+        of experts has."""
         if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN

@@ -192,7 +192,7 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss among a model's outputs, or the value in its place."""
+    """Return the loss among a model's outputs; another value or None if there is no loss."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:

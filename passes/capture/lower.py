@@ -37,7 +37,7 @@ from .refusals import (
 )
 
 LITERAL_ELEMENTS = 4096
-"""Most elements of a tensor of numbers in the model's code that the graph holds as a literal."""
+"""Most elements of a tensor of numbers in the model's code that is written in the graph."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
@@ -52,8 +52,7 @@ _SPARSE_GRADIENTS = {
     "aten.embedding_bag.padding_idx": 5,
     "aten.embedding_bag.default": 5,
 }
-"""Position of the argument that makes an op's gradient sparse, which is set to False: ranks sum
-dense gradients."""
+"""Position of an op's argument for sparse gradients, set to False as ranks sum dense gradients."""
 _SIZED = {
     "aten.view.default": 1,
     "aten._unsafe_view.default": 1,
@@ -91,8 +90,8 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Lowered program: its ``graph``, the ``literals`` (tensors of numbers in the model's code, by
-    name), and the ``bases`` of the ops' names, which are the names without numbers."""
+    """Lowered program: ``graph``, ``literals`` (tensors of numbers in the model's code, by name),
+    and ``bases``, the ops' names without numbers."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -272,8 +271,7 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` cast and expanded to the ``wanted`` spec of its copy's target: ``aten.copy``
-    has no derivative."""
+    """Return ``value`` cast and expanded to spec ``wanted``: ``aten.copy`` has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -286,8 +284,8 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Return the result of replacing a part of a complex tensor, by ops on real numbers: torch
-    lacks the complex derivative."""
+    """Return a complex tensor with a part replaced, by real ops: torch has no complex
+    derivative."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:
@@ -303,8 +301,7 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Make ``new`` the value of ``old`` from here on; if ``old`` is a buffer, ``new`` is its
-    update."""
+    """Make ``new`` the value of ``old`` from here on, and its update if it is a buffer."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -321,8 +318,7 @@ def _write(state: _Lowering, old: Any, new: Ref) -> None:
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
-    """Record the buffers whose new values the program returns, as ``torch.export`` makes it
-    functional."""
+    """Record the new values of buffers, which ``torch.export`` makes outputs of the program."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:
@@ -353,16 +349,14 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Return whether values have one shape, so that broadcasting them together changes none of
-    them."""
+    """Return whether values have one shape, so that broadcasting them together changes none."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return path, arguments and options of an op in canonical form: devices only in factories,
-    sizes and dtypes written out."""
+    """Return an op's canonical call: devices only in factories, sizes and dtypes written out."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -391,8 +385,7 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Return whether torch's default dtype decides the dtype of floats that an op makes of
-    integers."""
+    """Return whether torch's default dtype decides an op's floating result of integer inputs."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -400,8 +393,7 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """Return the op with its inputs cast to the dtype of its floating result, except a
-    condition."""
+    """Return the op with inputs cast to its floating result's dtype, except a condition."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -434,7 +426,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments of every factory op; execution substitutes its own device."""
+    """Return the keyword arguments of each factory op; execution substitutes its own device."""
     return {"dtype": dtype, "device": _META}
 
 
@@ -446,8 +438,7 @@ def _add(state: _Lowering, node: Node) -> Ref:
 
 
 def _op_name(state: _Lowering, traced: str) -> str:
-    """Return the name of an op node, numbered in graph order and independent of the traced name's
-    number."""
+    """Return the name of an op node: the traced name with a number in graph order."""
     base = base_name(traced)
     name = state.names.next(base)
     state.bases[name] = base

@@ -85,12 +85,13 @@ class RepeatError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """Call of a layer that has equals. ``key`` is equal for calls that must do the same.
+    """Call of one of several equal layers in an export; ``key`` is equal for calls that must do the
+    same.
 
-    ``first_draw`` is the number of its first random call, ``draws`` the count of these. A call that
-    is neither captured nor replaced by an op has no ``result``. A replaced call has the number of
-    its captured call in ``like``; ``same`` marks tensors that both calls share: its op in the graph
-    takes the others only.
+    A call is captured in full or replaced by an op; then ``like`` is the number of its captured
+    call, and ``same`` marks the tensors that both share: the op takes only the others.
+    ``first_draw`` is the number of its first random call, ``draws`` the count of these; ``result``
+    is None if the call cannot be repeated.
     """
 
     path: str

@@ -35,7 +35,8 @@ _STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type)
 
 Count = tuple[str, str]
-"""Attribute of a layer that counts the layers: a module's path inside the layer, and its name."""
+"""Attribute that numbers a layer among equal layers: (path of a module in the layer, its
+attribute)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ def _arguments(node: Node, of_number: Callable[[float], Any]) -> tuple[Any, dict
 def _described(
     program: Program, tokens: Mapping[float, Place], literals: set[str]
 ) -> list[tuple[Any, ...]]:
-    """Return the ops of a program and their arguments, with a place instead of each stand-in."""
+    """Return the ops of a program and their arguments, with each stand-in (a unique number)
+    replaced by its place in the trace."""
     return [
         (
             *(node.name, node.kind, node.op, node.outputs),

@@ -30,7 +30,8 @@ class Unfold:
 
 
 def unfold(graph: Graph) -> Graph:
-    """Return the graph in which rows and their copies are never one dimension."""
+    """Return the graph in which repeated rows keep a dimension of their own: (E, T, …), not (E·T,
+    …)."""
     state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
         changed = state.folded(node) if node.kind == "op" and node.op in _RESHAPES else None

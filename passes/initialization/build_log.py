@@ -91,7 +91,8 @@ class Log:
     mode: FakeTensorMode = field(default_factory=_mode)
 
     def slot(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that the build made."""
+        """Return the number of a tensor that a recorded op made. Raises UnrecordableError for
+        others."""
         index = self.slots.get(id(tensor))
         if index is None:
             raise UnrecordableError("a tensor that no recorded op made")

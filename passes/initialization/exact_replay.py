@@ -186,7 +186,7 @@ class _Replay:
         return self.log.constant(slot, self.copies[storage])
 
     def draw(self, call: Call) -> None:
-        """Advance the generator as ``call`` would, on scratch memory of the same shape."""
+        """Advance the random generator as ``call`` would, on scratch memory of the same shape."""
 
         def scratch(leaf: Any) -> Any:
             if not isinstance(leaf, Slot):

@@ -93,7 +93,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.log.tensors[self.log.add_constant(value)] if is_real else value
 
     def _literal(self, tensor: Tensor) -> Any:
-        """Return the fake tensor of Python numbers or of a NumPy array, which may change later."""
+        """Record a tensor made of Python numbers or a NumPy array by its present values; return its
+        fake."""
         result = _LITERAL(tensor)
         with unset_fake_temporarily():
             values = tensor.detach().clone()

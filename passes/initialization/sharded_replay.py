@@ -270,7 +270,7 @@ class _PartReplay:
         return call.name in _VALUES or _is_exact(call)
 
     def run(self, slot: int, box: Region) -> Tensor:
-        """Return the values of the box that ``follow`` was called for."""
+        """Execute the calls that ``follow`` found for a box; return the values of the box."""
         for index in sorted(self.steps):
             call, part = self.log.calls[index], self.steps[index]
             if part is None:

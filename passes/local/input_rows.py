@@ -143,8 +143,8 @@ def _num_parts(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRows:
-    """Divide the reading of rows of a stage that needs all rows of all inputs by other stages'
-    ``sizes``."""
+    """Return the rows of a stage that needs all rows of its inputs, divided as other stages' rows
+    into ``sizes`` for reading; every rank then gets the others' rows, too."""
     if rows.axes or len(sizes) != mesh.shape[0] or len(sizes) == 1 or not rows.inputs:
         return rows
     return replace(rows, axes=(0,), sizes=sizes, whole=tuple(rows.inputs))

@@ -110,8 +110,9 @@ def _size_of_output(op: LocalOp) -> Call:
 
 
 def _view(op: LocalOp) -> Call:
-    """Return the local call of a reshape: a part may lie in memory so that a view must copy. A
-    ``squeeze`` must not remove a split dimension that happens to have size 1 on this rank."""
+    """Return the local call of a reshape, never as a view: a part may lie in memory otherwise than
+    the whole. A ``squeeze`` must not remove a split dimension that happens to have size 1 on this
+    rank."""
     if op.node.op == "aten.view.dtype":
         return op.call()
     return Call(torch.ops.aten.reshape.default, (op["self"], list(op.output_shape())), {})

@@ -67,9 +67,9 @@ def _join(group: Sequence[Tensor], placement: str, where: str, tolerance: float)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
-    """Assert equality up to ``tolerance`` relative to the largest magnitude of the expected tensor.
-    ``what``: the tensor's name in errors. The tolerance is for float64; float32 gets ten thousand
-    times of it, half precisions more, as they have fewer digits."""
+    """Assert that tensors are equal up to ``tolerance`` relative to the largest expected magnitude.
+    The tolerance is for float64; float32 gets ten thousand times of it, half precisions more, as
+    they have fewer digits."""
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     )

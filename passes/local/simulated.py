@@ -23,7 +23,7 @@ class _Group:
         self.slots: list[Any] = [None] * size
 
     def exchange(self, position: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which must be in the same collective ``what`` with equal
+        """Return the tensors of all ranks, which must be in the same collective with the same
         shapes."""
         self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
         self.barrier.wait()

@@ -97,7 +97,8 @@ class _Row:
     updated: set[int] = field(default_factory=set)
 
     def compute(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """Return the bytes of the stages while the action computes."""
+        """Return the bytes by category of each stage of the rank while it executes a compute
+        action."""
         run = self.stages[action.stage].run(self._moment(action))
         stage, share = action.stage, self._share(action)
         if action.kind == FORWARD:
@@ -118,7 +119,8 @@ class _Row:
         return held
 
     def step(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """Return the bytes of the stages while the action updates the weights of its stage."""
+        """Return the bytes by category of each stage while the action updates the weights of its
+        stage."""
         self.updated.add(action.stage)
         return self._held(None, {}, message_bytes)
 

@@ -67,7 +67,7 @@ def is_sharded(declared: ParameterProgram, mesh: Mesh, zero: int) -> bool:
 
 
 def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
-    """Return whether a gradient is summed over some axis besides ZeRO's."""
+    """Return whether gradients of parameters in this layout are summed over some mesh axis."""
     return any(
         size > 1 and not placement.is_shard
         for size, placement in zip(mesh.shape, layout, strict=True)
@@ -126,7 +126,8 @@ class StateTraffic:
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:
-        """Begin a micro-batch; except in a step's first, parameters and gradients exist already."""
+        """Begin a micro-batch: hold the gathered parameters and gradients that exist unless it is
+        the step's first."""
         self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
         everybody = [*self.owners, self.shared]
         for index, owner in enumerate(everybody):

@@ -59,9 +59,7 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tu
     drops: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute random numbers, or dropout, for a box with ``leading`` dimensions besides its
-    columns. The dimensions start at f0, f1, ... in the global tensor; s1, ... are the sizes of all
-    but the first."""
+    """Compute random numbers or dropout for a box that starts at (f0, f1, …) of a global tensor."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < numel
     row = at // columns

@@ -213,7 +213,7 @@ def row_dims(few: Batch, more: Batch) -> dict[LeafPath, int]:
 
 
 def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return the first dimension of each tensor whose size is ``rows``."""
+    """Return, by the path of each tensor, its first dimension of size ``rows``, if there is one."""
     return {
         path: list(leaf.shape).index(rows)
         for path, leaf in leaves(batch)

@@ -76,9 +76,9 @@ class _Inlining:
     """Inliner of a program's regions, which tracks the values with a gradient.
 
     ``_base`` maps a view to its base, and a list's element without base to the list. A view made
-    while gradients are off has no gradient, even if its base has one: its readers read it cut. An
-    op that returns its argument itself, as ``x.float()`` may, keeps its gradient. ``_shown`` has
-    the bases of a list's elements.
+    while gradients are off has no gradient, even if its base has one: ops read it through
+    ``without_gradient``. An op that returns its argument itself, as ``x.float()`` may, keeps its
+    gradient. ``_shown`` has the bases of a list's elements.
     """
 
     def __init__(self, exported: ExportedProgram) -> None:
