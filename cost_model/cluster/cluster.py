@@ -242,7 +242,7 @@ class Cluster:
         return self.hosts[self.host_of[rank]].device
 
     def with_devices(self, changed: Callable[[Device], Device]) -> Cluster:
-        """Return the cluster with the device of every host replaced by ``changed`` of it."""
+        """Return the cluster with the device of every host replaced by ``changed(device)``."""
         hosts = tuple(replace(host, device=changed(host.device)) for host in self.hosts)
         return replace(self, hosts=hosts)
 

@@ -165,7 +165,7 @@ def _merged(base: Table, changes: Table) -> Table:
 
 
 def _link(table: Table, texts: Mapping[str, str]) -> Link:
-    """Return the link of a table of ``links.toml``."""
+    """Return the link that a table of ``links.toml`` describes."""
     table["source"] = table["source"].format_map(texts)
     if "gigabits" in table:
         gigabits, fraction = table.pop("gigabits"), table.pop("fraction")
@@ -176,7 +176,7 @@ def _link(table: Table, texts: Mapping[str, str]) -> Link:
 
 
 def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) -> Preset:
-    """Return the preset of a table of ``devices.toml``."""
+    """Return the preset that a table of ``devices.toml`` describes."""
     keys = ("link", "fabric", "host_size", "detour")
     usual = {key: table.pop(key) for key in keys if key in table}
     wires = tuple((most, name) for most, name in table.pop("wires", ()))

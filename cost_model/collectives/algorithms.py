@@ -73,8 +73,8 @@ def find_table(
 
 
 def _count_tree(shape: Shape) -> Counts:
-    """Count an all-reduce by two binary trees over the hosts and a chain within each host,
-    pipelined.
+    """Count messages and bytes of an all-reduce by two binary trees over the hosts and a chain
+    within each host, pipelined.
 
     Up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2). In the trees every rank is inner in one and a
     leaf in the other, each for half of S, so min(2, h/2)·S/p leave a rank; in the chains
@@ -117,9 +117,9 @@ def two_trees(n: int) -> tuple[list[int], list[int]]:
 
 
 def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the all-reduce by trees: two trees over the hosts per rank of the smallest host, and a
-    chain in each host. The chains of a host start at different ranks, each of which joins its host
-    to a tree."""
+    """Make the table of the all-reduce by trees: two trees over the hosts per rank of the smallest
+    host, and a chain in each host. The chains of a host start at different ranks, each of which
+    joins its host to a tree."""
     tree_of = hosts if len(hosts) > 1 else (1,) * sum(hosts)
     num_heads = min(tree_of)
     num_trees, parallel = 2 * num_heads, []
@@ -159,7 +159,8 @@ def _depth(parents: Sequence[int], rank: int) -> int:
 
 
 def _count_binomial(shape: Shape) -> Counts:
-    """Count a broadcast along a binomial tree: ⌈log2 n⌉·(α + S/β) (Thakur, 4.3)."""
+    """Count messages and bytes of a broadcast by a binomial tree: ⌈log2 n⌉·(α + S/β) (Thakur,
+    4.3)."""
     steps = shape.on_one_level(log2_ceil(shape.n))
     return Counts(steps, steps)
 
@@ -186,31 +187,31 @@ def _make_binomial(hosts: Hosts, _: int) -> Made:
 
 
 def _count_scattered(shape: Shape) -> Counts:
-    """Count a broadcast by a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α + 2(n − 1)/n·S/β
-    (Thakur, 4.3)."""
+    """Count messages and bytes of a broadcast by a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α
+    + 2(n − 1)/n·S/β (Thakur, 4.3)."""
     n = shape.n
     messages = shape.on_one_level(log2_ceil(n) + n - 1)
     return Counts(messages, shape.on_one_level(2 * (n - 1) / n))
 
 
 def _make_scattered(hosts: Hosts, _: int) -> Made:
-    """Make the broadcast that scatters along a binomial tree, then all-gathers around a ring (van
-    de Geijn)."""
+    """Make the table of the broadcast that scatters along a binomial tree, then all-gathers around
+    a ring (van de Geijn)."""
     n = sum(hosts)
     return n, _binomial_rounds(n, range) + ring_rounds(range(n), own_parts(n))
 
 
 def _count_pipeline(shape: Shape) -> Counts:
-    """Count a broadcast along a ring, over each hop of which the whole tensor goes, in parts
-    (NCCL)."""
+    """Count messages and bytes of a broadcast around a ring, over each hop of which the whole
+    tensor goes, in parts (NCCL)."""
     ring, n = count_ring(shape), shape.n
     tensors = Levels(*(count * n / (n - 1) for count in ring.tensors))
     return ring._replace(tensors=tensors, num_hops=n - 1)
 
 
 def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the broadcast along a line of ranks, on which ``num_pieces`` parts follow each other
-    from rank 0."""
+    """Make the table of the broadcast along a line of ranks, on which ``num_pieces`` parts follow
+    each other from rank 0."""
     n = sum(hosts)
     return num_pieces, tuple(
         tuple(
@@ -226,30 +227,30 @@ def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _count_direct(shape: Shape) -> Counts:
-    """Count an all-to-all that sends to all peers at once: α + (n − 2)·post + max((p − 1)/n·S/β1,
-    (n − p)/n·S/β2). A device's link within the host and its share of the network are busy at once.
-    Source: NCCL's grouped sends and receives."""
+    """Count messages and bytes of an all-to-all that sends to all peers at once: α + (n − 2)·post +
+    max((p − 1)/n·S/β1, (n − p)/n·S/β2). A device's link within the host and its share of the
+    network are busy at once. Source: NCCL's grouped sends and receives."""
     n, p, _ = shape
     message = Levels(0, 0, 1) if n > p else Levels(1, 0)
     return Counts(message, Levels((p - 1) / n, (n - p) / n), at_once=True, num_posts=n - 2)
 
 
 def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the all-to-all of one round, in which every rank sends to every other."""
+    """Make the table of the all-to-all of one round, in which every rank sends to every other."""
     num_parts, rounds = _make_pairwise(hosts, num_pieces)
     return num_parts, (sum(rounds, ()),)
 
 
 def _count_pairwise(shape: Shape) -> Counts:
-    """Count an all-to-all with one peer per round: (p − 1)·(α1 + S/n/β1) + (n − p)·(α2 + S/n/β2)
-    (Thakur, 4.4)."""
+    """Count messages and bytes of an all-to-all with one peer per round: (p − 1)·(α1 + S/n/β1) + (n
+    − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
     n, p, _ = shape
     return Counts(Levels(p - 1, n - p), Levels((p - 1) / n, (n - p) / n))
 
 
 def _make_pairwise(hosts: Hosts, _: int) -> Made:
-    """Make the all-to-all of a round per peer: first within the host, then in the hosts at distance
-    1, 2, … With unequal hosts the peer is the rank at distance 1, 2, …"""
+    """Make the table of the all-to-all with a round per peer: first within the host, then in the
+    hosts at distance 1, 2, … With unequal hosts the peer is the rank at distance 1, 2, …"""
     n, places = sum(hosts), hosts[0]
     is_even = all(count == places for count in hosts)
     rounds = []
@@ -266,8 +267,8 @@ def _make_pairwise(hosts: Hosts, _: int) -> Made:
 
 
 def _count_bruck(shape: Shape) -> Counts:
-    """Count Bruck's all-to-all: ⌈log2 n⌉·α + b/n·S/β, b the number of set bits of all numbers below
-    n (Thakur, 4.4)."""
+    """Count messages and bytes of Bruck's all-to-all: ⌈log2 n⌉·α + b/n·S/β, b the number of set
+    bits of all numbers below n (Thakur, 4.4)."""
     n, ones = shape.n, 0
     for block in powers_below(n):
         ones += n // (2 * block) * block + max(0, n % (2 * block) - block)
@@ -275,8 +276,8 @@ def _count_bruck(shape: Shape) -> Counts:
 
 
 def _make_bruck(hosts: Hosts, _: int) -> Made:
-    """Make Bruck's all-to-all: round k = 0, 1, … sends a part 2^k ranks on if bit k of the distance
-    to its receiver is set."""
+    """Make the table of Bruck's all-to-all: round k = 0, 1, … sends a part 2^k ranks on if bit k of
+    the distance to its receiver is set."""
     n, rounds = sum(hosts), []
     for distance in powers_below(n):
         messages = []

@@ -103,8 +103,8 @@ def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
 
 
 def _make_ring(hosts: Hosts, _: int) -> Made:
-    """Make the number of parts and the rounds of one ring; over several hosts, of a ring per rank
-    of the smallest host, each of which leaves the hosts at another rank."""
+    """Make the table of an all-gather around a ring; over several hosts around one ring per rank of
+    the smallest host, each of which leaves the hosts at another rank."""
     n, rings = sum(hosts), min(hosts) if len(hosts) > 1 else 1
     parallel = []
     for ring in range(rings):
@@ -123,8 +123,8 @@ def rotated(hosts: Hosts, start: int) -> list[list[int]]:
 
 
 def _count_doubling(shape: Shape) -> Counts | None:
-    """Count recursive doubling of an all-gather: log2 n·α + (n − 1)/n·S/β, n a power of two
-    (Thakur, 4.1; NCCL 2.23's PAT)."""
+    """Count messages and bytes of an all-gather by recursive doubling: log2 n·α + (n − 1)/n·S/β, n
+    a power of two (Thakur, 4.1; NCCL 2.23's PAT)."""
     n = shape.n
     if not (shape.is_flat and shape.is_even and is_power_of_two(n)):
         return None
@@ -187,7 +187,8 @@ def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algori
 
 
 def count_butterfly(shape: Shape) -> Counts | None:
-    """Count recursive doubling of an all-reduce: (log2 m + f)·(α + S/β) (Thakur, 4.5)."""
+    """Count messages and bytes of an all-reduce by recursive doubling: (log2 m + f)·(α + S/β)
+    (Thakur, 4.5)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps = shape.on_one_level(_log2_floor(shape.n) + _fold(shape.n))
@@ -195,8 +196,8 @@ def count_butterfly(shape: Shape) -> Counts | None:
 
 
 def count_halving_doubling(shape: Shape) -> Counts | None:
-    """Count an all-reduce by recursive halving, then doubling (Rabenseifner 2004): 2·log2 m·α + 2(m
-    − 1)/m·S/β + f·(α + S/β)."""
+    """Count messages and bytes of an all-reduce by recursive halving, then doubling (Rabenseifner
+    2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps, fold = _log2_floor(shape.n), _fold(shape.n)

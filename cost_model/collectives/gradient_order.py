@@ -88,7 +88,8 @@ def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
 def step_seconds(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], *, overlaps_steps: bool
 ) -> float:
-    """Return the seconds of a training step among many; the sums of gradients start in their order.
+    """Return the seconds of a training step in a long sequence; ``sums`` start in their given
+    order.
 
     With ``overlaps_steps`` the next forward waits at each block only for the block's own sums.
 

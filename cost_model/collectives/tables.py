@@ -94,8 +94,8 @@ class Shape(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Messages that follow each other, and tensors (multiples of its bytes) through the busiest
-    rank.
+    """Costs of an algorithm: ``messages`` that follow each other, and bytes through the busiest
+    rank, as multiples of the tensor's (``tensors``).
 
     ``at_once``: links within and between hosts carry bytes at the same time. ``num_posts``: further
     peers that a rank posts messages to at once. ``num_hops``: length of a chain along which the

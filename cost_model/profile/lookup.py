@@ -213,8 +213,8 @@ class Profile:
         return curve.at(num_bytes)
 
     def link(self, level: str, library: str) -> tuple[float, float] | None:
-        """Return (α seconds, β bytes per second) of a level's link; None without two sizes
-        there."""
+        """Return (α seconds, β bytes per second) of a level's link, fitted to measured transfers;
+        None if these have fewer than two sizes."""
         points = link_points(
             each for each in self.transfers if (each.level, each.library) == (level, library)
         )

@@ -82,8 +82,8 @@ class Recomputing:
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
-        """Make the ops of a block's graph that have a mark of ``replayed`` follow this state, in
-        place."""
+        """Make the ops that ``replayed`` marked in a block's graph follow this state when called,
+        in place."""
         for node in graph.graph.nodes:
             how = node.meta.get(MARK)
             if how is None or isinstance(node.target, _MarkedOp):

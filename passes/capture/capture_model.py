@@ -87,8 +87,8 @@ class _Options:
 
 
 def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Options) -> Program:
-    """Return the program of ``batch`` with the numbers of ``all_rows``, or the program of
-    ``all_rows`` alone."""
+    """Return the program of the small ``batch`` with the numbers that ``all_rows`` gives; if the
+    model takes another path for ``all_rows``, the program of ``all_rows``."""
     try:
         exported, few = _lowered(model, batch, way)
     except CaptureError as error:

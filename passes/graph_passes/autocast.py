@@ -221,7 +221,8 @@ class _Casts:
             self._raise(self._with_inputs(node, self._up))
 
     def restored(self, ref: Ref, name: str) -> Ref:
-        """Return ``ref`` in its captured dtype, by a cast node called ``name`` if it was raised."""
+        """Return ``ref`` in its captured dtype, by a cast node called ``name`` if it was cast to
+        the wider."""
         return self._cast(ref, name, self.graph.spec(ref).dtype) if ref in self.raised else ref
 
     def _up(self, ref: Ref, name: str) -> Ref:

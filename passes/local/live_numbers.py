@@ -50,8 +50,9 @@ def _has_some(arguments: Any, numbers: LiveNumbers) -> bool:
 
 
 def make_live(programs: Iterable[StageProgram], graph: Graph, numbers: LiveNumbers) -> bool:
-    """Replace stand-ins in programs by reads of their numbers; return False if a program computes
-    with a value derived from a stand-in, which no reader can replace."""
+    """Replace stand-ins (unique numbers, see the module) in programs by reads of the current
+    numbers; return False if a program computes with a value derived from a stand-in, which cannot
+    be replaced."""
     asked = {
         node.name
         for node in graph

@@ -125,7 +125,7 @@ class _Stage:
     received: Mapping[str, Layout]
     sent: frozenset[str]
     is_in_parts: bool
-    """Whether a step computes its rows, or their sequences, in several parts (micro-batches or
+    """True if a step computes its rows, or their sequences, in several parts (micro-batches or
     slices)."""
 
     @cached_property

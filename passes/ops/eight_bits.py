@@ -110,8 +110,8 @@ def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any]) -> Tensor:
-    """Return the gradient of the data of ``eight_bit_linear``, one half of its backward; ``rest``
-    is unused."""
+    """Return the gradient of the data (first argument) of ``eight_bit_linear``; ``rest`` is
+    unused."""
     if not _fits(data, weight):
         return gradient @ weight
     eight_bits = _torchao(data)
@@ -122,8 +122,8 @@ def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any])
 def of_weights(
     gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the weight and bias of ``eight_bit_linear``, of ``shapes``, the other
-    half of its backward; None for an absent bias."""
+    """Return the gradients, of these ``shapes``, of the weight and bias of ``eight_bit_linear``;
+    None for an absent bias."""
     rows, own = _rows(gradient), _rows(data)
     bias = rows.sum(0).reshape(shapes[1]) if len(shapes) > 1 and shapes[1] is not None else None
     if _are_multiples(*rows.shape, own.shape[-1]):

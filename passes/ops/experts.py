@@ -79,8 +79,8 @@ class _Groups:
 
     @staticmethod
     def of(of_row: Tensor, count: int) -> _Groups:
-        """Build the grouping of rows sorted by expert ``of_row`` (N); ``count`` stands for other
-        ranks'."""
+        """Build the grouping of rows sorted by expert; ``of_row`` (N) has each row's expert,
+        ``count`` for experts of other ranks."""
         every = torch.arange(count, device=of_row.device, dtype=of_row.dtype)
         ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
         return _Groups(of_row.clamp(max=count - 1), (of_row == count).unsqueeze(-1), ends)

@@ -79,8 +79,8 @@ def balanced_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute causal attention of two halves of the queries: the first, larger half's last position
-    is ``ends[0]`` - 1, the other's ``ends[1]`` - 1."""
+    """Compute causal attention for two halves of the queries (the first is larger): the last query
+    of each half is at position ``ends[0]`` - 1 or ``ends[1]`` - 1 of the keys."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
     halves = zip(split_in_half(query), ends, strict=True)
     return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)

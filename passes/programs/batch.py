@@ -75,8 +75,8 @@ class Example:
 
     @classmethod
     def of(cls, batch: Batch) -> Example:
-        """Make an example of a batch. Rows are in the first dimension, as many as in the first
-        tensor's."""
+        """Make an example of a batch with rows in the first dimension, as many as in the first
+        tensor."""
         tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         rows = next((leaf.shape[0] for _, leaf in tensors if leaf.dim()), None)
         return cls(batch, {path: 0 for path, leaf in tensors if leaf.shape[:1] == (rows,)})

@@ -91,7 +91,8 @@ class CallTrace:
 
 
 def _kinds(trace: CallTrace) -> tuple[Any, ...]:
-    """Return the form of a trace's outputs without plain values, which come from the last trace."""
+    """Return the structure of a trace's outputs and the kind of each leaf (loss, tensor, plain
+    value), without the values, which come from the last trace."""
     assert trace.outputs is not None
     leaves = [(leaf.kind, leaf.is_differentiable) for leaf in trace.outputs.leaves]
     return trace.outputs.structure, leaves

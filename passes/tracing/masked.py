@@ -23,7 +23,7 @@ from torch.nn import functional
 from ...planner.errors import CaptureError
 
 LEFT_OUT = 0.5
-"""Number in place of skipped elements: its logarithms, roots and quotients are finite."""
+"""Number in place of elements that a mask skips: its logarithms, roots and quotients are finite."""
 
 _POINTWISE = frozenset(
     {

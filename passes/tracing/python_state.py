@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .call_trace import tracing_calls
 
 MOST_READ = 100_000
-"""Most values that are read: the dict of a data set in a model is no setting of it."""
+"""Most Python values of a model that are read; a larger dict, as a data set, is no setting of
+it."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
