@@ -17,7 +17,8 @@ Source = Literal["measured", "interpolated", "spec"]
 
 
 class FigureError(ValueError):
-    """Wrong or missing figures: the error in a sentence, its place, a remedy (``fix``)."""
+    """Error about wrong or missing figures: a sentence, the place (``where``), and a remedy
+    (``fix``)."""
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
         super().__init__(what, where, fix)
@@ -31,7 +32,7 @@ class FigureError(ValueError):
 
 
 class ClusterError(FigureError):
-    """A description of a cluster is wrong; ``where`` is the file and key, or the text given."""
+    """Error in the description of a cluster; ``where`` is the file and key, or the text given."""
 
 
 MAX_DEVICES = 2**17
@@ -49,32 +50,31 @@ def check_size(num_hosts: int, devices_per_host: int, at: str) -> None:
 
 
 STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-"""The kinds of collectives that gather parameters and sum gradients, beside compute."""
+"""Kinds of collectives that gather parameters and sum gradients, beside compute."""
 
 MEASURED_SLOWDOWN = 1.189
-"""Compute beside communication takes this much longer: 18.9 % on average and 40 % at most,
-over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract).
-That average counts whole iterations, so while both really run it is a lower estimate."""
+"""Factor by which compute beside communication takes longer: 18.9 % on average and 40 % at most,
+over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract). That
+average counts whole iterations, so while both really run it is a lower estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator (or a share of a CPU).
+    """Accelerator, or a share of a CPU, with its figures.
 
     ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is the memory that a
     process may allocate. ``sources`` has the source of each field's figure by the field's name.
     ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); an
     efficiency in one format is called by family and format ("matmul_float8_e4m3fn").
-
     ``launch_seconds`` is the time in which any kernel starts and drains on the device.
-    ``issue_seconds`` is the host's time to issue a kernel, so that a run of ops takes at least
+    ``issue_seconds`` is the host's time to issue a kernel, so that a sequence of ops takes at least
     their number times that. ``num_units`` are the units (SMs) that the tiles of a matrix product
     are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is the price of one
-    device, None if unknown. ``tf32`` are the families whose float32 products run in
+    device, None if unknown. ``tf32`` are the families whose float32 products are computed in
     TensorFloat-32; None, if unknown, counts as none.
 
-    ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) how
-    much longer compute takes while one runs beside it, at least 1. The default is
+    ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) the
+    factor by which compute takes longer while one runs beside it, at least 1. The default is
     ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
 
     ``message_seconds`` is the host's time to send or to receive one message of a pipeline while
@@ -105,7 +105,8 @@ class Device:
     host_memory_bytes: int = 0
 
     def slowed_share(self, collective: str) -> float:
-        """Return the share of compute that is lost beside a collective: 1 where compute stops."""
+        """Return the share of compute that is lost beside a kind of collective: 1 where compute
+        stops."""
         if collective in self.slowdown:
             return 1 - 1 / self.slowdown[collective]
         return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN
@@ -132,13 +133,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A level of the network: latency per message and bandwidth per device, one direction.
+    """Kind of link between devices or hosts: latency per message, and rate per device in one
+    direction.
 
     ``base_seconds`` is the time to start any transfer or collective, whatever its number of
-    messages. ``reduction_bytes_per_second`` is the rate at which the switch itself
-    sums an all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot.
-    ``num_links`` is of how many links of a device the rate is; 0 where that does not matter, as
-    a switch joins all. A part of a link has a part of its rate and links: of ``of_links``, else 0.
+    messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
+    all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot. ``num_links`` is
+    the number of a device's wires that reach the rate together; 0 where it does not matter, as a
+    switch joins all. For a part of a device's wires, ``of_links`` is the number of all.
     """
 
     name: str
@@ -153,7 +155,7 @@ class Link:
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
-    """Return a link at the rate of some of a device's links."""
+    """Return a link with the rate of ``num_links`` of a device's wires."""
     if num_links == link.num_links:
         return link
     rate = link.bytes_per_second * num_links / link.num_links
@@ -162,12 +164,9 @@ def _part_of(link: Link, num_links: int) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Equal devices joined by one link. ``rack`` names the hosts that stand together.
-
-    Without a switch, ``wires`` says how many links any two devices have to each other, and
-    ``detour`` joins devices that no ring of links joins. Raises ``ClusterError`` where they do
-    not fit.
-    """
+    """Equal devices joined by one link. ``rack`` names the hosts that stand together. Without a
+    switch, ``wires`` gives the number of links between any two devices, and ``detour`` joins
+    devices that no ring of links joins. Raises ``ClusterError`` where they do not fit."""
 
     device: Device
     num_devices: int
@@ -202,27 +201,24 @@ class Host:
             )
 
     def link_among(self, devices: Sequence[int]) -> Link:
-        """Return the link of a collective of some of the host's devices, by their numbers in it.
-
-        It is the share of the link that its rings can use; the detour where there is no ring.
-        """
+        """Return the link for a collective among some of the host's devices, numbered within the
+        host: the share of its link that rings among them can use, or the detour where there is no
+        ring."""
         if not self.wires or self.detour is None or len(set(devices)) < 2:
             return self.link
         used = num_links_used(wires_among(self.wires, devices))
         return _part_of(self.link, used) if used else self.detour
 
     def part(self, num_devices: int) -> Host:
-        """Return a host of the first devices of this one."""
+        """Return a host of only the first ``num_devices`` devices."""
         wires = wires_among(self.wires, range(num_devices)) if self.wires else ()
         return replace(self, num_devices=num_devices, wires=wires)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts joined by ``inter_link``. Ranks number the devices host by host.
-
-    Hosts of different racks are joined by ``rack_link``, where there is one.
-    """
+    """Hosts joined by ``inter_link``. Ranks number the devices host by host. Hosts of different
+    racks are joined by ``rack_link``, where there is one."""
 
     name: str
     hosts: tuple[Host, ...]
@@ -231,7 +227,7 @@ class Cluster:
 
     @cached_property
     def usable_memory_bytes(self) -> int:
-        """Bytes that a process may allocate on every device."""
+        """Bytes that a process may allocate on every device: the smallest device's."""
         return min(host.device.usable_memory_bytes for host in self.hosts)
 
     @cached_property
@@ -260,36 +256,32 @@ class Cluster:
         return self.hosts[self.host_of[rank]].device
 
     def with_devices(self, changed: Callable[[Device], Device]) -> Cluster:
-        """Return the cluster with every host's device changed."""
+        """Return the cluster with the device of every host replaced by ``changed(device)``."""
         hosts = tuple(replace(host, device=changed(host.device)) for host in self.hosts)
         return replace(self, hosts=hosts)
 
     def link(self, first: int, second: int) -> Link:
-        """Return the link of two ranks: within a host, between hosts, or between racks."""
+        """Return the link between two ranks: within a host, between hosts, or between racks."""
         host, other = self.host_of[first], self.host_of[second]
         if host == other:
             return self.link_within(host, (first, second))
         return self.host_link({self.hosts[host].rack, self.hosts[other].rack})
 
     def link_within(self, host: int, ranks: Sequence[int]) -> Link:
-        """Return the link of a collective of ranks of one host."""
+        """Return the link for a collective among ``ranks``, which are all on one ``host``."""
         start = self.first_ranks[host]
         return self.hosts[host].link_among([rank - start for rank in ranks])
 
     def entry_link(self, first: int, size: int) -> Link:
-        """Return the link that a stage on ``size`` ranks from ``first`` on gets values over.
-
-        The ranks before it count as a stage of the same size.
-        """
+        """Return the link over which a pipeline stage on ``size`` ranks from ``first`` on receives.
+        The ranks before it count as a stage of the same size."""
         before = range(max(first - size, 0), max(first, 1))
         return self.send_link(before, range(first, first + size))
 
     def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
-        """Return the slowest link by which targets get values, each from one of the sources.
-
-        Between stages of one host without a switch each pair counts; else the nearest two ranks
-        stand for all.
-        """
+        """Return the slowest link by which target ranks receive values, each from one of the
+        sources. Between stages of one host without a switch each pair counts; else the nearest two
+        ranks stand for all."""
         hosts = {self.host_of[rank] for rank in (sources[0], sources[-1], targets[0], targets[-1])}
         if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
             return self.link(sources[-1], targets[0])
@@ -300,7 +292,8 @@ class Cluster:
         return min(links, key=lambda link: link.bytes_per_second, default=whole)
 
     def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
-        """Return the wires in each host without a switch of which the ranks have a part."""
+        """Return the wires among the ranks from ``first`` on, for each host without a switch of
+        which they are a part."""
         found = []
         for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
             own, start = self.hosts[host], self.first_ranks[host]
@@ -310,18 +303,16 @@ class Cluster:
         return tuple(found)
 
     def host_link(self, racks: Collection[str]) -> Link:
-        """The slowest link on the way between hosts that stand in these racks."""
+        """Return the slowest link on the way between hosts that stand in these racks."""
         return self.inter_link if self.rack_link is None or len(racks) < 2 else self.rack_link
 
     def joins_hosts(self, link: Link) -> bool:
-        """Return true for a link between hosts, where there are several."""
+        """Return true if the cluster has several hosts and ``link`` joins them."""
         return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
 
     def slowest_device(self, ranks: Sequence[int]) -> Device:
-        """Return the ranks' device if they are equal, else the worst of each figure.
-
-        Devices that work on one op together wait for the slowest, which may differ by op.
-        """
+        """Return the ranks' device if they are equal, else a device with the worst of each figure.
+        Devices that work on one op together wait for the slowest, which may differ by op."""
         hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
         devices: list[Device] = []
         for host in hosts:
@@ -331,7 +322,7 @@ class Cluster:
 
 
 def _worst(devices: Sequence[Device]) -> Device:
-    """Return a device that is nowhere better than any of these."""
+    """Return a device with the worst of each figure of ``devices``."""
     dtypes = set.intersection(*(set(device.peak_flops) for device in devices))
     lowest = {dtype: min(device.peak_flops[dtype] for device in devices) for dtype in dtypes}
     slowest = min(devices, key=lambda device: max(device.peak_flops.values(), default=0.0))
@@ -359,14 +350,14 @@ def _worst(devices: Sequence[Device]) -> Device:
 
 
 def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
-    """Return the largest slowdown of each kind of collective that some device has."""
+    """Return the largest slowdown of any device beside each kind of collective."""
     kinds = sorted({kind for device in devices for kind in device.slowdown})
     shares = {kind: max(device.slowed_share(kind) for device in devices) for kind in kinds}
     return {kind: 1 / (1 - share) if share < 1 else float("inf") for kind, share in shares.items()}
 
 
 def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """Return the families that all devices compute in TF32; None if unknown of all."""
+    """Return the op families that all devices compute in TF32; None if unknown of all."""
     if all(device.tf32 is None for device in devices):
         return None
     return tuple(sorted(set.intersection(*(set(device.tf32 or ()) for device in devices))))

@@ -55,11 +55,12 @@ from .gpu_links import WIRES, Wires, wires_among
 from .presets import find_link, find_preset
 
 SWITCH = "switch"
-"""In place of wires: every device reaches every other over all of its links."""
+"""Word in place of wires for a host in which every device reaches every other over all of its
+links."""
 
 
 def load_cluster(text: str, where: str = "cluster file") -> Cluster:
-    """The cluster that a TOML text describes. ``where`` names the file in errors.
+    """Return the cluster that a TOML text describes. ``where`` names the file in errors.
 
     Raises ``ClusterError`` with the key that is wrong.
 
@@ -74,7 +75,8 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
 
 
 def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """The cluster of a dict as ``to_dict`` or a TOML file gives it. Raises ``ClusterError``."""
+    """Return the cluster of a dict that ``to_dict`` or a TOML file gives. Raises
+    ``ClusterError``."""
     try:
         check_texts(table)
     except ValueError as error:
@@ -97,7 +99,8 @@ def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], where: str) -> Link:
-    """The link between hosts: as given, else the slowest usual one."""
+    """Return the link between hosts: as the table gives it, else the slowest of the ``usual``
+    links."""
     at = f"{where}: inter_link"
     if "inter_link" in table:
         return _read_link(table["inter_link"], at)
@@ -109,7 +112,8 @@ def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], 
 
 
 def _rack_link(value: Any, hosts: list[Host], at: str) -> Link | None:
-    """The link between racks; there must be one exactly where there are several racks."""
+    """Return the link between racks. Raises ``ClusterError`` unless given exactly for several
+    racks."""
     racks = {host.rack for host in hosts}
     if value is not None and len(racks) < 2:
         raise ClusterError(
@@ -128,7 +132,8 @@ def _missing_link(places: str, at: str) -> ClusterError:
 
 
 def to_dict(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as JSON can hold it, equal hosts in a row counted; ``from_dict`` inverts it."""
+    """Return the cluster as values for JSON, equal hosts in a row counted; ``from_dict`` is the
+    inverse."""
     hosts = []
     for host, run in groupby(cluster.hosts):
         group: dict[str, Any] = {
@@ -151,7 +156,8 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
-    """Return a number of hosts, one of them, the usual link between such hosts or ""."""
+    """Return the number of equal hosts, such a host, and the name of the usual link between them or
+    ""."""
     known = ("count", "num_devices", "device", "link", "rack", "wires", "detour")
     check_keys(group, known, at)
     if "device" not in group:
@@ -176,7 +182,7 @@ def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
 
 
 def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
-    """Return a host with the wires that its table has, if any."""
+    """Return the host with the wires and the detour that its table ``group`` gives, if any."""
     if "detour" in group and "wires" not in group and not host.wires:
         raise ClusterError(
             "detour is set, but wires is not", f"{at}.detour", "add wires, as rows or a name"
@@ -192,7 +198,7 @@ def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
 
 
 def _wires(value: Any, host: Host, at: str) -> Wires:
-    """Read rows of counts, or the first devices of wires with a name."""
+    """Read the wires of a host: rows of link counts, or a name in ``WIRES``."""
     if isinstance(value, str):
         if value not in WIRES:
             raise ClusterError(
@@ -218,7 +224,7 @@ def _default_name(hosts: list[Host]) -> str:
 
 
 def _read_device(value: Any, at: str) -> tuple[Device, str]:
-    """Read a device; return it and the name of its preset, or ""."""
+    """Read a device; return it and the name of its preset ("" without a preset)."""
     if isinstance(value, str):
         return find_preset(value, at).device, value
     table = dict(read_table(value, at))

@@ -31,13 +31,13 @@ from .presets import Preset, device_presets, link_presets
 from .tf32 import TFLOAT32, torch_computing
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""First compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
+"""First CUDA compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
 
 MAX_CPU_DEVICES = 8
-"""Largest default number of processes of a detected CPU."""
+"""Largest default number of processes, each a device, of a detected CPU."""
 
 UNKNOWN_FABRIC = "ethernet-10g"
-"""Link between hosts of devices that no preset knows."""
+"""Name of the link assumed between hosts whose devices have no preset."""
 
 _PATIENCE_SECONDS = 0.06
 _CGROUP = Path("/sys/fs/cgroup")
@@ -64,7 +64,8 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use, as affinity and the container's quota allow."""
+    """Return the number of physical cores that affinity and the container's quota allow this
+    process."""
     if hasattr(os, "sched_getaffinity"):
         logical = len(os.sched_getaffinity(0))
     else:
@@ -79,12 +80,13 @@ def usable_cores() -> int:
 
 
 def threads_per_device(num_devices: int) -> int:
-    """Threads that each of ``num_devices`` CPU processes of this machine should compute with."""
+    """Return the number of threads with which each of ``num_devices`` CPU processes should
+    compute."""
     return max(1, usable_cores() // num_devices)
 
 
 def available_memory_bytes() -> int:
-    """Memory that is free now, within the container's limit."""
+    """Return the bytes of this machine's memory that are free now, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     limit, used = _read_words(_CGROUP / "memory.max"), _read_words(_CGROUP / "memory.current")
     if limit and used and limit[0].isdigit() and used[0].isdigit():
@@ -102,7 +104,7 @@ def _read_words(path: Path) -> list[str]:
 def _seconds_per_call(
     function: Callable[[], Any], wait: Callable[[], None] = lambda: None
 ) -> float:
-    """The fastest call within the patience of a measurement; one call warms up."""
+    """Return the seconds of the fastest call within ``_PATIENCE_SECONDS``; one call warms up."""
     function()
     wait()
     best = float("inf")
@@ -157,7 +159,8 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """FLOP/s of square matmuls by dtype, at the size of a training step's smaller matmuls."""
+    """Measure the FLOP/s of square matmuls by dtype, at the size of a training step's smaller
+    matmuls."""
     import torch
 
     size = 512
@@ -170,7 +173,8 @@ def _cpu_matmul_rates() -> dict[str, float]:
 
 
 def _cpu_copy_rate() -> float:
-    """Bytes per second, read and written, of a copy of 16 MB, larger than a core's caches."""
+    """Measure the bytes per second, read and written, of a copy of 16 MB, larger than a core's
+    caches."""
     import torch
 
     source = torch.ones(4_000_000)
@@ -179,7 +183,7 @@ def _cpu_copy_rate() -> float:
 
 
 def _cpu_launch_seconds() -> float:
-    """Seconds to dispatch one small op under autograd."""
+    """Measure the seconds to dispatch one small op under autograd."""
     import torch
 
     with torch.enable_grad():
@@ -193,7 +197,8 @@ def _cpu_launch_seconds() -> float:
 
 
 def _cpu_families(peak: float, bandwidth: float) -> dict[str, float]:
-    """Efficiency of each family, of the peak or of the bandwidth. Sizes as in a small model."""
+    """Measure the efficiency of each op family as a share of the peak or bandwidth, at a small
+    model's sizes."""
     import torch
     from torch.nn import functional as F  # noqa: N812
 
@@ -234,7 +239,8 @@ def _detect_gpus() -> Cluster:
 
 
 def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluster:
-    """Return the cluster of hosts, or of GPUs of different kinds in one machine, by PCIe only."""
+    """Return the cluster of hosts; without ``inter_link`` several are GPUs of different kinds in
+    one machine, joined by PCIe only."""
     if inter_link is None:
         inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
@@ -242,10 +248,8 @@ def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluste
 
 
 def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
-    """Return a host of GPUs that torch calls ``name``, of ``total`` bytes, joined as usual.
-
-    Where no preset knows them, GPU ``index`` of this machine is measured.
-    """
+    """Return a host of GPUs that torch calls ``name``, each with ``total`` bytes, joined as usual.
+    If they have no preset, GPU ``index`` of this machine is measured."""
     preset = match_gpu_name(name, total)
     if preset is None:
         return Host(_measure_gpu(name, index, total), num_devices, link_presets()["pcie4"])
@@ -261,7 +265,7 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
 
 
 def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
-    """The preset for a GPU by the name that its driver gives, the nearest in memory.
+    """Return the preset for a GPU by its name in the driver and, of several, its memory.
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB", 42 * 10**9).device.name
     'A100-40GB'
@@ -290,7 +294,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
 
 
 def _measure_gpu(name: str, index: int, total: int) -> Device:
-    """Measure an unknown GPU: its large matmuls are its peaks, its copies its bandwidth."""
+    """Measure a GPU without a preset: large matmuls give its peaks, a copy its bandwidth."""
     import torch
 
     where = torch.device("cuda", index)
@@ -332,11 +336,8 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class ProcessDevice:
-    """The device of a process: ``name`` and ``memory_bytes`` as the driver says.
-
-    ``reaches_peers``: its GPU can read the memory of all others that the process sees; None where
-    it sees no other.
-    """
+    """Device of a process: ``name`` and ``memory_bytes`` as the driver says. ``reaches_peers``: its
+    GPU can read the memory of all other GPUs that the process sees; None if it sees no other."""
 
     host: str
     kind: Literal["cuda", "cpu"]
@@ -346,7 +347,8 @@ class ProcessDevice:
 
 
 def own_process_device(index: int | None) -> ProcessDevice:
-    """Return this process's device: GPU ``index`` as it counts them, or None for the CPU."""
+    """Return this process's device: GPU ``index`` as the process counts GPUs, or None for the
+    CPU."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if index is None:
         return ProcessDevice(host, "cpu")
@@ -360,10 +362,10 @@ def own_process_device(index: int | None) -> ProcessDevice:
 
 
 def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
-    """The cluster of the processes, in the order of their ranks. Rank 0 calls it.
+    """Return the cluster of all processes' devices, in the order of their ranks. Rank 0 calls it.
 
-    An unknown GPU is measured on rank 0, where it has one. Raises ``ClusterError`` where the ranks
-    of a host are not consecutive, or another host has GPUs that no preset knows.
+    A GPU without a preset is measured on rank 0, if rank 0 has one. Raises ``ClusterError`` where
+    the ranks of a host are not consecutive, or another host has GPUs without a preset.
 
     >>> gpus = [ProcessDevice(host, "cuda", "NVIDIA H100 80GB HBM3", 85 * 10**9, True)
     ...         for host in "ab" for _ in range(8)]
@@ -393,7 +395,8 @@ def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
 
 
 def _process_host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
-    """Return a host of equal devices, and the link that usually joins such hosts."""
+    """Return a host of equal devices, and the link that usually joins such hosts. ``own``: it is
+    rank 0's."""
     first, count = devices[0], len(devices)
     if first.kind == "cpu":
         return detect_cpu(count).hosts[0], link_presets()[UNKNOWN_FABRIC]

@@ -23,11 +23,11 @@ LARGEST = 1e30
 """Bound of all figures: rates are at most 1e18."""
 
 Convert = Callable[[Any, str], Any]
-"""Function from a table's value and its place to a field's value."""
+"""Function from a table's value, and its place for errors, to a field's value."""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as ``"70GB"`` or ``"70 GiB"`` says. Raises ValueError.
+    """Return the bytes that a text such as ``"70GB"`` or ``"70 GiB"`` means. Raises ValueError.
 
     >>> parse_bytes("1.5 KiB")
     1536
@@ -61,7 +61,8 @@ def _parse_quantity(text: str) -> tuple[float, bool]:
 
 
 def read_device(table: Mapping[str, Any], at: str) -> Device:
-    """Read a device from a table with all its figures. Raises ``ClusterError``."""
+    """Read a device from a table with all its figures; ``at``: its place. Raises
+    ``ClusterError``."""
     values = read_fields(table, DEVICE_FIELDS, at)
     values.setdefault("usable_memory_bytes", values.get("memory_bytes"))
     _check_required(values, Device, at)
@@ -71,14 +72,15 @@ def read_device(table: Mapping[str, Any], at: str) -> Device:
 
 
 def read_link(table: Mapping[str, Any], at: str) -> Link:
-    """Read a link from a table with all its figures. Raises ``ClusterError``."""
+    """Read a link from a table with all its figures; ``at``: its place. Raises ``ClusterError``."""
     values = read_fields(table, LINK_FIELDS, at)
     _check_required(values, Link, at)
     return Link(**values)
 
 
 def read_fields(table: Mapping[str, Any], known: Mapping[str, Convert], at: str) -> dict[str, Any]:
-    """Convert each value of a table as its key in ``known`` says. Raises ``ClusterError``."""
+    """Convert each value of a table by the function that ``known`` has for its key. Raises
+    ``ClusterError``."""
     check_keys(table, tuple(known), at)
     return {key: known[key](value, f"{at}.{key}") for key, value in table.items()}
 
@@ -100,26 +102,26 @@ def _check_required(values: Mapping[str, Any], kind: type[Device] | type[Link], 
 
 
 def read_table(value: Any, at: str) -> Mapping[str, Any]:
-    """Return a value that must be a table. Raises ``ClusterError``."""
+    """Return ``value`` if it is a table, else raise ``ClusterError``."""
     if not isinstance(value, Mapping):
         raise ClusterError(f"expected a table, found {value!r}", at)
     return value
 
 
 def read_text(value: Any, at: str) -> str:
-    """Return a value that must be a string. Raises ``ClusterError``."""
+    """Return ``value`` if it is a string, else raise ``ClusterError``."""
     if not isinstance(value, str):
         raise ClusterError(f"expected a string, found {value!r}", at)
     return value
 
 
 def read_count(value: Any, at: str) -> int:
-    """Return a value that must be a whole number of at least 1. Raises ``ClusterError``."""
+    """Return ``value`` if it is a whole number of at least 1, else raise ``ClusterError``."""
     return _read_whole(value, at, 1, "a whole number of at least 1")
 
 
 def read_num_links(value: Any, at: str) -> int:
-    """Return a value that must be a number of links, or 0. Raises ``ClusterError``."""
+    """Return ``value`` if it is a number of links, 0 included, else raise ``ClusterError``."""
     return _read_whole(value, at, 0, "a number of links")
 
 
@@ -158,7 +160,7 @@ def _read_slowdowns(value: Any, at: str) -> dict[str, float]:
 
 
 def _parsed(parse: Callable[[str], Any], value: Any, at: str) -> Any:
-    """Parse a value that is a text; return any other value as it is."""
+    """Parse ``value`` if it is a string, else return it as it is."""
     if not isinstance(value, str):
         return value
     try:

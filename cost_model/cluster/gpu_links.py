@@ -20,7 +20,7 @@ from itertools import combinations, permutations
 _Pair = tuple[int, int]
 _Ring = tuple[_Pair, ...]
 Wires = tuple[tuple[int, ...], ...]
-"""Row i, column j: links between the devices i and j of a host. Symmetric, zero on its diagonal."""
+"""Table of a host's wires: row i, column j has the number of links between its devices i and j."""
 
 MOST_DEVICES = 8
 """Most devices of a host that is described by its wires; larger hosts have a switch."""
@@ -46,13 +46,14 @@ WIRES: Mapping[str, Wires] = {
     "all-pairs-twice": _ALL_PAIRS_TWICE,
     "all-pairs-once": _ALL_PAIRS_ONCE,
 }
-"""Wires by name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi topo -m`` shows
-them on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones. ``all-pairs-twice``: 4 V100 with
-two links to each other one. ``all-pairs-once``: 8 MI300X with a link to each other one."""
+"""Known tables of wires by name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi
+topo -m`` shows them on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones.
+``all-pairs-twice``: 4 V100 with two links to each other one. ``all-pairs-once``: 8 MI300X with a
+link to each other one."""
 
 
 def are_wires(wires: Wires) -> bool:
-    """Return true for counts of links between devices.
+    """Return true for a square, symmetric table of link counts with a diagonal of zeros.
 
     >>> are_wires(((0, 2), (2, 0))), are_wires(((0, 2), (1, 0)))
     (True, False)
@@ -64,7 +65,7 @@ def are_wires(wires: Wires) -> bool:
 
 
 def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
-    """The wires between some devices of a host, in the order of ``members``.
+    """Return the wires between some devices of a host, in the order of ``members``.
 
     >>> wires_among(WIRES["hybrid-cube-mesh"], (0, 3))
     ((0, 2), (2, 0))
@@ -74,7 +75,7 @@ def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
 
 @lru_cache(maxsize=4096)
 def num_links_used(wires: Wires) -> int:
-    """Count the links by which each device sends at once in a collective; 0 without a ring.
+    """Count the links over which each device sends at once in a ring collective; 0 without a ring.
 
     >>> cube = WIRES["hybrid-cube-mesh"]
     >>> [num_links_used(wires_among(cube, range(n))) for n in (2, 4, 8)]
@@ -89,8 +90,8 @@ def num_links_used(wires: Wires) -> int:
 
 @dataclass
 class _Search:
-    """Rings through all devices that share no link, by depth first; the best that is found in
-    ``MOST_STEPS``, which are enough for the wires of real hosts."""
+    """Depth-first search for the most rings through all devices that share no link, of at most
+    ``MOST_STEPS`` steps, which are enough for the wires of real hosts."""
 
     wires: Wires
     steps: int = 0
@@ -102,7 +103,8 @@ class _Search:
         return self._most(rings, left, min(sum(row) // 2 for row in self.wires))
 
     def _most(self, rings: Sequence[_Ring], left: dict[_Pair, int], most: int) -> int:
-        """Count disjoint rings of these, each as often as its links allow, up to ``most``."""
+        """Return the largest number of disjoint ``rings``, each used as often as the links ``left``
+        allow, up to ``most``."""
         best = 0
         for at, ring in enumerate(rings):
             self.steps += 1
@@ -119,7 +121,7 @@ class _Search:
 
 @cache
 def _rings(number: int) -> tuple[_Ring, ...]:
-    """List every ring through so many devices, each in one direction."""
+    """List every ring through ``number`` devices once, as the pairs of neighbours."""
     orders = [(0, *order) for order in permutations(range(1, number)) if order[0] <= order[-1]]
     return tuple(
         tuple((min(pair), max(pair)) for pair in zip(order, (*order[1:], 0), strict=True))

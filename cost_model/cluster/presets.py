@@ -17,17 +17,17 @@ from .figures import parse_bytes, read_device, read_link
 from .gpu_links import WIRES, wires_among
 
 NOT_CHECKED = "not checked"
-"""Source of a figure of a data sheet that was read nowhere."""
+"""Source given for a figure that was not compared with any data sheet."""
 
 WITHIN_HOSTS = ("nvlink", "infinity-fabric", "pcie", "loopback")
-"""Beginnings of the names of links within a host; all others join hosts."""
+"""Prefixes of the names of links within a host; all other links join hosts."""
 
 Table = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Protocols:
-    """NCCL's protocols on a kind of link.
+    """Figures of NCCL's protocols on a kind of link.
 
     ``short_share`` is the part of the link's rate that the protocols for short messages reach
     (LL and LL128, which send flags with the data). ``long_alpha_seconds`` is the further time of
@@ -50,7 +50,8 @@ class Protocols:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A device, the names of the links in and between its usual hosts, the devices of a host.
+    """Known device, with the names of the usual links within (``link``) and between its hosts
+    (``fabric``), and the usual number of devices of a host.
 
     ``wires`` are the names of the wires of hosts without a switch, each with the most devices that
     it is for, in rising order; ``detour`` is the link of devices that no wires join.
@@ -64,7 +65,8 @@ class Preset:
     detour: str = "pcie3"
 
     def host(self, num_devices: int, device: Device | None = None) -> Host:
-        """Return a host of so many of these devices, or of ``device``, joined as usual.
+        """Return a host of ``num_devices`` of the preset's devices, or of ``device``, joined as
+        usual.
 
         >>> find_preset("V100-16GB").host(4).link_among((0, 1)).num_links
         1
@@ -95,7 +97,7 @@ def device_presets() -> Mapping[str, Preset]:
 
 @cache
 def link_presets() -> Mapping[str, Link]:
-    """Return the links by name."""
+    """Return the known links by name."""
     file = _read_file("links")
     texts = _filled(file["texts"], {})
     tables = {**file["templates"], **file["links"]}
@@ -106,7 +108,7 @@ def link_presets() -> Mapping[str, Link]:
 
 @cache
 def link_protocols() -> Mapping[str, Protocols]:
-    """Return the protocols of links by a link's name."""
+    """Return the figures of NCCL's protocols by the name of the link."""
     tables = _read_file("links")["protocols"]
     return {name: Protocols(**_inherited(name, tables)) for name in tables}
 
@@ -139,7 +141,8 @@ def dated(address: str, date: str) -> str:
 
 
 def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return known texts and further texts, each of which may name texts before it in braces."""
+    """Return ``known`` and ``texts``, in which names in braces are replaced by the texts of that
+    name."""
     filled = dict(known)
     for name, text in texts.items():
         filled[name] = text.format_map(filled)
@@ -147,7 +150,7 @@ def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str
 
 
 def _inherited(name: str, tables: Mapping[str, Table]) -> Table:
-    """Return a table with the figures of the table that it inherits from."""
+    """Return the table ``name``, with the figures of the table that it inherits from."""
     table = dict(tables[name])
     base = table.pop("inherits", None)
     return table if base is None else _merged(_inherited(base, tables), table)
@@ -162,7 +165,7 @@ def _merged(base: Table, changes: Table) -> Table:
 
 
 def _link(table: Table, texts: Mapping[str, str]) -> Link:
-    """Return the link of a table of ``links.toml``."""
+    """Return the link that a table of ``links.toml`` describes."""
     table["source"] = table["source"].format_map(texts)
     if "gigabits" in table:
         gigabits, fraction = table.pop("gigabits"), table.pop("fraction")
@@ -173,7 +176,7 @@ def _link(table: Table, texts: Mapping[str, str]) -> Link:
 
 
 def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) -> Preset:
-    """Return the preset of a table of ``devices.toml``."""
+    """Return the preset that a table of ``devices.toml`` describes."""
     keys = ("link", "fabric", "host_size", "detour")
     usual = {key: table.pop(key) for key in keys if key in table}
     wires = tuple((most, name) for most, name in table.pop("wires", ()))
@@ -189,7 +192,8 @@ def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) 
 
 
 def _host_share(host: Table) -> Table:
-    """Return the figures of a GPU's share of its usual host, with their sources."""
+    """Return the figures of a GPU's share of its usual host's memory and link, with their
+    sources."""
     link, source = host["link"], host["source"]
     return {
         "host_link_bytes_per_second": link_presets()[link].bytes_per_second,
@@ -204,7 +208,8 @@ def _host_share(host: Table) -> Table:
 
 
 def _with_memory_families(efficiency: Table) -> Table:
-    """Return efficiencies with norms' and elementwise ops' by copies', where not given."""
+    """Return efficiencies of all op families; norms and elementwise ops follow copies unless
+    given."""
     copy = efficiency["copy"]
     memory = {"norm": round(copy * 0.85, 3), "elementwise": copy, "copy": copy}
     computing = {family: efficiency[family] for family in ("matmul", "attention", "conv")}
@@ -212,7 +217,7 @@ def _with_memory_families(efficiency: Table) -> Table:
 
 
 def find_preset(name: str, where: str = "") -> Preset:
-    """Return the device of this name or alias, in any case.
+    """Return the preset of a device by its name or alias, in upper or lower case.
 
     >>> find_preset("a100-sxm4-40gb").device.name
     'A100-40GB'
@@ -228,7 +233,7 @@ def is_preset(name: str) -> bool:
 
 
 def find_link(name: str, where: str = "") -> Link:
-    """Return the link of this name or alias, in any case.
+    """Return a known link by its name or alias, in upper or lower case.
 
     >>> find_link("NDR").name
     'infiniband-ndr'
@@ -238,7 +243,7 @@ def find_link(name: str, where: str = "") -> Link:
 
 
 def joins_devices(link: Link) -> bool:
-    """Return true for a preset link within a host."""
+    """Return true for a known link that joins devices within a host."""
     return link.name.startswith(WITHIN_HOSTS)
 
 

@@ -47,7 +47,7 @@ def resolve_cluster(text: str) -> Cluster:
 
 
 def is_shorthand(text: str) -> bool:
-    """Return true for a text in the form of a shorthand, of known names or not."""
+    """Return true for a text in the form of a shorthand, even if its names are unknown."""
     words = [part.partition("@")[0].strip() for part in text.split("+")]
     return all(_SHORTHAND.fullmatch(word) or _CPU.fullmatch(word) for word in words)
 
@@ -86,7 +86,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
-    """Return equal hosts, the usual link between such hosts, the link named for them."""
+    """Return the equal hosts of ``part`` of a shorthand, the usual link between such hosts, and the
+    link between hosts that the part names, if any."""
     word, at, link_name = (each.strip() for each in part.partition("@"))
     num_hosts, num_devices, name = _counts(word, text)
     preset = find_preset(name, text)

@@ -23,26 +23,26 @@ from typing import Any, Literal
 from .cluster import Cluster, Device
 
 TFLOAT32 = "tfloat32"
-"""The name of the format among a device's ``peak_flops``."""
+"""Name of the TF32 format among a device's ``peak_flops``."""
 
 Tf32 = Literal["none", "convolutions", "all"]
-"""A user's choice; "convolutions" is torch's default."""
+"""Choice of the user for which float32 products may use TF32; "convolutions" is torch's default."""
 
 FAMILIES: Mapping[Tf32, tuple[str, ...]] = {
     "none": (),
     "convolutions": ("conv",),
     "all": ("conv", "matmul"),
 }
-"""Families of ops whose float32 products run in TF32, by a user's choice."""
+"""Families of ops whose float32 products are computed in TF32, by the user's choice."""
 
 
 def has_tf32(device: Device) -> bool:
-    """Return true for a device that has a peak of its own for TF32."""
+    """Return true for a device with a peak rate of its own for TF32."""
     return TFLOAT32 in device.peak_flops
 
 
 def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
-    """Return the cluster with ``families`` in TF32 on the devices that have it.
+    """Return the cluster in which the devices that have TF32 use it for these op families.
 
     >>> from .presets import find_preset
     >>> host = find_preset("V100").host(1)
@@ -57,18 +57,19 @@ def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
 
 
 def product_dtype(device: Device, family: str, dtype: str) -> str:
-    """Return the dtype that a device multiplies in, for ops of ``family`` on ``dtype``."""
+    """Return the dtype in which a device multiplies, for ops of ``family`` on tensors of
+    ``dtype``."""
     is_set = dtype == "float32" and family in (device.tf32 or ())
     return TFLOAT32 if is_set and has_tf32(device) else dtype
 
 
 def torch_families() -> tuple[str, ...]:
-    """Return the families of float32 products that this process's torch computes in TF32."""
+    """Return the op families whose float32 products this process's torch computes in TF32."""
     return tuple(name for name in FAMILIES["all"] if _setting(name).fp32_precision == "tf32")
 
 
 def set_torch(families: Collection[str]) -> None:
-    """Set this process's torch to compute these families in TF32, and no other."""
+    """Set this process's torch to compute these op families in TF32, and no other."""
     import torch
 
     now = torch_families()
@@ -83,7 +84,7 @@ def set_torch(families: Collection[str]) -> None:
 
 @contextmanager
 def torch_computing(families: Collection[str]) -> Iterator[None]:
-    """Set torch as ``set_torch`` does for the length of a ``with``."""
+    """Set torch as ``set_torch`` does within a ``with`` block, and restore its settings after."""
     before = torch_families()
     set_torch(families)
     try:

@@ -57,7 +57,9 @@ from .tables import (
 def find_table(
     kind: CollectiveKind, name: str, hosts: Sequence[int], *, num_pieces: int = 1
 ) -> Table | None:
-    """Return the table of an algorithm; pipelines send ``num_pieces`` one after the other.
+    """Return the table of messages of an algorithm, or None where it does not exist for these
+    ``hosts`` (ranks of each). Pipelined algorithms cut the tensor into ``num_pieces`` that follow
+    each other.
 
     >>> table = find_table("all_gather", "ring", [3])
     >>> len(table.rounds), table.rounds[0][0]
@@ -71,7 +73,8 @@ def find_table(
 
 
 def _count_tree(shape: Shape) -> Counts:
-    """Count two binary trees over the hosts, a chain within each host, pipelined.
+    """Count messages and bytes of an all-reduce by two binary trees over the hosts and a chain
+    within each host, pipelined.
 
     Up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2). In the trees every rank is inner in one and a
     leaf in the other, each for half of S, so min(2, h/2)·S/p leave a rank; in the chains
@@ -102,7 +105,8 @@ def _tree_parents(n: int) -> list[int]:
 
 
 def two_trees(n: int) -> tuple[list[int], list[int]]:
-    """Return parents in two trees in which no rank but one is inner twice: mirrored or shifted."""
+    """Return each rank's parent (−1: none) in two binary trees in which only one rank is an inner
+    node of both: the second mirrors or shifts the first."""
     first = _tree_parents(n)
     if n % 2 == 0:
         other = [n - 1 - first[n - 1 - r] if first[n - 1 - r] >= 0 else -1 for r in range(n)]
@@ -113,10 +117,9 @@ def two_trees(n: int) -> tuple[list[int], list[int]]:
 
 
 def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
-    """Make two trees over the hosts per rank of the smallest host, a chain in each host.
-
-    The chains of a host start at different ranks, each of which joins its host to a tree.
-    """
+    """Make the table of the all-reduce by trees: two trees over the hosts per rank of the smallest
+    host, and a chain in each host. The chains of a host start at different ranks, each of which
+    joins its host to a tree."""
     tree_of = hosts if len(hosts) > 1 else (1,) * sum(hosts)
     num_heads = min(tree_of)
     num_trees, parallel = 2 * num_heads, []
@@ -134,7 +137,8 @@ def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _up_and_down(parents: Sequence[int], parts: Sequence[int]) -> Rounds:
-    """Sum each of ``parts``, one round behind the last, up a tree and copy it down."""
+    """Return the rounds that sum each of ``parts`` up a tree and copy the sum down, each part one
+    round behind the last. ``parents``: each rank's parent, −1 for the root."""
     depths = [_depth(parents, rank) for rank in range(len(parents))]
     deepest = max(depths)
     rounds: list[list[Message]] = [[] for _ in range(2 * deepest + len(parts) - 1)]
@@ -155,13 +159,16 @@ def _depth(parents: Sequence[int], rank: int) -> int:
 
 
 def _count_binomial(shape: Shape) -> Counts:
-    """Count ⌈log2 n⌉·(α + S/β) (Thakur, 4.3)."""
+    """Count messages and bytes of a broadcast by a binomial tree: ⌈log2 n⌉·(α + S/β) (Thakur,
+    4.3)."""
     steps = shape.on_one_level(log2_ceil(shape.n))
     return Counts(steps, steps)
 
 
 def _binomial_rounds(n: int, parts_below: Callable[[int, int], Sequence[int]]) -> Rounds:
-    """Send from rank 0 over distances 2^k, …, 2, 1; ``parts_below(first, last)`` of a subtree."""
+    """Return the rounds of a binomial tree: rank 0 sends over distances 2^k, …, 2, 1, and so does
+    each receiver. ``parts_below(first, last)``: the parts sent to the subtree of ranks first … last
+    − 1."""
     return tuple(
         tuple(
             Message(
@@ -180,27 +187,31 @@ def _make_binomial(hosts: Hosts, _: int) -> Made:
 
 
 def _count_scattered(shape: Shape) -> Counts:
-    """Count a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α + 2(n − 1)/n·S/β (Thakur, 4.3)."""
+    """Count messages and bytes of a broadcast by a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α
+    + 2(n − 1)/n·S/β (Thakur, 4.3)."""
     n = shape.n
     messages = shape.on_one_level(log2_ceil(n) + n - 1)
     return Counts(messages, shape.on_one_level(2 * (n - 1) / n))
 
 
 def _make_scattered(hosts: Hosts, _: int) -> Made:
-    """Scatter along a binomial tree, then all-gather around a ring (van de Geijn)."""
+    """Make the table of the broadcast that scatters along a binomial tree, then all-gathers around
+    a ring (van de Geijn)."""
     n = sum(hosts)
     return n, _binomial_rounds(n, range) + ring_rounds(range(n), own_parts(n))
 
 
 def _count_pipeline(shape: Shape) -> Counts:
-    """Count a ring's hops, over each of which all of S goes, in pieces (NCCL's ring)."""
+    """Count messages and bytes of a broadcast around a ring, over each hop of which the whole
+    tensor goes, in parts (NCCL)."""
     ring, n = count_ring(shape), shape.n
     tensors = Levels(*(count * n / (n - 1) for count in ring.tensors))
     return ring._replace(tensors=tensors, num_hops=n - 1)
 
 
 def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
-    """Make a line of ranks along which pieces follow each other from rank 0."""
+    """Make the table of the broadcast along a line of ranks, on which ``num_pieces`` parts follow
+    each other from rank 0."""
     n = sum(hosts)
     return num_pieces, tuple(
         tuple(
@@ -216,33 +227,30 @@ def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _count_direct(shape: Shape) -> Counts:
-    """Count all peers at once: α + (n − 2)·post + max((p − 1)/n·S/β1, (n − p)/n·S/β2).
-
-    A device's link within the host and its share of the network are busy at once. Source:
-    NCCL's grouped sends and receives.
-    """
+    """Count messages and bytes of an all-to-all that sends to all peers at once: α + (n − 2)·post +
+    max((p − 1)/n·S/β1, (n − p)/n·S/β2). A device's link within the host and its share of the
+    network are busy at once. Source: NCCL's grouped sends and receives."""
     n, p, _ = shape
     message = Levels(0, 0, 1) if n > p else Levels(1, 0)
     return Counts(message, Levels((p - 1) / n, (n - p) / n), at_once=True, num_posts=n - 2)
 
 
 def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
-    """Make one round in which every rank sends to every other."""
+    """Make the table of the all-to-all of one round, in which every rank sends to every other."""
     num_parts, rounds = _make_pairwise(hosts, num_pieces)
     return num_parts, (sum(rounds, ()),)
 
 
 def _count_pairwise(shape: Shape) -> Counts:
-    """Count a peer per round: (p − 1)·(α1 + S/n/β1) + (n − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
+    """Count messages and bytes of an all-to-all with one peer per round: (p − 1)·(α1 + S/n/β1) + (n
+    − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
     n, p, _ = shape
     return Counts(Levels(p - 1, n - p), Levels((p - 1) / n, (n - p) / n))
 
 
 def _make_pairwise(hosts: Hosts, _: int) -> Made:
-    """Make a round per peer: first within the host, then in the hosts at distance 1, 2, …
-
-    With unequal hosts the peer is the rank at distance 1, 2, …
-    """
+    """Make the table of the all-to-all with a round per peer: first within the host, then in the
+    hosts at distance 1, 2, … With unequal hosts the peer is the rank at distance 1, 2, …"""
     n, places = sum(hosts), hosts[0]
     is_even = all(count == places for count in hosts)
     rounds = []
@@ -259,10 +267,8 @@ def _make_pairwise(hosts: Hosts, _: int) -> Made:
 
 
 def _count_bruck(shape: Shape) -> Counts:
-    """Count Bruck's all-to-all of S bytes over n ranks: ⌈log2 n⌉·α + b/n·S/β.
-
-    b are the set bits of all numbers below n (Thakur, 4.4).
-    """
+    """Count messages and bytes of Bruck's all-to-all: ⌈log2 n⌉·α + b/n·S/β, b the number of set
+    bits of all numbers below n (Thakur, 4.4)."""
     n, ones = shape.n, 0
     for block in powers_below(n):
         ones += n // (2 * block) * block + max(0, n % (2 * block) - block)
@@ -270,7 +276,8 @@ def _count_bruck(shape: Shape) -> Counts:
 
 
 def _make_bruck(hosts: Hosts, _: int) -> Made:
-    """Make rounds k = 0, 1, … that bring parts 2^k ranks on if bit k of their way is set."""
+    """Make the table of Bruck's all-to-all: round k = 0, 1, … sends a part 2^k ranks on if bit k of
+    the distance to its receiver is set."""
     n, rounds = sum(hosts), []
     for distance in powers_below(n):
         messages = []
@@ -307,5 +314,5 @@ ALGORITHMS: Mapping[CollectiveKind, Mapping[str, Algorithm]] = {
         "pipelined_ring": Algorithm(_count_pipeline, _make_pipeline),
     },
 }
-"""The algorithms of each kind by name. Reduction in a switch is none of them: it is not made of
-messages between ranks."""
+"""Algorithms of each kind of collective, by name. Reduction in a switch is not among them, as it
+does not consist of messages between ranks."""

@@ -27,22 +27,23 @@ from .tables import Table, busiest_port
 LIBRARY = "library"
 
 BY_MESSAGES = tuple(ALGORITHMS["all_reduce"])
-"""Algorithms that the runtime executes over messages."""
+"""Names of the all-reduce algorithms that the runtime executes by point-to-point messages."""
 
 ROUND_SECONDS = 1e-4
-"""Further time of a round of messages beyond the links' latency: posting them from Python, waking
-the thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
+"""Seconds of a round of messages beyond the links' latency: posting them from Python, waking the
+thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
 
 LEAST_GAIN = 0.1
-"""Least share of time that another all-reduce must gain over the library's, whose price is
-surer."""
+"""Share of the library's time that another all-reduce must save at least to be chosen, as the
+library's price is surer."""
 
 PIECES = (1, 2, 4, 8, 16, 32)
-"""Numbers of pieces into which a pipelined algorithm may cut the tensor of one of its trees."""
+"""Numbers of parts into which a pipelined algorithm may cut the tensor of one of its trees."""
 
 
 class RoundParts(NamedTuple):
-    """The most parts of a round through a rank's port within its host and a host's to others."""
+    """Parts that pass in a round through the busiest rank's port within its host, and through the
+    busiest host's port to other hosts."""
 
     within: int
     between: int
@@ -59,7 +60,8 @@ def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
-    """List the algorithms that can run an all-reduce of the group, the library's first."""
+    """List the algorithms that can run an all-reduce of the group, the library's own first.
+    ``hosts``: number of the group's ranks on each host."""
     if group.library == "nccl":
         return (LIBRARY,)
     return (LIBRARY, *(name for name in BY_MESSAGES if _exists(name, hosts)))
@@ -68,7 +70,7 @@ def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
 def all_reduce_seconds(
     algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]
 ) -> float:
-    """Seconds of an all-reduce by an algorithm of ``algorithms_of``."""
+    """Return the seconds of an all-reduce by an algorithm that ``algorithms_of`` lists."""
     if group.num_ranks <= 1 or num_bytes <= 0:
         return 0.0
     if algorithm == LIBRARY or group.library == "nccl":
@@ -80,7 +82,8 @@ def all_reduce_seconds(
 
 
 def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
-    """Return the name of the cheapest: on NCCL the algorithm that NCCL is taken to choose.
+    """Return the name of the cheapest all-reduce: for NCCL of the algorithm that NCCL is taken to
+    choose.
 
     >>> from ..cluster.cluster import Link
     >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
@@ -98,7 +101,8 @@ def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> s
 
 
 def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
-    """Return the table that is run: of a pipeline with the best number of pieces."""
+    """Return the table of messages of an all-reduce algorithm; a pipelined algorithm's with the
+    best number of parts."""
     pieces = min(
         _pieces(algorithm),
         key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),
@@ -121,7 +125,8 @@ def _exists(algorithm: str, hosts: tuple[int, ...]) -> bool:
 def _rounds(
     algorithm: str, hosts: tuple[int, ...], pieces: int
 ) -> tuple[int, tuple[RoundParts, ...]]:
-    """Return the number of parts of a table, and the parts through ports in each round."""
+    """Return the number of parts into which an all-reduce cuts the tensor, and the parts through
+    the busiest ports in each round. ``pieces``: parts per tree of a pipelined algorithm."""
     table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
     assert table is not None, algorithm
     host = table.host_of()
@@ -134,7 +139,8 @@ def _rounds(
 
 
 def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group: Group) -> float:
-    """Seconds of a table; all ranks of a host share its link to the others."""
+    """Return the seconds of an all-reduce's rounds; all ranks of a host share its link to other
+    hosts."""
     num_parts, each = rounds
     part = num_bytes / num_parts
     intra, inter = group.intra, group.inter

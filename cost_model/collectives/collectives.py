@@ -29,19 +29,20 @@ from .tables import Counts, Shape
 Library = Literal["nccl", "gloo", "any"]
 
 PLAIN = Protocols()
-"""The protocol of links that NCCL does not drive, or that nobody measured."""
+"""Protocol of a link that NCCL does not drive, or on which its protocols were not measured."""
 
 POST_SECONDS = 0.5e-6
-"""Time of each further peer where a rank sends to many at once. From the latency of empty
+"""Seconds of each further peer where a rank sends to many at once. From the latency of empty
 all-to-alls on 16 to 128 H100, 37 to 98 µs (meta-pytorch/autoparallel@a54c252, measured fit)."""
 
 SMALLEST_IN_SWITCH = 5
-"""Ranks of a host from which NCCL has the switch sum: on 8 H200, ring is its default for 4
-and NVLS for 5 (stas00/ml-engineering@744d01e network/README.md, NCCL 2.27)."""
+"""Number of a group's ranks on a host from which NCCL lets the NVLink switch sum: on 8 H200, ring
+is its default for 4 and NVLS for 5 (stas00/ml-engineering@744d01e network/README.md, NCCL 2.27)."""
 
 
 class Wires(NamedTuple):
-    """α in seconds and β in bytes per second, within a host (1) and between hosts (2)."""
+    """Latency α in seconds and rate β in bytes per second of links within a host (1) and between
+    hosts (2)."""
 
     alpha1: float
     beta1: float
@@ -102,10 +103,11 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 def p2p_seconds(
     num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] | None = None
 ) -> float:
-    """Seconds of one message from one rank to another: α + S/β (Thakur, section 3).
+    """Return the seconds of one message from one rank to another: α + S/β (Thakur, section 3).
 
-    NCCL gives a pair of ranks few channels, and so a part of β, up to a size: of all links of a
-    device, where the pair has a part of them.
+    NCCL gives a pair of ranks few channels: up to a size a message reaches only a share of the rate
+    of all links of a device. ``protocols``: NCCL's figures by kind of link, ``links.toml``'s if
+    None.
     """
     if num_bytes <= 0:
         return 0.0
@@ -128,11 +130,11 @@ def collective_seconds(
     *,
     protocols: Mapping[str, Protocols] | None = None,
 ) -> float:
-    """Seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
+    """Return the seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
 
-    ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a
-    broadcast, the gathered result of an all-gather, one rank's local input of an all-to-all.
-    More bytes are never faster.
+    ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a broadcast,
+    the gathered result of an all-gather, one rank's local input of an all-to-all. More bytes are
+    never faster. ``protocols``: see ``p2p_seconds``.
 
     >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
     >>> collective_seconds("all_gather", 4e9, Group(4, 4, 1, link, link))
@@ -150,7 +152,8 @@ def algorithm_seconds(
     *,
     protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
-    """Return the seconds of each algorithm that ``group`` can run. Needs two ranks or more."""
+    """Return the seconds of a collective by each algorithm that ``group``, of two ranks or more,
+    can run."""
     intra, inter = group.intra, group.inter
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
@@ -196,17 +199,16 @@ LIBRARY_ALGORITHMS: Mapping[Library, Mapping[CollectiveKind, tuple[str, ...]]] =
     },
     "any": {kind: tuple(algorithms) for kind, algorithms in ALGORITHMS.items()},
 }
-"""The algorithms of each library. gloo's reduce-scatter is an all-to-all, see ``Group``."""
+"""Names of the algorithms that each library has for a collective. gloo's reduce-scatter is an
+all-to-all, see ``Group``."""
 
 
 @lru_cache(maxsize=4096)
 def _offered(
     kind: CollectiveKind, shape: Shape, library: Library
 ) -> tuple[tuple[str, Counts], ...]:
-    """Return the names and counts of a library's algorithms for a group's shape.
-
-    NCCL has trees between hosts, and recursive doubling with one rank per host.
-    """
+    """Return the names and counts of a library's algorithms that a group of this shape can run.
+    NCCL has trees only between hosts, and recursive doubling only with one rank per host."""
     offered = []
     known = ALGORITHMS["all_to_all" if (kind, library) == ("reduce_scatter", "gloo") else kind]
     for name in LIBRARY_ALGORITHMS[library][kind]:
@@ -220,7 +222,8 @@ def _offered(
 
 
 def _seconds(counts: Counts, num_bytes: float, wires: Wires) -> float:
-    """Return the seconds of an algorithm: its messages in turn, and its bytes."""
+    """Return the seconds of an algorithm from its counts: of its messages in turn, and of its
+    bytes."""
     alpha1, beta1, alpha2, beta2 = wires
     messages, tensors, at_once, num_posts, num_hops = counts
     latency = messages.intra * alpha1 + messages.inter * alpha2 + num_posts * POST_SECONDS
@@ -233,10 +236,9 @@ def _seconds(counts: Counts, num_bytes: float, wires: Wires) -> float:
 
 
 def _pipeline_seconds(latency: float, transfer: float, num_hops: int) -> float:
-    """Return (hops − 1 + k)·(α + S/(kβ)) at the best number of pieces k ≥ 1.
-
-    That is (√((hops − 1)·α) + √(S/β))² where the best k is more than 1; α is the mean hop.
-    """
+    """Return the seconds of a tensor sent in k equal parts along a chain of hops, for the best k ≥
+    1: (hops − 1 + k)·(α + S/(kβ)), ``latency`` being hops·α and ``transfer`` S/β. For a best k
+    above 1 this is (√((hops − 1)·α) + √(S/β))²; α is the mean latency of a hop."""
     hop = latency / num_hops
     if (num_hops - 1) * transfer <= hop:
         return num_hops * (hop + transfer)
@@ -246,7 +248,8 @@ def _pipeline_seconds(latency: float, transfer: float, num_hops: int) -> float:
 def _in_switch_seconds(
     num_bytes: float, shape: Shape, wires: Wires, *, rate: float, fill_seconds: float
 ) -> float:
-    """Return the seconds of sums in the switch of each host, two trees between hosts, pipelined.
+    """Return the seconds of an all-reduce in which each host's switch sums, and two trees join the
+    hosts.
 
     2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), ρ the switch's
     ``rate``. The last: a sum is sent out once a whole chunk is there, so a tensor below one

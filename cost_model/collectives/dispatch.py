@@ -23,31 +23,32 @@ from typing import Literal, get_args
 from .collectives import Group, collective_seconds
 
 Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
-"""``gather``: all ranks gather all tokens and sum what their own experts add, as this package's
-runtime does."""
+"""Way in which tokens reach the ranks of their experts, see the module. ``gather``: all ranks
+gather all tokens and sum the outputs of their own experts, as this package's runtime does."""
 
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
 ROW_COPIES: Mapping[Dispatcher, int] = {"gather": 2, "alltoall": 4, "deepep": 2, "hybridep": 0}
-"""Number of times that a row is copied within a rank on its way to an expert and back. For NCCL's
-all-to-all rows are sorted by rank, and those received by expert; HybridEP's kernels sort them as
-they send (deepseek-ai/DeepEP, branch hybrid-ep)."""
+"""Number of times that a token's row is copied within a rank on its way to an expert and back. For
+NCCL's all-to-all rows are sorted by rank, and received rows by expert; HybridEP's kernels sort them
+as they send (deepseek-ai/DeepEP, branch hybrid-ep)."""
 
 Routing = Literal["any", "neighbours"]
-"""Choice of the experts that a token visits. ``neighbours``: the next k in a row, as gates of
-benchmarks deal them out (the balanced gate of NVIDIA's NeMo AutoModel), mostly on one host."""
+"""Choice of the k experts that a token visits. ``any``: every choice is as likely. ``neighbours``:
+the next k in turn, as the balanced gate of NVIDIA's NeMo AutoModel does in benchmarks, mostly on
+one host."""
 
 GroupLimit = tuple[int, int]
-"""Number of groups, of neighbours, into which a router divides the experts, and number of groups
+"""Limit of a router: the number of equal groups of neighbouring experts, and the number of groups
 that it first chooses for a token."""
 
 WITHIN_SHARE = 0.75
-"""Share of the rate of collectives within a host that both reach: 494 and 420 GB/s (DeepEP, 24
-units), 536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in bfloat16
-(deepseek-ai/DeepEP, branch hybrid-ep)."""
+"""Share of the rate of collectives within a host that DeepEP and HybridEP reach: 494 and 420 GB/s
+(DeepEP, 24 units), 536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in
+bfloat16 (deepseek-ai/DeepEP, branch hybrid-ep)."""
 BETWEEN_SHARE = 0.8
-"""Share of the rate between hosts: HybridEP on 64 H100 of 8 hosts brings 41 to 48 GB/s of tokens to
-their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
+"""Share of the network's rate between hosts that they reach: HybridEP on 64 H100 of 8 hosts brings
+41 to 48 GB/s of tokens to their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
 
 
 def dispatch_seconds(
@@ -59,7 +60,8 @@ def dispatch_seconds(
     routing: Routing = "any",
     limit: GroupLimit = (1, 1),
 ) -> float:
-    """Seconds in which each rank of ``group`` sends its tokens of ``num_bytes`` to their experts.
+    """Return the seconds in which each rank of ``group`` sends its tokens, ``num_bytes`` in all, to
+    the ``copies`` experts that each token visits, of ``num_experts`` spread evenly over the ranks.
 
     >>> from ..cluster.cluster import Link
     >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
@@ -86,7 +88,9 @@ def dispatch_seconds(
 def distinct_places(
     places: int, copies: int, num_experts: int, limit: GroupLimit = (1, 1)
 ) -> float:
-    """The mean number of ``places`` that hold the ``copies`` different experts of a token.
+    """Return the mean number of ``places`` (ranks or hosts, with equally many experts each) that
+    hold the ``copies`` different experts of a token, with every choice as likely under the router's
+    ``limit``.
 
     >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
     (1.0, 8.0, 1.667)
@@ -110,7 +114,8 @@ def distinct_places(
 def neighbouring_places(
     places: int, copies: int, num_experts: int, _limit: GroupLimit = (1, 1)
 ) -> float:
-    """The mean number of ``places`` that hold the ``copies`` next experts of each token in turn.
+    """Return the mean number of ``places`` (ranks or hosts, with equally many experts each) that
+    hold a token's experts, where each token in turn visits the next ``copies`` of ``num_experts``.
 
     >>> neighbouring_places(4, 2, 8), neighbouring_places(8, 4, 8), neighbouring_places(2, 3, 8)
     (1.0, 4.0, 1.5)

@@ -11,11 +11,13 @@ from itertools import accumulate, zip_longest
 from .tables import Algorithm, Counts, Hosts, Levels, Made, Message, Round, Rounds, Shape
 
 Gather = Callable[[Sequence[int], Sequence[Sequence[int]]], Rounds]
-"""An all-gather's rounds by the order of its ranks and the parts that each begins with."""
+"""Function that returns an all-gather's rounds, from the order of its ranks and the parts that each
+rank begins with."""
 
 
 def mirrored(gather: Rounds) -> Rounds:
-    """Return the reduce-scatter that undoes an all-gather: its messages backwards, adding."""
+    """Return the rounds of the reduce-scatter that reverses an all-gather: each message goes back,
+    in reverse order, and its receiver adds."""
     return tuple(
         tuple(Message(m.receiver, m.sender, m.parts, adds=True) for m in messages)
         for messages in reversed(gather)
@@ -23,12 +25,14 @@ def mirrored(gather: Rounds) -> Rounds:
 
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
-    """Return the mirror image of an all-gather, which counts as much."""
+    """Return the reduce-scatter that mirrors an all-gather; its counts of messages and bytes are
+    equal."""
     return _derived(gather, lambda counts: counts, mirrored)
 
 
 def all_reduce(gather: Algorithm) -> Algorithm:
-    """Return the all-reduce that reduce-scatters by a gather's mirror image, then gathers."""
+    """Return the all-reduce that does the reduce-scatter mirroring ``gather``, then ``gather``
+    itself."""
     return _derived(gather, Counts.doubled, lambda rounds: mirrored(rounds) + rounds)
 
 
@@ -47,17 +51,19 @@ def _derived(
 
 
 def side_by_side(*groups: Sequence[Round]) -> Rounds:
-    """Return the rounds of groups that work at the same time."""
+    """Return rounds that merge the rounds of several groups of ranks, which work at the same
+    time."""
     return tuple(sum(messages, ()) for messages in zip_longest(*groups, fillvalue=()))
 
 
 def is_power_of_two(count: int) -> bool:
-    """Return true for 1, 2, 4, …"""
+    """Return true for a count of 1, 2, 4, …"""
     return count & (count - 1) == 0
 
 
 def _fold(n: int) -> int:
-    """Return the further rounds of a butterfly of n ranks: f."""
+    """Return the number of further rounds of a butterfly of n ranks: 0 for n = 2^k, else 2, in
+    which the ranks beyond 2^k hand in their values before and receive the result after."""
     return 0 if is_power_of_two(n) else 2
 
 
@@ -70,7 +76,7 @@ def _log2_floor(count: int) -> int:
 
 
 def count_ring(shape: Shape) -> Counts:
-    """Count one way around a ring.
+    """Count the messages and bytes of one way around a ring of ranks, as an all-gather sends them.
 
     On equal links (n − 1)·α and (n − 1)/n·S/β (Thakur, 4.1, 4.2). Over hosts a part takes
     n − 1 hops, up to h of them between hosts: h·α2 + (n − 1 − h)·α1. p rings run at once,
@@ -87,7 +93,8 @@ def count_ring(shape: Shape) -> Counts:
 
 
 def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
-    """Pass on around ``order`` the parts that came last; place i begins with owned[i]."""
+    """Return the rounds of an all-gather around a ring of the ranks ``order``: each rank passes on
+    the parts that it received last. The rank at place i begins with the parts ``owned[i]``."""
     n = len(order)
     return tuple(
         tuple(Message(order[i], order[(i + 1) % n], tuple(owned[(i - step) % n])) for i in range(n))
@@ -96,7 +103,8 @@ def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
 
 
 def _make_ring(hosts: Hosts, _: int) -> Made:
-    """Make one ring, or over hosts one per rank of the smallest, each leaving at another rank."""
+    """Make the table of an all-gather around a ring; over several hosts around one ring per rank of
+    the smallest host, each of which leaves the hosts at another rank."""
     n, rings = sum(hosts), min(hosts) if len(hosts) > 1 else 1
     parallel = []
     for ring in range(rings):
@@ -106,7 +114,7 @@ def _make_ring(hosts: Hosts, _: int) -> Made:
 
 
 def rotated(hosts: Hosts, start: int) -> list[list[int]]:
-    """Return the ranks of each host, from the ``start``-th on and around."""
+    """Return the ranks of each host in order from its ``start``-th rank on, then from its first."""
     firsts = accumulate(hosts, initial=0)
     return [
         [first + (start + place) % count for place in range(count)]
@@ -115,7 +123,8 @@ def rotated(hosts: Hosts, start: int) -> list[list[int]]:
 
 
 def _count_doubling(shape: Shape) -> Counts | None:
-    """Count log2 n·α + (n − 1)/n·S/β, n a power of two (Thakur, 4.1; NCCL 2.23's PAT)."""
+    """Count messages and bytes of an all-gather by recursive doubling: log2 n·α + (n − 1)/n·S/β, n
+    a power of two (Thakur, 4.1; NCCL 2.23's PAT)."""
     n = shape.n
     if not (shape.is_flat and shape.is_even and is_power_of_two(n)):
         return None
@@ -123,7 +132,9 @@ def _count_doubling(shape: Shape) -> Counts | None:
 
 
 def _doubling_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
-    """Exchange all parts between places at distance 1, 2, 4, …; their number is 2^k."""
+    """Return the rounds in which ranks at distance 1, 2, 4, … in ``order`` exchange all parts that
+    they hold. The number of ranks is 2^k; the rank at place i begins with the parts ``owned[i]``.
+    """
     n, rounds = len(order), []
     for distance in powers_below(n):
         held = [
@@ -148,11 +159,9 @@ def own_parts(n: int) -> list[list[int]]:
 
 
 def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algorithm:
-    """Return an all-gather between equal places of all hosts, then around each host's ring.
-
-    steps·α2 + (p − 1)·α1 and (h − 1)/h·S/p/β2 + (p − 1)/p·S/β1; steps are h − 1 by rings,
-    log2 h by doubling, h a power of two.
-    """
+    """Return the all-gather that first gathers between the ranks at equal places of all hosts, by
+    ``between`` in ``steps(h)`` rounds, then around each host's ring. (h − 1)·α2 (rings) or log2
+    h·α2 (doubling, h a power of two) + (p − 1)·α1, and (h − 1)/h·S/p/β2 + (p − 1)/p·S/β1."""
 
     def count(shape: Shape) -> Counts | None:
         _, p, h = shape
@@ -178,7 +187,8 @@ def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algori
 
 
 def count_butterfly(shape: Shape) -> Counts | None:
-    """Count recursive doubling: (log2 m + f)·(α + S/β) (Thakur, 4.5)."""
+    """Count messages and bytes of an all-reduce by recursive doubling: (log2 m + f)·(α + S/β)
+    (Thakur, 4.5)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps = shape.on_one_level(_log2_floor(shape.n) + _fold(shape.n))
@@ -186,7 +196,8 @@ def count_butterfly(shape: Shape) -> Counts | None:
 
 
 def count_halving_doubling(shape: Shape) -> Counts | None:
-    """Count 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β): halving, doubling (Rabenseifner 2004)."""
+    """Count messages and bytes of an all-reduce by recursive halving, then doubling (Rabenseifner
+    2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps, fold = _log2_floor(shape.n), _fold(shape.n)
@@ -223,7 +234,8 @@ def _folded(hosts: Hosts, num_parts: int, core_rounds: Callable[[Sequence[int]],
 
 
 def _exchange_rounds(order: Sequence[int]) -> Rounds:
-    """Exchange and add the whole tensor between places at distance 1, 2, 4, …"""
+    """Return the rounds in which ranks at distance 1, 2, 4, … in ``order`` exchange and add the
+    whole tensor."""
     n = len(order)
     return tuple(
         tuple(Message(order[i], order[i ^ distance], (0,), adds=True) for i in range(n))

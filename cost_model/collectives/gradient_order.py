@@ -26,25 +26,26 @@ from typing import NamedTuple
 from ..simulator.overlap import Collectives
 
 STEPS = 4
-"""Number of simulated steps, of which the last gives the period."""
+"""Number of simulated training steps, of which the last gives the time of a step."""
 
 
 class SumSeconds(NamedTuple):
-    """A sum of gradients that are complete after the backward of ``block`` (-1: after all)."""
+    """Seconds of a sum of gradients that are complete after the backward of ``block`` (-1: of all
+    blocks)."""
 
     block: int
     seconds: float
 
     @property
     def needed_by(self) -> int:
-        """First block that may read the parameters in a forward."""
+        """First block whose forward may read the parameters that the sum updates."""
         return max(self.block, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSeconds:
-    """Seconds of a rank by block: ``forward`` and ``backward`` of one micro-batch, ``update`` of a
-    step. While sums run, ``slowed_share`` of compute is lost."""
+    """Seconds of a rank's work for each block: ``forward`` and ``backward`` of one micro-batch,
+    ``update`` of a step. While sums of gradients run, ``slowed_share`` of compute is lost."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -54,7 +55,7 @@ class BlockSeconds:
 
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
-    """Return the numbers of the sums in the order in which they are started.
+    """Return the numbers of the sums of gradients in the order in which they are started.
 
     Whenever the links are free, the next is the sum that the forward needs first, among sums whose
     gradients are there.
@@ -78,7 +79,8 @@ def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[in
 
 
 def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
-    """Return when each block's gradients are complete, from the start of the last backward."""
+    """Return the seconds from the start of the last backward until each block's gradients are
+    complete."""
     ends = list(accumulate(reversed(blocks.backward)))
     return {**dict(enumerate(reversed(ends))), -1: ends[-1] if ends else 0.0}
 
@@ -86,9 +88,10 @@ def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
 def step_seconds(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], *, overlaps_steps: bool
 ) -> float:
-    """Seconds of a step in the middle of a run; ``sums`` are started in their order.
+    """Return the seconds of a training step in a long sequence; ``sums`` start in their given
+    order.
 
-    With ``overlaps_steps`` the next forward waits at each block for the block's own sums.
+    With ``overlaps_steps`` the next forward waits at each block only for the block's own sums.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> sums = [SumSeconds(1, 1.0), SumSeconds(0, 1.0)]
@@ -116,7 +119,8 @@ def step_seconds(
 def _forward(
     blocks: BlockSeconds, links: Collectives, now: float, done: Sequence[tuple[int, float]]
 ) -> float:
-    """Return the end of a step's first forward, if the last step's sums end as ``done`` says."""
+    """Return the end of a step's first forward, which starts at ``now``; ``done`` are (block that
+    needs it, end) of each sum of the last step."""
     for block, seconds in enumerate(blocks.forward):
         ends = [end for needed_by, end in done if needed_by == block]
         if ends:
@@ -129,7 +133,8 @@ def _forward(
 def _last_backward(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], links: Collectives, now: float
 ) -> tuple[float, list[tuple[int, float]]]:
-    """Return the end of the backward, and of each sum with the block that needs it."""
+    """Return the end of the last backward, and for each sum the block that needs it and the sum's
+    end."""
     done: list[tuple[int, float]] = []
     for block in reversed(range(len(blocks.backward))):
         now = links.finish(now, blocks.backward[block])

@@ -20,7 +20,8 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Message(NamedTuple):
-    """``sender`` sends ``parts``; ``receiver`` adds them to its own, or else copies them."""
+    """Message of a round: ``sender`` sends ``parts``; ``receiver`` adds them to its own if
+    ``adds``, else copies them."""
 
     sender: int
     receiver: int
@@ -33,7 +34,8 @@ Round = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An algorithm on ranks 0 … n − 1, numbered host by host. A broadcast starts at rank 0."""
+    """Table of an algorithm's messages between ranks 0 … n − 1, numbered host by host. ``hosts``:
+    number of ranks on each host. A broadcast starts at rank 0."""
 
     kind: CollectiveKind
     name: str
@@ -46,7 +48,7 @@ class Table:
         return sum(self.hosts)
 
     def host_of(self) -> tuple[int, ...]:
-        """Return each rank's host."""
+        """Return the number of each rank's host."""
         return tuple(host for host, count in enumerate(self.hosts) for _ in range(count))
 
     def messages(self) -> Iterator[Message]:
@@ -55,7 +57,8 @@ class Table:
 
 
 class Levels(NamedTuple):
-    """Counts within hosts, between hosts, and on the slower of the two kinds of link."""
+    """Counts of messages, or of the tensor's bytes as a multiple, within hosts and between hosts,
+    and ``slowest``, those that take the slower of the two kinds of link."""
 
     intra: float
     inter: float
@@ -63,7 +66,7 @@ class Levels(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Layout of a group: n ranks, p on the host with the fewest, h hosts."""
+    """Layout of a group on hosts: n ranks, p of them on the host with the fewest, h hosts."""
 
     n: int
     p: int
@@ -79,7 +82,8 @@ class Shape(NamedTuple):
         return self.n == self.p * self.h
 
     def on_one_level(self, count: float) -> Levels:
-        """Return a count on the one kind of link of a flat group, else on the slower kind.
+        """Return a count as that of the one kind of link of a flat group, else of the slower kind
+        of link.
 
         >>> Shape(4, 4, 1).on_one_level(3.0)
         Levels(intra=3.0, inter=0, slowest=0)
@@ -90,11 +94,12 @@ class Shape(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The messages in turn and the tensors through the busiest rank, on each level.
+    """Costs of an algorithm: ``messages`` that follow each other, and bytes through the busiest
+    rank, as multiples of the tensor's (``tensors``).
 
-    ``at_once``: the levels carry their bytes at the same time. ``num_posts``: further peers that a
-    rank posts messages to at once. ``num_hops``: length of a chain along which the tensor goes in
-    the best number of pieces; ``messages`` are then the first piece's.
+    ``at_once``: links within and between hosts carry bytes at the same time. ``num_posts``: further
+    peers that a rank posts messages to at once. ``num_hops``: length of a chain along which the
+    tensor goes in the best number of parts; ``messages`` are then the first part's.
     """
 
     messages: Levels
@@ -104,7 +109,7 @@ class Counts(NamedTuple):
     num_hops: int = 0
 
     def doubled(self) -> Counts:
-        """Return the counts of an algorithm that runs twice: there and back."""
+        """Return the counts of an algorithm that runs twice, there and back."""
         messages, tensors = (Levels(*(2 * count for count in each)) for each in self[:2])
         return self._replace(messages=messages, tensors=tensors)
 
@@ -113,14 +118,15 @@ Hosts = tuple[int, ...]
 """Number of ranks on each host."""
 Rounds = tuple[Round, ...]
 Made = tuple[int, Rounds]
-"""A table's number of parts, and its rounds."""
+"""Number of parts of a table, and its rounds of messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """An algorithm's counts by shape, and its rounds by hosts and number of pieces.
+    """Collective algorithm: ``count`` returns its counts for a layout, ``make`` its table of
+    messages for the ranks of each host and the number of parts of a pipeline.
 
-    Either is None where the algorithm does not exist for such a layout: recursive doubling of an
+    Either returns None where the algorithm does not exist for a layout: recursive doubling of an
     all-gather needs 2^k ranks, a hierarchy needs hosts with equally many ranks.
     """
 
@@ -149,10 +155,8 @@ def final_parts(table: Table, rank: int) -> tuple[int, ...]:
 
 
 def wrong_parts(table: Table) -> list[str]:
-    """Describe the parts that ranks lack or end with wrongly; empty for a right table.
-
-    Each part is followed as the list of ranks whose numbers are summed in it.
-    """
+    """Describe the parts that ranks lack or end with wrongly in a table; empty for a right table.
+    Each part is followed as the list of ranks whose values are summed in it."""
     ranks = range(table.num_ranks)
     held: list[dict[int, tuple[int, ...]]] = [
         dict.fromkeys(starting_parts(table, rank), (rank,)) for rank in ranks
@@ -179,18 +183,16 @@ def wrong_parts(table: Table) -> list[str]:
 
 
 def rounds(table: Table) -> Levels:
-    """Count the rounds within hosts, and the rounds in which a message crosses hosts."""
+    """Count a table's rounds within hosts, and its rounds in which a message crosses hosts."""
     host = table.host_of()
     inter = sum(any(host[m.sender] != host[m.receiver] for m in r) for r in table.rounds)
     return Levels(len(table.rounds) - inter, inter)
 
 
 def chain(table: Table) -> Levels:
-    """Count the messages of the longest chain in which each passes on parts of the last.
-
-    It bounds the latency of a pipelined algorithm, whose rings or trees run on their own.
-    Messages between hosts count first, as they take longer.
-    """
+    """Count the messages, within and between hosts, of the longest chain in which each passes on
+    parts of the last. It bounds the latency of a pipelined algorithm, whose rings or trees run on
+    their own. Messages between hosts count first, as they take longer."""
     host = table.host_of()
     longest: dict[tuple[int, int], tuple[int, int]] = {}
     for messages in table.rounds:
@@ -209,17 +211,14 @@ def chain(table: Table) -> Levels:
 
 
 def bytes_in_rounds(table: Table) -> Levels:
-    """Return the most tensors that one rank sends or receives per round, summed over rounds.
-
-    1.0 is all bytes of the tensor, or of one rank's input of an all-to-all.
-    """
+    """Return the bytes that the busiest rank sends or receives in each round, summed over rounds.
+    They are multiples of the tensor's bytes, or of one rank's input of an all-to-all."""
     return _busiest_tensors(table, table.rounds)
 
 
 def busiest_bytes(table: Table) -> Levels:
-    """Return the most tensors that one rank sends or receives in all on a level.
-
-    It bounds the time of a pipelined algorithm with many parts.
+    """Return the bytes that the busiest rank sends or receives in all, within and between hosts, as
+    multiples of the tensor's bytes. They bound the time of a pipelined algorithm with many parts.
     """
     return _busiest_tensors(table, (tuple(table.messages()),))
 
@@ -233,7 +232,7 @@ def _busiest_tensors(table: Table, rounds: Rounds) -> Levels:
 
 
 def sent_bytes(table: Table, rank: int) -> float:
-    """Return the tensors that ``rank`` sends in all."""
+    """Return the bytes that ``rank`` sends in all, as a multiple of the tensor's bytes."""
     sent = sum(len(m.parts) for m in table.messages() if m.sender == rank)
     return sent / table.num_parts
 
@@ -241,10 +240,9 @@ def sent_bytes(table: Table, rank: int) -> float:
 def busiest_port(
     messages: Iterable[Message], host: Sequence[int], *, crosses: bool, by_host: bool = False
 ) -> int:
-    """Return the most parts through one port of a level, in one direction.
-
-    Each rank has a port of its own, or with ``by_host`` all ranks of a host share one.
-    """
+    """Return the number of parts through the busiest port in one direction, within hosts or, with
+    ``crosses``, between hosts. ``host``: each rank's host. Each rank has a port of its own, or with
+    ``by_host`` all ranks of a host share one."""
     sent, received = [0] * len(host), [0] * len(host)
     for message in messages:
         sender, receiver = host[message.sender], host[message.receiver]

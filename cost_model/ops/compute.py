@@ -55,7 +55,8 @@ and 4.6 % on B200 (MXFP8; pytorch/ao, torchao/float8 and torchao/prototype/mx_fo
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Speed of a device in one family and dtype: all that ``seconds`` needs."""
+    """Speed of a device for one family of ops (see the module) and dtype: all that ``seconds``
+    needs."""
 
     launch_seconds: float
     ramp_seconds: float
@@ -63,7 +64,8 @@ class Rate:
     seconds_per_byte: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of an op; 0 without work (a view)."""
+        """Return the seconds of an op of these FLOPs and bytes; 0 for an op without either (a
+        view)."""
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0
@@ -71,12 +73,9 @@ class Rate:
 
 
 def rate(device: Device, family: str, dtype: str) -> Rate:
-    """The rate of ``family`` in ``dtype`` on ``device``.
-
-    An unknown family is taken as "elementwise". A family has the efficiency of the format where the
-    device gives one. Float32 products of the families that the
-    device computes in TF32 run at its peak for that.
-    """
+    """Return the speed of ops of ``family`` in ``dtype`` on ``device``. An unknown family is taken
+    as "elementwise". A family has the efficiency of the dtype where the device gives one. Float32
+    products of the families that the device computes in TF32 run at its peak for TF32."""
     computes = family in COMPUTE_FAMILIES
     known = family if computes or family in MEMORY_FAMILIES else "elementwise"
     efficiency = _efficiency(device, known, dtype)
@@ -95,7 +94,8 @@ def rate(device: Device, family: str, dtype: str) -> Rate:
 
 
 def with_attention(device: Device, kernel: str) -> Device:
-    """Return the device as attention runs there in a kernel for which it has an efficiency."""
+    """Return the device with the efficiency of attention that it has for ``kernel``, if it has
+    one."""
     own = device.efficiency.get(f"attention_{kernel}")
     if own is None:
         return device
@@ -110,7 +110,8 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 
 class OpWork(Protocol):
-    """The work of an op on one rank, forward and backward: see ``planner.rules.work``."""
+    """Work of an op on one rank, forward and backward; ``planner.rules.work`` explains the
+    properties."""
 
     @property
     def family(self) -> str: ...
@@ -135,12 +136,12 @@ class OpWork(Protocol):
 
 
 _DRAWN_BYTES = 64
-"""Bytes moved on a CPU to count one 32-bit random number: some passes over int32. A GPU computes
-it where it is used, in the kernel that reads and writes the tensor."""
+"""Bytes moved on a CPU that take as long as drawing one 32-bit random number: some passes over
+int32. A GPU draws it in the kernel that reads and writes the tensor."""
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
-    """Seconds of the device forward and backward of an op's local work."""
+    """Return the device's seconds of an op's work on one rank, forward and backward."""
     own = rate(device, work.family, dtype)
     if device.num_units and work.products_forward:
         if work.family == "matmul":
@@ -159,11 +160,11 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
 
 
 def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
-    """Seconds in which the host issues the kernels of an op, forward and backward.
+    """Return the seconds in which the host issues the kernels of an op, forward and backward.
 
     The host runs ahead of the device: of many ops in a row, the sum of these and the sum of
-    ``work_seconds`` (and of the collectives among them) pass at the same time, and the run
-    takes the larger.
+    ``work_seconds`` (and of the collectives among them) pass at the same time, and the ops take the
+    longer of the two.
     """
     return (
         device.issue_seconds * work.kernels_forward,
@@ -174,11 +175,9 @@ def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
 def eight_bit_seconds(
     device: Device, work: OpWork, dtype: str, factor_dtype: str, cast_bytes: float
 ) -> tuple[float, float]:
-    """Return ``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
-
-    ``cast_bytes`` are moved per element that is cast: forward both factors, backward the output's
-    gradient, a kernel each.
-    """
+    """Return the ``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
+    ``cast_bytes`` are moved per element that is cast, by a kernel for each tensor: both factors in
+    the forward, the output's gradient in the backward."""
     plain = replace(rate(device, "matmul", dtype), ramp_seconds=0.0)
     own = replace(plain, seconds_per_flop=rate(device, "matmul", factor_dtype).seconds_per_flop)
     comes_in_waves = device.num_units and work.products_forward
@@ -246,11 +245,12 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """Return the dense peak in ``dtype``, or in the dtype it is emulated in.
+    """Return a device's dense peak FLOPs per second in ``dtype``, or in the dtype that it uses
+    instead.
 
-    float16 without its own figure runs as bfloat16 or float32, bfloat16 as float32: a GPU
-    without units for it computes in float32. float64 without
-    one at 1/64 of float32, the ratio of GPUs made for graphics; integers as float32.
+    float16 without its own figure runs as bfloat16 or float32, and bfloat16 as float32, which a GPU
+    without units for them computes in; float64 at 1/64 of float32, the ratio of GPUs made for
+    graphics; integers as float32.
     """
     peaks = device.peak_flops
     if dtype in peaks:
@@ -262,7 +262,8 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 
 def least_seconds(cluster: Cluster, flops: Mapping[str, float], dtype: str) -> float:
-    """Seconds of FLOPs, by family, at the peaks of all devices together, computed in ``dtype``."""
+    """Return the seconds of ``flops``, by family of ops, if all devices of a cluster work at their
+    peaks for ``dtype``."""
     by_peak: dict[float, float] = {}
     for family, number in flops.items():
         peak = sum(

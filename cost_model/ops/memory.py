@@ -23,16 +23,18 @@ OPTIMIZER_STATES = {
     "rmsprop": 1,
     "sgd": 0,
 }
-"""Tensors of a parameter's size that each optimizer keeps."""
+"""Number of state tensors, each as large as a parameter, that each optimizer keeps per
+parameter."""
 
 
 GradientDtype = Literal["master", "compute"]
-"""The format in which gradients are summed and held: the master's, or that of the compute."""
+"""Format in which gradients are summed and held: the master parameters', or the compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """Ways to hold states. ``offload``: masters and optimizer states in the host's memory."""
+    """Options for how parameters, gradients and optimizer states are held in memory. ``offload``:
+    master parameters and optimizer states lie in the host's memory."""
 
     gradient_dtype: GradientDtype = "master"
     offload: bool = False
@@ -42,17 +44,17 @@ DEFAULT = StateOptions()
 
 
 class PolicyError(ValueError):
-    """There is no precision or optimizer of this name."""
+    """Error for an unknown precision or optimizer, or an impossible ZeRO stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """Bytes per parameter.
+    """Bytes per parameter of each training state, in one precision and with one optimizer.
 
     ``parameter_bytes``: the copy that the optimizer steps; ``gradient_bytes``: the reduced
     gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
-    computes, in ``compute_dtype``. ``host_bytes``: of masters and optimizer states in the host's
-    memory; then ``parameter_bytes`` are of the copy that the device holds instead, and
+    computes, in ``compute_dtype``. ``host_bytes``: of masters and optimizer states offloaded to the
+    host's memory; then ``parameter_bytes`` are of the copy that the device holds instead, and
     ``optimizer_bytes`` 0.
     """
 
@@ -66,7 +68,8 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """True where the copy that computes is not the copy that is stepped."""
+        """True where forward and backward compute with another copy of the parameters than the
+        optimizer steps."""
         return self.gathered_bytes != self.parameter_bytes
 
     @property
@@ -83,7 +86,8 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that a rank holds from step to step. ``parameters`` counts a lasting gathered copy."""
+    """Bytes of training states that a rank holds from step to step. ``parameters`` includes the
+    gathered copy, if one is kept."""
 
     parameters: int
     gradients: int
@@ -97,11 +101,12 @@ class StateBytes:
 def policy(
     precision: str, optimizer: str = "adamw", options: StateOptions = DEFAULT
 ) -> PrecisionPolicy:
-    """The policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
+    """Return the policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
 
     bf16, fp16 and fp8 are mixed: float32 parameters, gradients reduced and kept in float32, compute
-    in half precision; in fp8 values are bfloat16, of which products cast their factors. With
-    gradients of ``compute`` these are summed and kept in half precision, and cast for the step.
+    in half precision; in fp8 values are bfloat16, and matrix products cast their factors to 8 bits.
+    With ``options.gradient_dtype`` "compute", gradients are summed and kept in half precision, and
+    cast for the optimizer's step.
 
     >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
     PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
@@ -134,7 +139,8 @@ def policy(
 
 
 def policy_on(kind: str, rules: PrecisionPolicy) -> PrecisionPolicy:
-    """The policy as a device of a kind holds it: a CPU's memory is the host's."""
+    """Return the policy for a device of a kind ("cpu", "cuda"): on a CPU, offloaded bytes count as
+    the device's, as its memory is the host's."""
     if kind != "cpu" or not rules.host_bytes:
         return rules
     return replace(rules, optimizer_bytes=rules.host_bytes)
@@ -148,14 +154,14 @@ def state_bytes(
     *,
     wrapped: bool = False,
 ) -> StateBytes:
-    """Bytes of the states of ``numel_local`` parameters, the part that tensor and pipeline
-    parallelism leave to this rank, under ZeRO stage ``zero`` over ``shards`` ranks.
+    """Return the bytes of the states of ``numel_local`` parameters, the part that tensor and
+    pipeline parallelism leave to this rank, under ZeRO stage ``zero`` over ``shards`` ranks.
 
-    Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients
-    too; in both (and in stage 0 with mixed precision) a gathered copy of the parameters
-    stays. Stage 3 gathers a block at a time: see ``exchange_bytes``. ``wrapped`` says that
-    fully_shard holds the parameters even where nothing is sharded; it then keeps a copy
-    of its own in a group of one too. It never does in stage 0.
+    Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients too; in
+    both (and in stage 0 with mixed precision) a gathered copy of the parameters stays. Stage 3
+    gathers a block at a time: see ``exchange_bytes``. ``wrapped`` says that fully_shard holds the
+    parameters even where nothing is sharded; in stages 1 and 2 it then keeps a gathered copy in a
+    group of one rank too.
 
     >>> state_bytes(1000, policy("fp32"), 0, 1)
     StateBytes(parameters=4000, gradients=4000, optimizer=8000)
@@ -177,9 +183,9 @@ def state_bytes(
 
 
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
-    """Bytes that ``numel`` parameters of a block, and their gradients, take beside the states
-    while they are exchanged over ``shards`` ranks: half of it, as the running block and the
-    next one count alike.
+    """Return the bytes, beside the states, of buffers in which ``numel`` parameters of a block and
+    their gradients are exchanged over ``shards`` ranks: half of them, as the running block and the
+    next one are exchanged at once and each counts its half.
 
     ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
     the running block's whole gradient, and the buffer in which the last one's is reduced;
@@ -200,10 +206,11 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
 def sent_bytes(
     numel: int, policy: PrecisionPolicy, zero: int, shards: int, num_microbatches: int = 1
 ) -> float:
-    """Bytes that a rank sends in a step of data parallelism over ``shards`` ranks.
+    """Return the bytes that a rank sends in a step for ``numel`` parameters of data parallelism
+    over ``shards`` ranks.
 
-    An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them, an all-reduce both.
-    ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every
+    An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them, an all-reduce twice as
+    much. ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every
     micro-batch. ZeRO 1 and 2 gather parameters once, ZeRO 3 twice in every micro-batch. Source:
     Rajbhandari et al. 2020, section 7.
 
@@ -218,7 +225,8 @@ def sent_bytes(
 
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
-    """Return the bytes allocated for a tensor: multiples of 512 on CUDA, of 64 on CPU.
+    """Return the bytes that the allocator takes for a tensor: multiples of 512 on CUDA, of 64 on
+    CPU.
 
     Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
 
@@ -233,12 +241,13 @@ _FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
 
 
 def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
-    """Return the bytes that the allocator loses of memory that comes and goes in a step.
+    """Return the bytes that the allocator loses to fragmentation, of ``moving_bytes`` that are
+    allocated and freed within a step.
 
-    On CUDA 3 % of it: the caching allocator takes memory in segments (2 MiB for tensors
-    up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h)
-    and keeps the rests. The share is an estimate, not a measurement; states are made once,
-    in large segments, and not counted. None on a CPU, where malloc gives pages back.
+    On CUDA 3 % of them: the caching allocator takes memory in segments (2 MiB for tensors up to 1
+    MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h) and keeps the
+    rests. The share is an estimate, not a measurement; states are made once, in large segments, and
+    not counted. None on a CPU, where malloc gives pages back.
     """
     return _FRAGMENTATION[kind] * moving_bytes
 
@@ -249,11 +258,11 @@ _NCCL_COMMUNICATOR_BYTES = 250_000_000
 
 
 def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
-    """Bytes of a device that belong to no tensor of the model, with ``num_groups`` process
-    groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
-    cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per
-    channel, peer and protocol; estimated). On a CPU none: a process's memory for torch itself
-    (0.2 to 0.4 GB) is not counted, nor is it in a device's usable memory.
+    """Return the bytes of a device that belong to no tensor of the model, with ``num_groups``
+    process groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
+    cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per channel,
+    peer and protocol; estimated). On a CPU none: a process's memory for torch itself (0.2 to 0.4
+    GB) is not counted, nor is it in a device's usable memory.
 
     >>> reserve_bytes("cuda", 2)
     1200000000
@@ -264,7 +273,8 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
 
 
 def communicator_bytes(kind: Literal["cuda", "cpu"], count: int) -> int:
-    """Bytes of a device that ``count`` communicators take: see ``reserve_bytes``.
+    """Return the bytes of a device that the buffers of ``count`` NCCL communicators take; 0 on a
+    CPU.
 
     >>> communicator_bytes("cuda", 4), communicator_bytes("cpu", 4)
     (1000000000, 0)

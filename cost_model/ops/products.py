@@ -32,25 +32,26 @@ import math
 from ..cluster.cluster import Device
 
 Product = tuple[int, int, int, int]
-"""Batch, m, n, k."""
+"""Shape of a batched matrix product of m×k by k×n: (batch, m, n, k)."""
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (2, 4, 8)
 REUSE_ELEMENTS = 4000.0
-"""A tile of this many elements reaches half the rate that an endless one would.
-
-Fitted on the eight cuBLASLt products on A100 of Azure/AI-benchmarking-guide@8fd0c6e.
-"""
+"""Elements of an output tile at which a kernel reaches half the FLOP rate of an endless tile.
+Fitted on the eight cuBLASLt products on A100 of Azure/AI-benchmarking-guide@8fd0c6e."""
 FILL_SECONDS = 3e-6
-"""Filling the pipeline of loads and storing the last tile; fitted on the same products."""
+"""Seconds in which a kernel fills its pipeline of loads and stores its last tile; fitted on the
+same products as ``REUSE_ELEMENTS``."""
 ALIGNED_RATE = {16: 1.0, 8: 0.65, 4: 0.65, 2: 0.36, 1: 0.36}
-"""Share of the rate by alignment of the rows in bytes, in formats of two bytes or less.
+"""Share of a product's FLOP rate that is reached, by the alignment of its rows in bytes, in formats
+of two bytes or less.
 
 Fitted on output heads of 50257, 25128, 12564 and 6282 columns in float16 on A100, of which
 the second is aligned: 83, 230, 150 and 146 TFLOP/s (VIA-Research/vTrain, single node).
 """
 ATTENTION_ROWS = 128
-"""Rows of queries (forward) or keys (backward) that one unit takes: FlashAttention-2's block."""
+"""Rows of queries (forward) or keys (backward) in a block of FlashAttention-2, which an SM
+computes."""
 MIN_SPLIT = 256
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -58,7 +59,8 @@ _LARGEST = 256 * 128
 
 
 def reuse(area: int) -> float:
-    """The rate that a tile of this many elements reaches, of the largest tile's.
+    """Return the FLOP rate that an output tile of ``area`` elements reaches, as a share of the
+    largest tile's rate.
 
     >>> reuse(256 * 128)
     1.0
@@ -67,16 +69,19 @@ def reuse(area: int) -> float:
 
 
 _TILE_FLOPS = tuple((m, n, 2 * m * n / reuse(m * n)) for m, n in TILES)
-"""A tile's sides, and per unit of k the FLOPs that its unit could do at the largest's rate."""
+"""For each output tile: its two sides, and the FLOPs that an SM at the largest tile's rate could do
+in the time that the tile takes per element of k."""
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of an element of a floating dtype; two where it is not listed."""
+    """Return the bytes of an element of a floating dtype: 2 for a dtype that ``DTYPE_BYTES``
+    lacks."""
     return DTYPE_BYTES.get(dtype, 2)
 
 
 def alignment(product: Product, dtype: str) -> float:
-    """Return the share of the rate that a product reaches by how its rows lie in memory.
+    """Return the share of its FLOP rate that a product reaches, given the alignment of its rows in
+    memory.
 
     Rows of the output and of the factors have n or k elements. The products of the
     backward have the same rows as the forward's, so they share its alignment.
@@ -99,10 +104,9 @@ def product_seconds(
     bytes_per_second: float,
     aligned: float = 1.0,
 ) -> float:
-    """Seconds of one product on a device with ``num_units``, without its launch.
-
-    ``flops_per_second`` is the rate of the largest tile on all units.
-    """
+    """Return the seconds of one product on a device with ``num_units``, without its kernel launch.
+    ``flops_per_second`` is the rate of the largest tile on all units; ``aligned`` is the product's
+    ``alignment``."""
     if min(product) <= 0:
         return 0.0
     flops = _wave_flops(product, device.num_units, flops_per_second / bytes_per_second)
@@ -111,14 +115,17 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Bytes of the two factors and of the output, which has two per element at least."""
+    """Return the bytes of a product's two factors and its output, which has at least two per
+    element."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))
 
 
 def _wave_flops(product: Product, units: int, flops_per_byte: float) -> float:
-    """FLOPs that all units could do in the time of the cheapest tiling's waves."""
+    """Return the FLOPs that all ``units`` could do while the product's waves of output tiles take,
+    with the cheapest tile and number of splits of k. ``flops_per_byte``: FLOPs of the device in the
+    time in which it moves a byte."""
     batch, m, n, k = product
     best = math.inf
     for tile_m, tile_n, tile_flops in _TILE_FLOPS:
@@ -140,11 +147,9 @@ def attention_seconds(
     flops_per_second: float,
     backward: bool = False,
 ) -> float:
-    """Seconds of fused attention's arithmetic, without its launch: blocks dealt out in waves.
-
-    ``product`` is (batch · heads, queries, keys, head size) and ``flops`` the kernel's own.
-    A unit takes ``ATTENTION_ROWS`` queries of a head forward, as many keys backward.
-    """
+    """Return the seconds of fused attention's arithmetic, without its launch: blocks dealt out in
+    waves. ``product`` is (batch · heads, queries, keys, head size) and ``flops`` the kernel's own.
+    A unit (SM) takes ``ATTENTION_ROWS`` queries of a head forward, as many keys backward."""
     heads, queries, keys, _ = product
     rows = keys if backward else queries
     if heads * rows <= 0:

@@ -27,7 +27,7 @@ _SEED = 1
 
 
 class MeasureError(ProfileError):
-    """An op could not be run on its own; the others can still be measured."""
+    """Error of an op that could not be run on its own; other ops can still be measured."""
 
     def __init__(self, why: str, case: OpCase, fix: str = "") -> None:
         shapes = ", ".join(map(str, case.tensors))
@@ -36,7 +36,8 @@ class MeasureError(ProfileError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op ready to run: ``prepare`` copies the arguments that it writes to."""
+    """Op with its arguments, ready to run. ``leaves``: tensors whose gradients are computed;
+    ``written``: arguments that the op writes to, by position and name, which ``prepare`` copies."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,7 +46,8 @@ class Call:
     written: frozenset[int | str]
 
     def prepare(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments of one run."""
+        """Return the arguments of one execution, with copies of the tensors that the op writes
+        to."""
         if not self.written:
             return self.args, self.kwargs
         args = [
@@ -58,7 +60,7 @@ class Call:
         return tuple(args), kwargs
 
     def another(self) -> Call:
-        """The same call on tensors of its own."""
+        """Return a call of the same op on copies of all tensors."""
         made: dict[int, Tensor] = {}
         args = tuple(_copied(value, made) for value in self.args)
         kwargs = {name: _copied(value, made) for name, value in self.kwargs.items()}
@@ -67,7 +69,8 @@ class Call:
 
 
 def build_call(case: OpCase, device: str) -> Call:
-    """The call of a case on ``device``. Raises ``MeasureError``."""
+    """Build the call of a case's op on ``device``, with random arguments. Raises
+    ``MeasureError``."""
     op = resolve(case)
     args, kwargs = _parse(case)
     values = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
@@ -108,12 +111,14 @@ def _parse(case: OpCase) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _tensor_index(value: Any) -> int | None:
-    """The position in ``OpCase.tensors`` that an argument stands for."""
+    """Return the position in ``OpCase.tensors`` that an argument stands for, None if it is no
+    tensor."""
     return value["tensor"] if isinstance(value, dict) and set(value) == {"tensor"} else None
 
 
 def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """Return the name of each tensor's argument in the schema, and its place in a list."""
+    """Return, by position in ``OpCase.tensors``, each tensor's argument name and its index in a
+    list."""
     roles: dict[int, tuple[str, int]] = {}
     for name, value in values.items():
         for at, item in enumerate(value if isinstance(value, list) else [value]):
@@ -124,7 +129,7 @@ def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
 
 
 def _written(op: Any) -> frozenset[int | str]:
-    """The arguments that the op writes to, by position and by name."""
+    """Return the arguments that the op writes to, each by its position and by its name."""
     found: set[int | str] = set()
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -139,7 +144,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """Return an argument with new tensors, each noted by the tensor that it copies."""
+    """Return an argument with copied tensors; ``made`` collects them by the id of the original."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -150,7 +155,7 @@ def _copied(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
-    """An argument from its JSON."""
+    """Return an argument from its JSON, see ``canonical``; ``tensors`` are the case's."""
     import torch
 
     kind: str
@@ -175,10 +180,8 @@ def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The integers that an op takes: ``high`` is the smallest that is too large for a tensor.
-
-    ``values`` are its arguments by name; ``roles`` name each tensor's argument.
-    """
+    """Bounds of the integers that an op takes as indices. ``values``: the op's arguments by name;
+    ``roles``: each tensor's argument name and its index in a list."""
 
     case: OpCase
     values: Mapping[str, Any]
@@ -192,7 +195,7 @@ class _Limits:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """Return the smallest integer that is too large; None where any will do."""
+        """Return the smallest integer too large for a tensor's elements; None if any is allowed."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":
@@ -251,7 +254,8 @@ def _mask(spec: TensorCase, role: str, generator: Generator) -> Tensor:
 
 
 def _integers(case: OpCase, index: int, generator: Generator, limits: _Limits) -> Tensor:
-    """Integers in [0, high), or in [1, 3) where nothing is indexed: none divides by zero."""
+    """Return random integers in [0, high), or in [1, 3) where nothing is indexed: none divides by
+    zero."""
     import torch
 
     spec, high = case.tensors[index], limits.high(index)

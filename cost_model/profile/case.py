@@ -21,12 +21,13 @@ Product = tuple[int, int, int, int]
 
 
 class ProfileError(FigureError):
-    """Measured times are missing or wrong."""
+    """Error of measured times that are missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCase:
-    """A tensor argument: local shape, dtype by name, and true if its gradient is computed."""
+    """Tensor argument of an op: local shape, name of its dtype, and true if its gradient is
+    computed."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,14 +44,14 @@ class TensorCase:
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """One op at local shapes. Equality and hash follow from the work to run, not the features.
+    """Op at local shapes, to be measured or looked up. Equality and hash ignore the features:
+    family, FLOPs, bytes, products.
 
-    ``op`` is a ``torch.ops`` path (``"aten.linear.default"``); ``tensors`` its tensor
-    arguments in call order, repeats repeated; ``arguments`` all its arguments as
-    ``canonical`` writes them. ``flops`` and ``num_bytes`` are forward and backward;
-    ``products`` are (batch, m, n, k) of each matrix product of the forward, for attention
-    (batch·heads, queries, keys, head size). ``tf32`` are the families whose float32 products
-    this runs in TF32.
+    ``op`` is a ``torch.ops`` path (``"aten.linear.default"``); ``tensors`` its tensor arguments in
+    call order, repeats repeated; ``arguments`` all its arguments as ``canonical`` writes them.
+    ``flops`` and ``num_bytes`` are forward and backward; ``products`` are (batch, m, n, k) of each
+    matrix product of the forward, for attention (batch·heads, queries, keys, head size). ``tf32``
+    are the families whose float32 products are computed in TF32.
     """
 
     op: str
@@ -63,13 +64,14 @@ class OpCase:
     tf32: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """Return the work to run as text: op, tensors, arguments, and families in TF32."""
+        """Return the work to execute as text: op, tensors, arguments, and families in TF32."""
         text = f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
         return text + (f" tf32={','.join(self.tf32)}" if self.tf32 else "")
 
     @property
     def dtype(self) -> str:
-        """Dtype that is computed in: of the first floating tensor, else of the first."""
+        """Name of the dtype that the op computes in: of its first floating tensor, else of its
+        first."""
         if self.tf32:
             return TFLOAT32
         floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]
@@ -86,11 +88,11 @@ def is_floating(dtype: str) -> bool:
 
 
 def canonical(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return arguments as one line of JSON, the same for equal calls.
+    """Return an op's arguments as one line of JSON, the same for equal calls.
 
     A tensor argument is given as ``{"tensor": i}``, its position in ``OpCase.tensors``. Values of
-    torch's own types become ``{"dtype": "float32"}``, ``{"device": ""}`` (a run puts its own in),
-    ``{"memory_format": …}``, ``{"layout": …}``; an infinite or undefined number
+    torch's own types become ``{"dtype": "float32"}``, ``{"device": ""}`` (replaced when the op is
+    executed), ``{"memory_format": …}``, ``{"layout": …}``; an infinite or undefined number
     ``{"float": "inf"}``.
 
     >>> canonical(({"tensor": 0}, (1, 2)), {"p": float("inf")})
@@ -125,11 +127,9 @@ def case_to_json(case: OpCase) -> dict[str, Any]:
 
 
 def case_from_json(values: Mapping[str, Any], *, on_gpu: bool = False) -> OpCase:
-    """Return the case of values of ``case_to_json``. Raises ``ProfileError`` for other values.
-
-    Earlier versions did not write ``tf32`` and measured on GPUs as torch does by default: with
-    convolutions in TF32.
-    """
+    """Return the case that ``case_to_json`` wrote. Raises ``ProfileError`` for other values. Values
+    without ``tf32`` were measured as torch computes by default: on a GPU (``on_gpu``) with
+    convolutions in TF32."""
     try:
         case = OpCase(
             op=str(values["op"]),

@@ -19,14 +19,15 @@ _MOST_FLUSHES = 64
 _GPU_SAMPLES = 5
 _ENGINE_RUNS = 50
 _SETS_BYTES = 64e6
-"""Most bytes that a batch of runs touches: more than a core's own caches hold."""
+"""Most bytes that a batch of timed calls touches: more than a CPU core's own caches hold."""
 _MOST_SETS = 16
 _LEAST_SHARE = 0.1
-"""Least share of a backward that is left where the engine is taken off."""
+"""Least share of a backward's measured time that remains after autograd's start-up time is
+subtracted."""
 
 
 def backward_of(call: Call) -> Backward | None:
-    """The backward of a call, found by running it once; None if it has none."""
+    """Return the backward of a call, found by running the call once; None if it has no backward."""
     import torch
 
     args, kwargs = call.prepare()
@@ -39,7 +40,7 @@ def backward_of(call: Call) -> Backward | None:
 
 
 def flat(value: Any) -> list[Tensor]:
-    """The tensors that an op returned."""
+    """Return the tensors that an op returned, out of nested tuples and lists."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -51,7 +52,7 @@ def flat(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Arguments of a backward: gradients of outputs, by their number."""
+    """Backward of a call: its arguments ``gradients`` are (number of the output, its gradient)."""
 
     gradients: tuple[tuple[int, Tensor], ...]
 
@@ -67,13 +68,13 @@ class Backward:
 
 
 class CpuClock:
-    """Seconds of forwards and backwards by a monotonic clock.
+    """Clock for the seconds of forwards and backwards on a CPU.
 
-    Runs come in batches, as the equal layers of a model do: each has its inputs to itself,
-    all forwards are run before the backwards, and their outputs are kept until then. So
-    memory is as new to an op as in training, where written memory is not soon freed. The time to
-    start autograd's engine, which a step pays once and not once per op, is measured and taken
-    off each backward.
+    Calls come in batches, as the equal layers of a model do: each has its inputs to itself, all
+    forwards are executed before the backwards, and their outputs are kept until then. So memory is
+    as new to an op as in training, where written memory is not soon freed. The time to start
+    autograd's engine, which a step pays once and not once per op, is measured and subtracted from
+    each backward.
     """
 
     def __init__(self, call: Call, backward: Backward | None) -> None:
@@ -86,7 +87,7 @@ class CpuClock:
         self.engine_seconds = _engine_seconds() if backward is not None else 0.0
 
     def samples(self, count: int) -> list[tuple[float, float]]:
-        """Seconds forward and backward of ``count`` runs, at most ``most``."""
+        """Return (seconds forward, seconds backward) of ``count`` executions, at most ``most``."""
         while len(self.calls) < count:
             self.calls.append(self.calls[0].another())
         calls = self.calls[:count]
@@ -117,7 +118,8 @@ class CpuClock:
 
 
 def _engine_seconds() -> float:
-    """Seconds of a backward through no node: that through one, less the step from one to two."""
+    """Return the seconds in which autograd's engine starts: of a backward through one node, less
+    the difference between one node and two."""
     import torch
 
     leaf = torch.zeros(1, requires_grad=True)
@@ -148,10 +150,10 @@ def _seconds_between(first: Any, last: Any) -> float:
 
 
 class CpuStopwatch:
-    """Seconds of a call by a monotonic clock, one by one."""
+    """Stopwatch for single calls, by the host's monotonic clock."""
 
     def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        """Seconds of each of ``count`` calls."""
+        """Return the seconds of each of ``count`` calls."""
         found = []
         for _ in range(count):
             start = time.perf_counter()
@@ -161,18 +163,16 @@ class CpuStopwatch:
 
 
 class GpuStopwatch:
-    """Seconds of a call's kernels by events, over many calls back to back as training has them.
-
-    The stream is first kept busy for as long as the host needs to launch the calls, so their
-    launches are not in the time. One call before the first event lets ranks that run a
-    collective meet.
-    """
+    """Stopwatch for the kernels of a call, by CUDA events around many calls in a row. The stream is
+    first kept busy for as long as the host needs to launch the calls, so their launches are not in
+    the time. One call before the first event lets ranks that run a collective meet."""
 
     def __init__(self) -> None:
         self.filler = Filler()
 
     def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        """Mean seconds of ``count`` calls, in ``_GPU_SAMPLES`` samples or fewer."""
+        """Return the mean seconds of a call in each of up to ``_GPU_SAMPLES`` samples, which share
+        ``count`` calls."""
         num_samples = min(_GPU_SAMPLES, count)
         return [self._sample(call, math.ceil(count / num_samples)) for _ in range(num_samples)]
 
@@ -195,12 +195,12 @@ class GpuStopwatch:
 
 
 def stopwatch(device_type: str) -> CpuStopwatch | GpuStopwatch:
-    """The stopwatch of a device: "cpu" or "cuda"."""
+    """Return the stopwatch for a device type, "cpu" or "cuda"."""
     return GpuStopwatch() if device_type == "cuda" else CpuStopwatch()
 
 
 class Filler:
-    """Work that keeps a GPU's stream busy and its L2 cache without anything of use."""
+    """Work that keeps a GPU's stream busy and overwrites its L2 cache."""
 
     def __init__(self) -> None:
         import torch
@@ -217,17 +217,18 @@ class Filler:
         self.seconds = max(_seconds_between(first, second), 1e-6)
 
     def count_for(self, seconds: float) -> int:
-        """Return the number of runs that outlast ``seconds`` of launches by the host."""
+        """Return the number of fillings that outlast ``seconds`` of kernel launches by the host."""
         return int(min(_MOST_FLUSHES, math.ceil(1.5 * seconds / self.seconds)))
 
     def run(self, count: int) -> None:
-        """Queue ``count`` runs."""
+        """Queue ``count`` fillings, each of which overwrites the buffer."""
         for _ in range(count):
             self.buffer.zero_()
 
 
 class GpuClock:
-    """Seconds of the kernels of a forward and a backward by events in the stream."""
+    """Clock for the seconds of the kernels of a forward and a backward, by CUDA events in the
+    stream."""
 
     most = 1
 
@@ -237,7 +238,8 @@ class GpuClock:
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """Return how often to fill the stream while the host launches the op."""
+        """Return the number of fillings that keep the stream busy while the host launches the
+        op."""
         import torch
 
         torch.cuda.synchronize()
@@ -257,7 +259,7 @@ class GpuClock:
             self.backward.run(outputs, self.call.leaves)
 
     def samples(self, count: int) -> list[tuple[float, float]]:
-        """Seconds forward and backward of ``count`` runs."""
+        """Return (seconds forward, seconds backward) of each of ``count`` executions."""
         return [self._sample() for _ in range(count)]
 
     def _sample(self) -> tuple[float, float]:

@@ -69,11 +69,9 @@ _TRANSFER_KEY = (
 
 
 class Database:
-    """A profile database, open until ``close`` or the end of a ``with``.
-
-    ``path`` is a file (made, with its folder, if missing) or ``":memory:"``; with
-    ``read_only`` the file must exist. Raises ``DatabaseError`` if it cannot be used.
-    """
+    """Profile database in an SQLite file, open until ``close`` or the end of a ``with``. ``path``
+    is a file (made, with its folder, if missing) or ``":memory:"``; with ``read_only`` the file
+    must exist. Raises ``DatabaseError`` if it cannot be used."""
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = str(path)
@@ -101,7 +99,7 @@ class Database:
         return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
 
     def _prepare(self) -> None:
-        """Check the schema's version; a new file gets its tables."""
+        """Check the schema's version; make the tables of a new file."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
             raise DatabaseError("the file is another database, not a profile database", self.path)
@@ -123,7 +121,8 @@ class Database:
             )
 
     def _use_write_ahead_log(self) -> None:
-        """Let readers never wait for the writer. Retried: SQLite does not wait here itself."""
+        """Let readers never wait for the writer. Try again while locked: SQLite does not wait here
+        itself."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -149,7 +148,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise SQLite's errors as ``DatabaseError``."""
+        """Raise errors of SQLite and of the file system as ``DatabaseError``."""
         try:
             yield
         except (sqlite3.OperationalError, OSError) as error:
@@ -165,7 +164,8 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Write all or nothing; the write lock is taken at once, so that waiting works."""
+        """Write all rows of a ``with`` or none; take the write lock at once, so that writers wait
+        in turn."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -181,7 +181,7 @@ class Database:
             return self._connection.execute(query, values).fetchall()
 
     def _find(self, environment: Environment) -> int | None:
-        """The number of an environment, None if nothing was measured there."""
+        """Return the row number of an environment, None if nothing was measured there."""
         if environment not in self._ids:
             rows = self._rows(_FIND_ENVIRONMENT, astuple(environment))
             if not rows:
@@ -190,34 +190,35 @@ class Database:
         return self._ids[environment]
 
     def environments(self) -> tuple[Environment, ...]:
-        """Every environment that something was measured in, oldest first."""
+        """Return every environment in which measurements were taken, oldest first."""
         rows = self._rows("SELECT device, driver, torch, threads FROM environments ORDER BY id")
         return tuple(Environment(*row) for row in rows)
 
     def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
-        """Keep a measurement; it replaces an earlier one of the same case."""
+        """Keep the measurement of an op, in place of an earlier one of the same case."""
         with self._transaction():
             self._write(Record(environment, case, measurement, time.time()))
 
     def put_transfer(self, environment: Environment, transfer: Transfer) -> None:
-        """Keep a measured transfer; it replaces an earlier one of the same size."""
+        """Keep a measured collective or message, in place of an earlier one of the same bytes and
+        group."""
         with self._transaction():
             self._write(Record(environment, transfer, None, time.time()))
 
     def put_failure(self, environment: Environment, case: OpCase, reason: str) -> None:
-        """Keep the reason why a case could not be measured, so that it is not tried again."""
+        """Keep the reason why an op could not be measured, so that it is not tried again."""
         with self._transaction():
             number = self._numbered(environment)
             row = (number, case.key(), reason, time.time())
             self._connection.execute("INSERT OR REPLACE INTO failures VALUES (?,?,?,?)", row)
 
     def failures(self, environment: Environment) -> Mapping[str, str]:
-        """Return the reasons why cases could not be measured, by their keys."""
+        """Return the reasons why ops could not be measured, by the keys of their cases."""
         query = "SELECT key, reason FROM failures WHERE environment=?"
         return dict(self._rows(query, (self._find(environment),)))
 
     def get(self, environment: Environment, case: OpCase) -> Measurement | None:
-        """The measurement of a case, None if there is none."""
+        """Return the measurement of a case, None if it was not measured."""
         rows = self._rows(
             "SELECT body, forward_seconds, backward_seconds, repeats, spread FROM ops"
             " WHERE environment=? AND key=?",
@@ -228,23 +229,21 @@ class Database:
         return Measurement(*rows[0][1:]) if is_it else None
 
     def all(self, environment: Environment) -> Mapping[OpCase, Measurement]:
-        """Every measured op of an environment."""
+        """Return the measurement of every measured op of an environment."""
         return {case: measurement for case, measurement, _ in self._op_rows(environment)}
 
     def all_transfers(self, environment: Environment) -> tuple[Transfer, ...]:
-        """Every measured transfer of an environment."""
+        """Return every measured transfer (collective or message) of an environment."""
         return tuple(transfer for transfer, _ in self._transfer_rows(environment))
 
     def export_file(self, path: str | Path) -> int:
-        """Write all to ``path`` as lines of JSON, and return the number of measurements."""
+        """Write all measurements to ``path`` as lines of JSON, and return their number."""
         return write_records(Path(path), self._records())
 
     def import_file(self, path: str | Path) -> ImportCounts:
-        """Merge an exported file, all of it or, if a line is wrong, nothing.
-
-        Where both have a row, the one with more repeats stays; of equally many the newer,
-        so that the order of merges does not matter.
-        """
+        """Merge an exported file, all of it or, if a line is wrong, nothing. Where file and
+        database have the same row, the row with more repeats stays; of equally many the newer, so
+        that the order of merges does not matter."""
         counts: Counter[str] = Counter()
         with self._transaction():
             for record in read_records(Path(path)):
@@ -259,7 +258,8 @@ class Database:
         return "added" if held is None else "replaced"
 
     def _held(self, record: Record) -> tuple[int, float] | None:
-        """Repeats and time of the row that a record would replace."""
+        """Return (repeats, time of measurement) of the row that a record would replace, None
+        without a row."""
         number = self._find(record.environment)
         if isinstance(record.item, Transfer):
             table, key = "transfers", _TRANSFER_KEY
@@ -272,7 +272,7 @@ class Database:
         return (int(rows[0][0]), float(rows[0][1])) if rows else None
 
     def _write(self, record: Record) -> None:
-        """Write a row, inside a transaction."""
+        """Write the row of a record, inside a transaction."""
         number = self._numbered(record.environment)
         values: tuple[Any, ...]
         if isinstance(record.item, Transfer):
@@ -288,7 +288,8 @@ class Database:
         )
 
     def _numbered(self, environment: Environment) -> int:
-        """The number of an environment, made where it is new. Inside a transaction."""
+        """Return the row number of an environment, adding a new environment; inside a
+        transaction."""
         values = astuple(environment)
         self._connection.execute(
             "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",

@@ -17,16 +17,14 @@ from typing import Literal
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _CPU_FILE = Path("/proc/cpuinfo")
 _DISTINCT_WORDS = frozenset({"PCIE", "NVL"})
-"""Words that tell two boards with one chip apart."""
+"""Words in GPU names that tell apart two boards with the same chip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The environment of a measurement; with the op and its shapes the measurement's key.
-
-    ``device`` is a CPU's model name or the driver's name of the GPU; ``driver`` the GPU driver's
-    version ("" on CPUs); ``threads`` the number of threads of a process on a CPU, 0 on a GPU.
-    """
+    """Environment of a measurement: device, driver, torch version and threads. ``device`` is a
+    CPU's model name or the driver's name of the GPU; ``driver`` the GPU driver's version ("" on
+    CPUs); ``threads`` the number of threads of a process on a CPU, 0 on a GPU."""
 
     device: str
     driver: str
@@ -61,7 +59,8 @@ def environment_of(device: str = "local", *, threads: int | None = None) -> Envi
 
 
 def difference(measured: Environment, wanted: Environment) -> str:
-    """Return the difference as a clause; "" if both agree in all that is known.
+    """Return a clause about the difference of two environments; "" if they agree in all that is
+    known.
 
     >>> here = Environment("cpu A", "", "2.13.0+cpu", 2)
     >>> difference(Environment("cpu A", "", "2.12.1+cpu", 2), here)
@@ -80,10 +79,8 @@ def difference(measured: Environment, wanted: Environment) -> str:
 
 
 def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environment | None:
-    """Return the environment of the same device (and threads) that differs least, or None.
-
-    On equal terms the newest torch counts, then the later in ``measured``.
-    """
+    """Return the environment of the same device (and threads) that differs least from ``wanted``,
+    or None. Among equally near ones the newest torch counts, then the last of ``measured``."""
     candidates = [
         each
         for each in reversed(measured)
@@ -102,7 +99,7 @@ def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environme
 
 
 def is_same_device(measured: Environment, wanted: Environment) -> bool:
-    """Return true where both names mean one device, as "H200" and "NVIDIA H200" do.
+    """Return true if the two environments' names mean one device, as "H200" and "NVIDIA H200" do.
 
     >>> full, preset = Environment("NVIDIA H100 PCIe", "", "", 0), Environment("H100", "", "", 0)
     >>> is_same_device(full, preset)
@@ -121,7 +118,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _release(version: str) -> str:
-    """A version without its build: CPU and CUDA builds of one release compare equal."""
+    """Return a version without its build: CPU and CUDA builds of one release compare equal."""
     return version.split("+")[0]
 
 
@@ -135,7 +132,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_driver() -> str:
-    """The NVIDIA driver's version, "" if neither the kernel nor nvidia-smi tells."""
+    """Return the NVIDIA driver's version, "" if neither the kernel nor nvidia-smi tells."""
     try:
         found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _DRIVER_FILE.read_text())
         if found:

@@ -41,17 +41,18 @@ MIN_SAMPLES = 3
 
 _MOST_OCTAVES = log2(MAX_EXTRAPOLATION) + 1e-9
 _NEAR_OCTAVES = 0.5
-"""Samples nearer than this count equally."""
+"""Distance, in factors of two of the features, within which samples have nearly equal weight."""
 _DAMPING = 0.05
 _REFIT_LIMIT = 48
-"""Maximum number of samples for which the base curve is fitted again without the left-out sample;
-of more samples one hardly changes the fit."""
+"""Number of samples above which leaving one out hardly moves the roofline fit, which is then
+kept."""
 _ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured size. ``features`` are sizes ≥ 1 that the speed depends on."""
+    """Measured execution of an op in one direction. ``features`` are sizes ≥ 1 that its speed
+    depends on."""
 
     features: tuple[float, ...]
     flops: float
@@ -62,10 +63,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples of one kind, ready to be interpolated.
-
-    ``pooled``: they are of several ops and are asked for another op.
-    """
+    """Samples of one kind of op, ready to be interpolated. ``pooled``: the samples are of several
+    ops and are used for another op. ``base``: coefficients of ``fit_base``, if known."""
 
     samples: tuple[Sample, ...]
     pooled: bool = False
@@ -87,7 +86,8 @@ class Curve:
         set_field(self, "logs", np.log(seconds / (work @ fitted)))
 
     def at(self, features: Sequence[float], flops: float, num_bytes: float) -> float | None:
-        """Seconds at a size; None too far outside the samples."""
+        """Return the seconds of an op of these features, FLOPs and bytes; None too far from the
+        samples."""
         place, work = _place(features), np.array((1.0, flops, num_bytes))
         if self._octaves_outside(place, work) > _MOST_OCTAVES:
             return None
@@ -96,7 +96,8 @@ class Curve:
     def estimate(
         self, features: Sequence[float], flops: float, num_bytes: float
     ) -> tuple[float, float] | None:
-        """Seconds at a size and the relative error to expect; None where either is unknown."""
+        """Return the seconds of an op and the relative error to expect; None if either is
+        unknown."""
         place, work = _place(features), np.array((1.0, flops, num_bytes))
         outside = self._octaves_outside(place, work)
         known, errors, overall = self._known_errors
@@ -110,14 +111,16 @@ class Curve:
 
     @cached_property
     def _known_errors(self) -> tuple[Any, Floats, float]:
-        """Samples that others predict, their squared errors, and these errors' mean."""
+        """Indices of the samples that others predict, their squared relative errors, and the
+        errors' mean."""
         known = np.flatnonzero(~np.isnan(self.left_out))
         errors = self.left_out[known] ** 2
         return known, errors, float(errors.mean()) if len(errors) else 0.0
 
     @cached_property
     def left_out(self) -> Floats:
-        """Relative error with which the others predict each sample, or NaN."""
+        """Relative error of each sample's prediction by the other samples; NaN where they are too
+        few."""
         errors = np.full(len(self.samples), np.nan)
         for at, sample in enumerate(self.samples):
             curve = self._without(at)
@@ -142,7 +145,8 @@ class Curve:
         return Curve(others, self.pooled, base)  # type: ignore[arg-type]
 
     def _octaves_outside(self, place: Floats, work: Floats) -> float:
-        """Count the factors of two by which a size leaves the samples: features, FLOPs, bytes."""
+        """Return by how many factors of two a size lies outside the samples, in features, FLOPs or
+        bytes."""
         low, high, least, most = self._box
         over = np.maximum(place - high, low - place)
         wanted = np.log2(np.maximum(work[1:], 1.0))
@@ -151,7 +155,8 @@ class Curve:
 
     @cached_property
     def _box(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """The least and greatest logs of the features, and of FLOPs and bytes."""
+        """Least and greatest base-2 logarithms of the samples' features, then of their FLOPs and
+        bytes."""
         logs = np.log2(np.maximum(self.work[:, 1:], 1.0))
         return (*_ends(self.features), *_ends(logs))
 
@@ -163,13 +168,15 @@ class Curve:
         return found if self.pooled else self._bounded(found, place, work)
 
     def _squares(self, place: Floats) -> Floats:
-        """Squared distances to the samples, in octaves."""
+        """Return the squared distance from ``place`` to each sample, in factors of two of the
+        features."""
         offsets = self.features - place
         squares: Floats = np.einsum("ij,ij->i", offsets, offsets)
         return squares
 
     def _residual(self, place: Floats, squares: Floats) -> float:
-        """log(seconds / base) by a weighted linear regression around ``place``."""
+        """Return log(seconds / base) at ``place`` by a weighted linear regression of the
+        samples."""
         weights = 1.0 / (squares + _NEAR_OCTAVES**2) ** 2
         weights /= weights.sum()
         offsets = self.features - place
@@ -187,7 +194,8 @@ class Curve:
         return float(self.logs.min()), float(self.logs.max())
 
     def _bounded(self, seconds: float, place: Floats, work: Floats) -> float:
-        """Bound seconds by smaller measured ops from below, by larger from above."""
+        """Bound ``seconds`` below by measured ops that are no larger, above by ops that are no
+        smaller."""
         smaller = (self.features <= place + 1e-9).all(axis=1)
         smaller &= (self.work <= work * _ROUNDING).all(axis=1)
         larger = (self.features >= place - 1e-9).all(axis=1)
@@ -204,14 +212,16 @@ class Curve:
 
     @cached_property
     def _joined(self) -> tuple[Floats, Floats]:
-        """The one feature's distinct logs, and log(seconds) there, made monotone."""
+        """Distinct base-2 logarithms of the only feature, and log(seconds) at each, made
+        monotone."""
         sizes, groups = np.unique(self.features[:, 0], return_inverse=True)
         counts = np.bincount(groups).astype(np.float64)
         means = np.bincount(groups, weights=np.log(self._measured)) / counts
         return sizes, pooled_adjacent(means, counts)
 
     def _joined_at(self, place: float, base: float) -> float:
-        """log(seconds / base) on the joined line; past its ends the base goes on."""
+        """Return log(seconds / base) on the line through the samples; beyond its ends ``fit_base``
+        goes on."""
         sizes, values = self._joined
         if sizes[0] <= place <= sizes[-1]:
             return float(np.interp(place, sizes, values) - np.log(base))
@@ -223,7 +233,7 @@ class Curve:
 
     @cached_property
     def _seconds_per_byte(self) -> float:
-        """The base's slope over the one feature, FLOPs taken in proportion to it."""
+        """Seconds per unit of the only feature in the roofline, with FLOPs in proportion to it."""
         sizes = 2.0 ** self.features[:, 0]
         variable = self.work[:, 1:] @ self.coefficients[1:]
         return float((variable / sizes).mean())
@@ -238,11 +248,9 @@ def _place(features: Sequence[float]) -> Floats:
 
 
 def fit_base(work: Floats, seconds: Floats) -> Floats:
-    """(t₀, 1/F, 1/B) ≥ 0 of the least sum of squared relative errors.
-
-    ``work`` has rows (1, FLOPs, bytes). Every choice of terms that may be above zero is
-    solved; the best solution without a negative term is taken.
-    """
+    """Fit (t₀, 1/F, 1/B) ≥ 0 of the roofline t₀ + FLOPs/F + bytes/B by least squares of relative
+    errors. ``work`` has rows (1, FLOPs, bytes). Every choice of terms that may be above zero is
+    solved; the best solution without a negative term is taken."""
     rows = work / seconds[:, None]
     best: tuple[float, Floats] | None = None
     for count in (1, 2, 3):
@@ -263,7 +271,9 @@ def fit_base(work: Floats, seconds: Floats) -> Floats:
 
 
 def pooled_adjacent(values: Floats, counts: Floats) -> Floats:
-    """The nearest rising sequence, by pooling neighbours that fall (isotonic regression).
+    """Return the nearest rising sequence, by pooling neighbours that fall (isotonic regression).
+
+    ``counts``: weights of the values.
 
     >>> pooled_adjacent(np.array([1.0, 3.0, 2.0]), np.ones(3)).tolist()
     [1.0, 2.5, 2.5]

@@ -48,8 +48,8 @@ _SWITCHES = re.compile(r'true|"dtype":"\w+"')
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of an op. ``error`` is relative: the median's spread if measured, else as found
-    by leaving measurements out."""
+    """Measured or interpolated seconds of an op. ``error`` is relative: the median's spread if
+    measured, else as found by leaving measurements out."""
 
     forward_seconds: float
     backward_seconds: float
@@ -58,8 +58,8 @@ class Estimate:
 
 
 class Factor(NamedTuple):
-    """Factors of an op's seconds, forward and backward, so that its block adds up to its measured
-    time in one piece; there the op read and wrote ``num_bytes``."""
+    """Factors of an op's seconds, forward and backward, that make the ops of a block add up to the
+    measured time of the whole block, in which the op read and wrote ``num_bytes``."""
 
     forward: float
     backward: float
@@ -68,14 +68,13 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Measurements of ``environment``; nothing changes a profile after it is made.
+    """Measurements taken in ``environment``, immutable to callers (answers are cached).
 
-    ``mismatch`` is a clause about its difference from the environment asked for ("" without
-    one). ``factors`` are of the ops of one model, by the name of its node: their blocks'
-    seconds in one piece, over the sum (see ``planner.pricing.whole_block``); ``rest`` is the mean
-    factor, forward and backward, for ops of other blocks that were not measured. ``update`` is
-    the optimizer whose measured step counts, where it is the model's own. Answers are kept,
-    which no caller can see.
+    ``mismatch`` is a clause about its difference from the environment asked for ("" without one).
+    ``factors``, by a model's node name, scale its op's seconds so that its block has the seconds
+    measured as a whole (see ``planner.pricing.whole_block``); ``rest`` is the mean factor, forward
+    and backward, for ops of blocks that were not measured. ``update`` is the optimizer whose
+    measured step counts, where it is the model's own.
     """
 
     environment: Environment
@@ -89,7 +88,7 @@ class Profile:
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def op(self, case: OpCase) -> Estimate | None:
-        """Return the seconds of an op; None if it is not measured, nor near measured ops."""
+        """Return the seconds of an op; None if neither it nor ops near it are measured."""
         measured = self.ops.get(case)
         if measured is not None:
             return Estimate(
@@ -111,7 +110,8 @@ class Profile:
         return Estimate(forward[0], backward[0], "interpolated", error)
 
     def _direction(self, case: OpCase, direction: int) -> tuple[float, float] | None:
-        """Seconds and error of one direction: from the same op, else from its family."""
+        """Return seconds and relative error of one direction (0 forward, 1 backward), interpolated
+        from samples of the same op, else of its family."""
         flops, num_bytes = case.flops[direction], case.num_bytes[direction]
         if not (flops or num_bytes):
             return 0.0, 0.0
@@ -128,7 +128,8 @@ class Profile:
     def _curve(
         self, family: str, dtype: str, kind: str, direction: int, op: str | None
     ) -> Curve | None:
-        """The samples of an op, or (None) of all ops of a family; None if they are too few."""
+        """Return the curve of an op's samples, or (``op`` None) of its family's; None if they are
+        too few."""
         key = (family, dtype, kind, direction, op)
         if key not in self._curves:
             samples = [
@@ -145,7 +146,7 @@ class Profile:
 
     @cached_property
     def _samples(self) -> Mapping[tuple[str, str, str, int], list[Sample]]:
-        """Every measured op by family, dtype, kind of features and direction."""
+        """Samples of all measured ops, by family, dtype, kind of features and direction."""
         samples: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
         for case, measurement in self.ops.items():
             times = (measurement.forward_seconds, measurement.backward_seconds)
@@ -157,8 +158,8 @@ class Profile:
         return samples
 
     def interpolation_error(self, family: str) -> float | None:
-        """Root mean square of the relative errors with which the measured ops of a family are
-        predicted, each by the others of its op; None if there are too few to tell."""
+        """Return the root mean square of the relative errors with which the measured ops of a
+        family are predicted, each by other samples of its op; None if there are too few."""
         errors = []
         for (of, dtype, kind, direction), samples in self._samples.items():
             for op in {sample.op for sample in samples} if of == family else ():
@@ -171,20 +172,17 @@ class Profile:
     def collective(
         self, kind: str, num_bytes: float, group: Group
     ) -> tuple[float, MessageSource] | None:
-        """Return the seconds of a collective from measurements in an equal group.
-
-        None without any, and for many more bytes than the only size that was measured.
-        ``num_bytes`` as ``collectives.collective_seconds`` counts them.
-        """
+        """Return the seconds of a collective from measurements in an equal group. None without any,
+        and for many more bytes than the only size that was measured. ``num_bytes`` as
+        ``collectives.collective_seconds`` counts them."""
         if group.num_ranks <= 1 or num_bytes <= 0:
             return None
         return self._transfer(_place_of(kind, group), num_bytes)
 
     def slowed_share(self, kind: str, group: Group) -> float | None:
-        """The share of its compute that a device loses while a collective of states runs.
-
-        It follows from the largest size that was measured beside compute; None without any.
-        """
+        """Return the share of its compute that a device loses beside a collective of states
+        (parameters or gradients), by the largest transfer measured beside compute; None without
+        any."""
         place = _place_of(overlapped(kind), group)
         key = "slowed share", place
         if key not in self._curves:
@@ -196,7 +194,7 @@ class Profile:
         return share
 
     def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
-        """Seconds of a message between two ranks of a level ("intra:…" or "inter:…")."""
+        """Return the seconds of a message between two ranks of a level ("intra:…" or "inter:…")."""
         hosts = 1 if level.startswith("intra:") else 2
         return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
 
@@ -215,7 +213,8 @@ class Profile:
         return curve.at(num_bytes)
 
     def link(self, level: str, library: str) -> tuple[float, float] | None:
-        """(α seconds, β bytes per second) of a level's link; None without two sizes there."""
+        """Return (α seconds, β bytes per second) of a level's link, fitted to measured transfers;
+        None if these have fewer than two sizes."""
         points = link_points(
             each for each in self.transfers if (each.level, each.library) == (level, library)
         )
@@ -225,10 +224,8 @@ class Profile:
 
 
 def load_profile(database: Database, environment: Environment) -> Profile | None:
-    """The profile of an environment, or of the one of the same device that differs least.
-
-    None if nothing was measured on such a device.
-    """
+    """Return the profile of an environment, or of the environment of the same device that differs
+    least. None if nothing was measured on such a device."""
     found = nearest(database.environments(), environment)
     if found is None:
         return None
@@ -241,7 +238,7 @@ def load_profile(database: Database, environment: Environment) -> Profile | None
 
 
 def load_shipped(name: str) -> Profile | None:
-    """The profile that comes with the package for a device ("H200"); None if there is none."""
+    """Return the profile that the package includes for a device ("H200"); None if there is none."""
     path = _DATA / f"{name}.jsonl"
     if not path.is_file():
         return None
@@ -252,10 +249,8 @@ def load_shipped(name: str) -> Profile | None:
 
 
 def _label(case: OpCase) -> str:
-    """Return the op without namespace and overload, and the switches it is called with.
-
-    So causal attention and full attention are told apart, and casts by their dtype.
-    """
+    """Return the op's name without namespace and overload, and its true and dtype arguments, which
+    tell causal from full attention and casts apart."""
     name = case.op.split(".")[1] if "." in case.op else case.op
     return " ".join([name, *_SWITCHES.findall(case.arguments)])
 
@@ -269,7 +264,7 @@ def _place_of(kind: str, group: Group) -> tuple[str, str, str, int, int]:
 
 
 _place = attrgetter("level", "library", "kind", "num_ranks", "num_hosts")
-"""Function that returns the group and kind of a transfer."""
+"""Function that returns a transfer's level, library, kind, and numbers of ranks and hosts."""
 
 
 def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
@@ -281,7 +276,7 @@ def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
 
 
 def _features(case: OpCase, direction: int) -> tuple[str, tuple[float, ...]]:
-    """Return the features that an op's speed depends on in its family, and their kind."""
+    """Return the kind of features that an op's speed depends on in its family, and their values."""
     if case.family in ("matmul", "attention") and case.products:
         return "product", tuple(map(float, max(case.products, key=prod)))
     if case.family in ("matmul", "attention", "conv"):

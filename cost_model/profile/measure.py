@@ -46,15 +46,13 @@ _WARM_UP_RUNS = 2
 _WARM_UP_SHARE = 0.2
 _MEMORY_SHARE = 0.8
 _BATCH_SHARE = 0.1
-"""Largest share of a case's time that a batch of runs takes."""
+"""Largest share of a case's time that one batch of timed executions takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of measuring a case.
-
-    It ends when the relative half-width of its medians' interval is ``half_width`` or less, or
-    with its seconds; it is run once at least.
+    """Limits for measuring one op. Measuring ends when the relative half-width of the medians' 95 %
+    interval is ``half_width`` or less, or after ``case_seconds``; the op is executed once at least.
     """
 
     case_seconds: float = 1.0
@@ -64,10 +62,8 @@ class Budget:
 
 
 def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> Measurement:
-    """Median seconds of a case on this machine.
-
-    Raises ``MeasureError`` where the op cannot be built or run by itself.
-    """
+    """Return the median seconds of an op, forward and backward, measured on this machine. Raises
+    ``MeasureError`` where the op cannot be built or run by itself."""
     import torch  # not below: if torch cannot be imported, no op is to blame
 
     _check_memory(case, device)
@@ -93,7 +89,8 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _check_memory(case: OpCase, device: str) -> None:
-    """Refuse cases that would not fit: on a CPU the system would end the process."""
+    """Raise ``MeasureError`` for an op that would not fit: on a CPU the system would end the
+    process."""
     if device == "cuda":
         import torch
 
@@ -149,7 +146,7 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """The median, and the relative half-width of its 95 % interval by order statistics.
+    """Return the median, and the relative half-width of its 95 % interval by order statistics.
 
     The interval reaches from the sample of rank (n − 1.96·√n)/2 to the sample of rank
     1 + (n + 1.96·√n)/2 (the normal approximation of the binomial); all samples are inside

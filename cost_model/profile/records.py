@@ -22,12 +22,12 @@ FORMAT_VERSION = 1
 
 
 class DatabaseError(ProfileError):
-    """A profile cannot be used: damaged, of a newer program, locked, not writable."""
+    """Error of a profile that cannot be used: damaged, of a newer program, locked, not writable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Median seconds of an op. ``spread``: relative half-width of the median's 95 % interval."""
+    """Median seconds of an op. ``spread``: relative half-width of the medians' 95 % interval."""
 
     forward_seconds: float
     backward_seconds: float
@@ -37,11 +37,9 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
-
+    """Measured seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
     ``level`` is the group's ``transfers.level_of``, ``num_bytes`` the bytes that
-    ``collectives.collective_seconds`` counts (for a message, its own).
-    """
+    ``collectives.collective_seconds`` counts (for a message, its own)."""
 
     level: str
     library: str
@@ -55,7 +53,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a database: an op with its measurement, or a transfer, which is its own."""
+    """Row of a database: an op with its measurement, or a transfer, which holds its own seconds."""
 
     environment: Environment
     item: OpCase | Transfer
@@ -69,7 +67,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ImportCounts:
-    """Rows that an import added, rows that it replaced, and rows that gave way to better rows."""
+    """Numbers of rows that an import added, replaced, and kept since the database's row was
+    better."""
 
     added: int
     replaced: int
@@ -82,7 +81,7 @@ def _of(record: Record) -> Measurement:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> int:
-    """Write a whole file at once, and return the number of its records."""
+    """Write all records into a file at once, and return their number."""
     count = 0
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -100,7 +99,7 @@ def write_records(path: Path, records: Iterable[Record]) -> int:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file. Raises ``DatabaseError`` naming the line that is wrong."""
+    """Yield the records of a file. Raises ``DatabaseError`` naming the line that is wrong."""
     try:
         with path.open(encoding="utf-8") as file:
             _check_header(file.readline(), path)
@@ -138,7 +137,7 @@ def _read_line(line: str, where: str) -> Record:
 
 
 def case_of(values: Mapping[str, Any], environment: Environment) -> OpCase:
-    """The case that was measured in an environment."""
+    """Return the op case from its JSON; ``environment`` is where it was measured."""
     return case_from_json(values, on_gpu=environment.kind == "cuda")
 
 

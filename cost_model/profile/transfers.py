@@ -26,7 +26,8 @@ MessageSource = Literal["measured", "interpolated"]
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """A measured time: of ``num_messages`` one after the other that carry ``num_bytes`` in all."""
+    """Measured seconds of ``num_messages``, one after the other, that carry ``num_bytes`` in
+    all."""
 
     num_messages: float
     num_bytes: float
@@ -35,7 +36,7 @@ class LinkPoint:
 
 @dataclass(frozen=True, slots=True)
 class TransferCurve:
-    """Seconds over bytes of one collective in one kind of group, never falling."""
+    """Seconds over bytes of one collective in groups of one layout, never falling."""
 
     num_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -55,7 +56,7 @@ class TransferCurve:
 
 
 def level_of(group: Group) -> str:
-    """Return the links that a group talks over, by name: the level of its transfers.
+    """Return the names of the links that a group communicates over: the level of its transfers.
 
     >>> from ..cluster.cluster import Link
     >>> fast, slow = Link("nvlink4", 0.0, 1.0), Link("ethernet-100g", 0.0, 1.0)
@@ -73,7 +74,8 @@ def level_of(group: Group) -> str:
 
 
 def overlapped(kind: str) -> str:
-    """Return the kind of a profile's transfers that run beside compute: compute's lost seconds.
+    """Return the kind of transfer in a profile that records the compute seconds lost beside a
+    collective.
 
     >>> overlapped("all_gather")
     'all_gather beside compute'
@@ -82,7 +84,7 @@ def overlapped(kind: str) -> str:
 
 
 def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
-    """The curve through transfers of one kind and group; each size once."""
+    """Return the curve through transfers of one collective and group, each of other bytes."""
     ordered = sorted(transfers, key=lambda each: each.num_bytes)
     seconds = pooled_adjacent(np.array([each.seconds for each in ordered]), np.ones(len(ordered)))
     return TransferCurve(
@@ -93,9 +95,9 @@ def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
 def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
     """Return the points by which measured transfers of one level describe its link.
 
-    Messages between two ranks if there are any; else rings: an all-gather or reduce-scatter
-    of S bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after the other,
-    an all-reduce twice that (Thakur et al., IJHPCA 19(1), 2005, section 4).
+    Messages between two ranks if there are any; else rings: an all-gather or reduce-scatter of S
+    bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after the other, an all-reduce
+    twice as many (Thakur et al., IJHPCA 19(1), 2005, section 4).
     """
     listed = list(transfers)
     messages = [each for each in listed if each.kind == "p2p"]
@@ -111,7 +113,7 @@ def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
 
 
 def fit_link(points: Sequence[LinkPoint]) -> tuple[float, float]:
-    """(α seconds per message, β bytes per second) of the least relative error.
+    """Fit (α seconds per message, β bytes per second) of a link with the least relative error.
 
     Minimizes Σ ((messages·α + bytes/β) / seconds − 1)² over α ≥ 0, β > 0.
     Raises ``ProfileError`` for fewer than two sizes.

@@ -41,21 +41,22 @@ _ACTION = re.compile(
 )
 
 Weights = Literal["flushed", "stashed", "double-buffered", "latest"]
-"""Rule for the version of its weights that a stage computes with, see ``weight_versions``."""
+"""Rule by which a stage chooses the version of its weights to compute with: see
+``weight_versions``."""
 
 
 class Action(NamedTuple):
-    """One action of a pipeline rank for one of its stages.
+    """Action of a pipeline rank for one of its stages.
 
-    ``F`` forward, ``B`` backward, ``I``/``W`` the halves of a backward that is split into
-    gradients of inputs and of weights; ``RECV_*`` posts an asynchronous receive, which the
-    compute that needs it waits for; ``SEND_*`` sends asynchronously the stage's latest results
-    (``I`` computes the gradients that ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded
-    parameters, ``REDUCE`` completes its gradients, ``STEP`` updates its weights. These three
-    belong to the whole step; only asynchronous schedules update more often, and there the
-    micro-batch of ``REDUCE`` and ``STEP`` is the last one whose gradients they take. ``GATHER``
-    stands in timelines only: no table says when, it starts with the step. ``slice`` is 0 where
-    sequences are whole. A tuple, because a large schedule has half a million of them.
+    ``F`` forward, ``B`` backward, ``I``/``W`` the halves of a backward that is split into gradients
+    of inputs and of weights; ``RECV_*`` posts an asynchronous receive, which the compute that needs
+    it waits for; ``SEND_*`` sends asynchronously the stage's latest results (``I`` computes the
+    gradients that ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded parameters, ``REDUCE``
+    completes its gradients, ``STEP`` updates its weights. These three belong to the whole step;
+    only asynchronous schedules update more often, and there the micro-batch of ``REDUCE`` and
+    ``STEP`` is the last one whose gradients they take. ``GATHER`` stands in timelines only: no
+    table contains it, it starts with the step. ``slice`` is 0 where sequences are whole. A tuple,
+    because a large schedule has half a million of them.
 
     >>> str(Action(SEND_FORWARD, 1, 0)), str(Action(STEP, 2)), str(Action(FORWARD, 1, 0, 2))
     ('1SEND_F0', '2STEP', '1F0.2')
@@ -74,15 +75,15 @@ class Action(NamedTuple):
 
 Row = tuple[Action, ...]
 Table = tuple[Row, ...]
-"""The actions of each pipeline rank, in order."""
+"""Actions of each pipeline rank, in order."""
 
 
 Edges = tuple[tuple[int, int], ...]
-"""Pairs of stages, earlier and later: the later stage needs the earlier stage's results."""
+"""Pairs of stages (earlier, later), of which the later needs results of the earlier."""
 
 
 def chain(num_stages: int) -> Edges:
-    """Return the edges of stages that each need the stage before.
+    """Return the edges of a chain of stages, each of which needs the results of the stage before.
 
     >>> chain(3)
     ((0, 1), (1, 2))
@@ -91,17 +92,16 @@ def chain(num_stages: int) -> Edges:
 
 
 class Wiring(NamedTuple):
-    """The stages that each stage gets results from and sends results to, in ascending order.
-
-    The gradients of a stage's inputs go back to its producers.
-    """
+    """Stages from which each stage gets results and to which it sends results, in ascending order.
+    The gradients of a stage's inputs go back to its producers."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(num_stages: int, edges: Edges) -> Wiring:
-        """Return the wiring of edges. Raises ValueError for an edge that leads nowhere.
+        """Return the wiring of stages by their edges. Raises ValueError for an edge that leads
+        nowhere.
 
         >>> Wiring.of(3, ((0, 2), (1, 2)))
         Wiring(producers=((), (), (0, 1)), consumers=((2,), (2,), ()))
@@ -116,7 +116,7 @@ class Wiring(NamedTuple):
         return Wiring(tuple(map(tuple, producers)), tuple(map(tuple, consumers)))
 
     def between_ranks(self, stage_rank: Sequence[int]) -> Wiring:
-        """Return the wiring without edges between stages of one rank, which take no message.
+        """Return the wiring without edges between stages of the same rank, which need no message.
 
         >>> Wiring.of(3, ((0, 1), (0, 2))).between_ranks((0, 1, 0))
         Wiring(producers=((), (0,), ()), consumers=((1,), (), ()))
@@ -133,7 +133,7 @@ class Wiring(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table, and the owners of stages.
+    """Pipeline schedule: a table of actions, and the ranks that own the stages.
 
     ``stage_rank[s]`` is the pipeline rank (the row of ``table``) that owns stage ``s``; any map
     is allowed. A pipeline rank stands for all devices of its submesh and may own several
@@ -181,33 +181,35 @@ class Schedule:
 
     @cached_property
     def messages(self) -> Wiring:
-        """The wiring between stages of different ranks."""
+        """Wiring between stages of different ranks, along which messages are sent."""
         return self.wiring.between_ranks(self.stage_rank)
 
     @property
     def is_asynchronous(self) -> bool:
-        """True where weights are updated while micro-batches are under way."""
+        """True if weights are updated while micro-batches are between their forward and
+        backward."""
         return self.weights != "flushed"
 
     @property
     def per_update(self) -> int:
-        """Number of micro-batches per update; all of them in synchronous schedules."""
+        """Number of micro-batches per weight update; all of them in synchronous schedules."""
         row = self.table[self.stage_rank[0]]
         updates = sum(action.kind == STEP and action.stage == 0 for action in row)
         return self.num_microbatches // max(1, updates)
 
     def part(self, stage: int) -> int:
-        """The part of the model that a stage computes."""
+        """Return the number of the part of the model that a stage computes."""
         return self.parts[stage] if self.parts else stage
 
     def replicas(self, stage: int) -> tuple[int, ...]:
-        """The stages that compute the same part, in order, the stage itself included."""
+        """Return the stages that compute the same part of the model, in order, ``stage``
+        included."""
         if not self.parts:
             return (stage,)
         return tuple(s for s, part in enumerate(self.parts) if part == self.parts[stage])
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank owns, in order."""
+        """Return the stages that a pipeline rank owns, in order."""
         return tuple(s for s, owner in enumerate(self.stage_rank) if owner == rank)
 
 
@@ -264,9 +266,8 @@ def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...
 
 
 def versions_held(schedule: Schedule, stage: int) -> int:
-    """Return the most versions of its weights that a stage holds at once: newest, and in use.
-
-    1 where there is one memory that updates write to.
+    """Return the most versions of its weights that a stage holds at once: the newest, and older
+    ones still in use; 1 where updates overwrite the weights.
 
     >>> table = parse_table("0F0 0F1 0B0 0REDUCE0 0STEP0 0F2 0B1 0REDUCE1 0STEP1 0B2")
     >>> versions_held(Schedule("example", 3, (0,), table, weights="stashed"), 0)
@@ -279,7 +280,7 @@ def versions_held(schedule: Schedule, stage: int) -> int:
 
 
 def _update_of(row: Row) -> dict[tuple[int, int], int]:
-    """Return the number of the STEP that takes the gradients of each (stage, micro-batch)."""
+    """Return the number of the STEP that applies the gradients of each (stage, micro-batch)."""
     found: dict[tuple[int, int], int] = {}
     count: dict[int, int] = {}
     for kind, stage, m, _ in row:
@@ -291,7 +292,7 @@ def _update_of(row: Row) -> dict[tuple[int, int], int]:
 
 
 def last_before_reduce(row: Row) -> frozenset[Action]:
-    """The actions that give a stage's weights gradients last before each of its REDUCE.
+    """Return the last action that adds to a stage's weight gradients before each REDUCE of the row.
 
     >>> (row,) = parse_table("0F0 0F1 0B0 0B1 0REDUCE 0STEP")
     >>> [str(action) for action in last_before_reduce(row)]
@@ -308,7 +309,7 @@ def last_before_reduce(row: Row) -> frozenset[Action]:
 
 
 def parse_action(text: str) -> Action:
-    """The action that ``str`` printed.
+    """Parse the text that ``str`` made of an action.
 
     >>> parse_action("3RECV_B12")
     Action(kind='RECV_B', stage=3, microbatch=12, slice=0)
@@ -323,7 +324,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_table(table: Sequence[Sequence[Action]]) -> str:
-    """The table as text: one line per pipeline rank, actions separated by spaces.
+    """Return the table as text: one line per pipeline rank, actions separated by spaces.
 
     >>> format_table([[Action("F", 0, 0), Action("B", 0, 0)]])
     '0F0 0B0'
@@ -332,7 +333,7 @@ def format_table(table: Sequence[Sequence[Action]]) -> str:
 
 
 def parse_table(text: str) -> Table:
-    """The inverse of ``format_table``; empty lines are skipped.
+    """Parse a table from the text of ``format_table``; skip empty lines.
 
     >>> format_table(parse_table("0F0 0SEND_F0\\n1RECV_F0 1F0"))
     '0F0 0SEND_F0\\n1RECV_F0 1F0'
@@ -342,7 +343,7 @@ def parse_table(text: str) -> Table:
 
 
 def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
-    """Return the receives of ``send``, one for each stage that it goes to.
+    """Return the receives that match ``send``, one for each stage that it goes to.
 
     >>> wiring = Wiring.of(3, ((0, 2), (1, 2)))
     >>> [str(receive) for receive in matching_receives(Action("SEND_B", 2, 0), wiring)]
@@ -355,5 +356,5 @@ def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
 
 
 def compute_only(row: Sequence[Action]) -> Row:
-    """Return the row without communication and step, as in a picture of a schedule."""
+    """Return the row's compute actions, without communication and optimizer step."""
     return tuple(action for action in row if action.kind in COMPUTE)

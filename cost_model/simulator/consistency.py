@@ -27,7 +27,7 @@ CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
 
 
 def bound_of(consistency: Consistency, staleness: int = 0) -> int | None:
-    """The iterations that a worker may be ahead of the slowest; None where there is no bound.
+    """Return how many iterations a worker may be ahead of the slowest; None without a bound.
 
     >>> bound_of("bsp"), bound_of("ssp", 2), bound_of("asp")
     (0, 2, None)
@@ -36,7 +36,7 @@ def bound_of(consistency: Consistency, staleness: int = 0) -> int | None:
 
 
 class Clocks:
-    """The clocks of the workers at one piece of the weights.
+    """Numbers of pushes of each worker to one part of the weights, which say who may go on.
 
     >>> clocks = Clocks(range(2), bound=1)
     >>> clocks.may_begin(0), clocks.push(0), clocks.may_begin(0), clocks.push(0)
@@ -51,16 +51,16 @@ class Clocks:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Workers that still work."""
+        """Workers that have not left."""
         return tuple(self._clocks)
 
     def clock(self, worker: int) -> int:
-        """Return the number of a worker's pushes."""
+        """Return the clock of a worker: the number of its pushes."""
         return self._clocks[worker]
 
     @property
     def slowest(self) -> int:
-        """Clock of the slowest worker; 0 without workers."""
+        """Clock (number of pushes) of the slowest worker; 0 without workers."""
         return min(self._clocks.values(), default=0)
 
     def may_begin(self, worker: int) -> bool:
@@ -70,10 +70,11 @@ class Clocks:
         return self.bound is None or self._clocks[worker] - self.slowest <= self.bound
 
     def push(self, worker: int) -> int:
-        """Count a worker's push, for an iteration that it was allowed to begin; its new clock."""
+        """Count a worker's push, for an iteration that it was allowed to begin; return its new
+        clock."""
         self._clocks[worker] += 1
         return self._clocks[worker]
 
     def leave(self, worker: int) -> None:
-        """Let nobody wait for a worker any more: it is done, or lost."""
+        """Remove a worker that is done or lost, so that no other worker waits for it."""
         self._clocks.pop(worker, None)

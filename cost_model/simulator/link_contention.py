@@ -26,8 +26,9 @@ LEAVES, LEFT, FLOWS, PASSES = 0, 1, 2, 3
 
 
 class Message(NamedTuple):
-    """One message, named by ``number`` and ``source``; ``place`` of its send in the sender's
-    row."""
+    """Message between pipeline ranks, identified by ``number`` and ``source``. ``place``: index of
+    its send in the sender's row; ``latency`` and ``occupied``: seconds on its way, and of a port.
+    """
 
     sender: int
     receiver: int
@@ -39,7 +40,7 @@ class Message(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A message that has come, when it left, and when the last of it had left."""
+    """Arrived message: when sending began, when its last byte left, and when it arrived."""
 
     message: Message
     start_seconds: float
@@ -48,8 +49,8 @@ class Arrival(NamedTuple):
 
 
 class _Sending:
-    """The messages that a rank sends, in order by receiver, with the time that each receiver's
-    first message still takes to send, and its beginning."""
+    """Sending port of a rank: its messages in order by receiver, and for each receiver's first
+    message the seconds that it still takes to send, and when its sending began."""
 
     def __init__(self, zero: float) -> None:
         self.queues: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -59,7 +60,7 @@ class _Sending:
         self.version = 0
 
     def run(self, now: float) -> None:
-        """Send until now."""
+        """Advance the messages being sent to the time ``now``."""
         if self.left:
             done = (now - self.seen) / len(self.left)
             for receiver in self.left:
@@ -68,14 +69,15 @@ class _Sending:
 
 
 class _Receiving:
-    """The rates by message at which messages flow into a rank, and the seconds that wait there."""
+    """Receiving port of a rank: the rate at which each message flows in, and the seconds of
+    messages that wait there."""
 
     def __init__(self, zero: float) -> None:
         self.rates: dict[int, float] = {}
         self.waiting = self.seen = self.zero = zero
 
     def run(self, now: float) -> float:
-        """Let messages through until now, and return the seconds of messages that still wait."""
+        """Let messages pass until ``now``, and return the seconds of messages that still wait."""
         if self.waiting or len(self.rates) > 1:  # one alone flows no faster than it passes
             more = (now - self.seen) * (sum(self.rates.values()) - 1)
             self.waiting = max(self.waiting + more, self.zero)
@@ -84,10 +86,10 @@ class _Receiving:
 
 
 class Ports:
-    """The ports of all ranks, and the messages that are on their way.
+    """Ports of all ranks, and the messages that are on their way.
 
-    Messages may be given in any order, as long as none is ready before the last that was
-    returned had left its sender: so it is if every rank goes on as far as it can each time.
+    Messages may be given in any order, as long as none is ready before the last message that was
+    returned had left its sender, as holds if every rank goes on as far as it can each time.
 
     >>> ports = Ports(3, 0.0)
     >>> for receiver in (1, 2):
@@ -104,11 +106,11 @@ class Ports:
         self._coming: list[tuple[float, int, int, int, Message, Any]] = []
 
     def add(self, ready_seconds: float, message: Message) -> None:
-        """Add a message that is ready then."""
+        """Add a message that is ready to leave at ``ready_seconds``."""
         self._push(ready_seconds, LEAVES, message, 0)
 
     def next(self) -> Arrival | None:
-        """Return the next message that is whole at its receiver's port; None after the last."""
+        """Return the next message that has wholly arrived at its receiver; None after the last."""
         coming = self._coming
         while coming:
             now, what, _, _, message, value = heappop(coming)
@@ -140,7 +142,7 @@ class Ports:
             self._share(now, port)
 
     def _begin(self, now: float, message: Message, port: _Sending) -> None:
-        """Begin to send a message, as the first to its receiver."""
+        """Begin to send a message, which is the first in the queue to its receiver."""
         port.left[message.receiver] = message.occupied
         port.began[message.receiver] = now
 
@@ -156,7 +158,8 @@ class Ports:
         self._share(now, port)
 
     def _share(self, now: float, port: _Sending) -> None:
-        """Tell receivers the rates of their messages from now on, and plan the next end."""
+        """Tell receivers the new rates of a port's messages, and schedule when the next one is
+        sent."""
         port.version += 1
         left, queues = port.left, port.queues
         number = len(left)

@@ -17,12 +17,13 @@ from .timeline import Event, Stream
 
 @dataclass(slots=True)
 class Collectives:
-    """A rank's collectives so far, of which the last ends at ``busy_until``.
+    """Collectives of parameters and gradients that a rank launched so far; the last ends at
+    ``busy_until``.
 
     ``gathered[stage]``: times at which the buckets of the stage's parameters are there, in order;
     ``reduced[stage]``: time at which all of its gradients are summed. ``lost_seconds``: further
-    time of compute beside collectives. ``slowed_share`` is the share of the last launched
-    collective.
+    time of compute beside collectives. ``slowed_share`` is the share of compute lost beside the
+    last launched collective.
     """
 
     slowed_share: float
@@ -34,7 +35,8 @@ class Collectives:
     lost_seconds: float = 0
 
     def launch(self, action: Action, stream: Stream, ready: float, seconds: float) -> float:
-        """Put a collective on its stream, and return its end."""
+        """Put a collective on its stream when ``ready`` and the stream is free, and return its
+        end."""
         start = max(ready, self.free.get(stream, ready))
         end = start + seconds
         self.free[stream] = end
@@ -43,7 +45,7 @@ class Collectives:
         return end
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
-        """Launch the gathering of a stage's parameters, bucket by bucket."""
+        """Launch the all-gathers of a stage's parameters, bucket by bucket."""
         seconds = costs.gather_seconds[stage]
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds * share)
@@ -51,7 +53,7 @@ class Collectives:
         ]
 
     def _launched_buckets(self, stage: int, costs: StageCosts) -> Buckets:
-        """Return the buckets of a stage, by whose share compute is slowed from now on."""
+        """Return the buckets of a stage, and set the share of compute that is lost beside them."""
         if costs.slowed_share:
             self.slowed_share = costs.slowed_share[stage]
         return _buckets(stage, costs)
@@ -77,7 +79,8 @@ class Collectives:
     def first_forward(
         self, stage: int, costs: StageCosts, start: float, work: float
     ) -> tuple[float, float, float]:
-        """Time a forward that needs each bucket before its share: (start, end, seconds waited)."""
+        """Time a forward of ``work`` seconds whose parts each wait for a gathered bucket of
+        parameters. Return its start, its end, and the seconds that it waited."""
         ends = self.gathered[stage]
         shares = _buckets(stage, costs).forward
         began = now = max(start, ends[0])
@@ -90,7 +93,8 @@ class Collectives:
         return began, now, waited
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
-        """Return the end of a backward of which every share completes a bucket of gradients."""
+        """Return the end of a backward of ``work`` seconds whose parts each complete a bucket of
+        gradients."""
         buckets = self._launched_buckets(stage, costs)
         seconds = costs.gradient_sync_seconds[stage]
         now = start

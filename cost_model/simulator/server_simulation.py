@@ -25,7 +25,7 @@ Process = Generator[tuple[Any, ...], None, None]
 
 @dataclass(frozen=True, slots=True)
 class ServerJob:
-    """Workers and servers to simulate. Ranks number the ports, which both may share.
+    """Workers and parameter servers to simulate. Both name the rank whose network port they use.
 
     ``forward[w][b]`` and ``backward[w][b]`` are seconds of worker ``w`` in block ``b``, in its
     first forward and its last backward; ``between[w]`` its seconds of compute between the two.
@@ -49,12 +49,14 @@ class ServerJob:
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """Times ``finished[w]`` at which all pushes of an iteration of ``w`` were acknowledged."""
+    """Times ``finished[w]`` at which all pushes of each iteration of worker ``w`` were
+    acknowledged."""
 
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Return the rate of all workers together, after the first quarter of the run."""
+        """Return the iterations per second of all workers together, after the first quarter of the
+        time."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
         done = sum(_done(times, end) - _done(times, begin) for times in self.finished)
@@ -62,7 +64,8 @@ class ServerTimes:
 
 
 def _done(times: Sequence[float], at: float) -> float:
-    """Return the iterations that are done at a moment, with a part of the running one."""
+    """Return the iterations done at time ``at``, with the fraction of the running one; ``times``:
+    the ends of iterations."""
     before = 0.0
     for index, time in enumerate(times):
         if time > at:
@@ -72,12 +75,13 @@ def _done(times: Sequence[float], at: float) -> float:
 
 
 def simulate_servers(job: ServerJob, iterations: int) -> ServerTimes:
-    """Simulate ``iterations`` of every worker; without a bound fast workers make more meanwhile."""
+    """Simulate at least ``iterations`` of every worker; without a bound fast workers do more
+    meanwhile."""
     return _Simulation(job, iterations).run()
 
 
 class _Simulation:
-    """Processes (generators) that wait for seconds, for a transfer, or until something holds."""
+    """Event simulation of processes (generators) that wait for seconds, transfers or conditions."""
 
     def __init__(self, job: ServerJob, iterations: int) -> None:
         self.job, self.iterations = job, iterations
@@ -96,7 +100,7 @@ class _Simulation:
         self.finished: list[list[float]] = [[] for _ in workers]
 
     def _keys(self) -> list[tuple[int, int]]:
-        """The pieces of the weights: a block's part on a server."""
+        """Return the (block, server) pairs of the servers' shares of the weights."""
         sizes = self.job.block_bytes
         return [(b, k) for b, row in enumerate(sizes) for k, size in enumerate(row) if size]
 
@@ -118,7 +122,7 @@ class _Simulation:
         return all(len(times) >= self.iterations for times in self.finished)
 
     def _resume(self) -> None:
-        """Run processes until all wait."""
+        """Resume all processes that can go on, until every process waits."""
         while self._ready:
             process = self._ready.pop()
             self._step(process)
@@ -146,7 +150,8 @@ class _Simulation:
             self._share()
 
     def _share(self) -> None:
-        """Set max-min fair rates: the fullest port first gives each of its transfers as much."""
+        """Set max-min fair rates of all transfers: the fullest port first gives each of its own as
+        much."""
         open_ = dict(self._transfers)
         rates = self.job.bytes_per_second
         left = {}
@@ -168,7 +173,7 @@ class _Simulation:
                         del users[other]
 
     def _advance(self) -> None:
-        """Advance to the next moment at which something ends."""
+        """Advance the time to the next end of a transfer or timer."""
         moments = [self.now + each.left / each.rate for each in self._transfers.values()]
         if self._timers:
             moments.append(self._timers[0][0])
@@ -209,7 +214,7 @@ class _Simulation:
             iteration += 1
 
     def _recorder(self, worker: int) -> Process:
-        """Note when an iteration's pushes have all been acknowledged."""
+        """Record the time when an iteration's pushes have all been acknowledged."""
         acknowledged = self.acknowledged[worker]
         while True:
             number = len(self.finished[worker])
@@ -237,7 +242,8 @@ class _Simulation:
             self.acknowledged[worker][block, server] += 1
 
     def _apply(self, worker: int, block: int, server: int) -> Process:
-        """Apply a push, or under bsp, with the last push, all of an iteration."""
+        """Apply a push to a server's weights, or under bsp all pushes of an iteration with the last
+        one."""
         clocks = self.clocks[block, server]
         before = clocks.slowest
         is_alone = self.job.bound != 0

@@ -38,14 +38,16 @@ from .stage_costs import (
 from .timeline import Event, Exposed, Stream, Timeline
 
 NOTHING = -1
-"""No message. Smaller numbers stand for the sum of a part's gradients over its replicas."""
+"""Number for no message. Smaller numbers stand for a part's gradient sum over its replicas."""
 
 NEEDS_MESSAGE = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
-"""Kinds that wait for a message, where their stage's neighbour is on another rank."""
+"""Kinds of compute actions that wait for a message, if the neighbouring stage is on another
+rank."""
 
 
 class SimulatedRank:
-    """The state of one rank: its place in its row, its clock, its books."""
+    """State of one pipeline rank: its place ``at`` in its row, its clock, seconds and bytes so
+    far."""
 
     def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
         self.row = row
@@ -70,13 +72,14 @@ class SimulatedRank:
                 self.last_backwards[action.stage] = action
 
     def call(self, seconds: float) -> None:
-        """Spend the rank's own time to send a message or to post a receive."""
+        """Spend ``seconds`` of the rank's own time to send a message or to post a receive."""
         self.clock += seconds
         self.messages += seconds
 
 
 class Simulation:
-    """The state of one run. A message is numbered by the compute action that needs it."""
+    """State of one simulation of a schedule. A message has the number of the compute action that
+    needs it."""
 
     def __init__(
         self,
@@ -124,18 +127,19 @@ class Simulation:
         return self._timeline(replicas or (1,) * len(self.ranks))
 
     def step_seconds(self) -> float:
-        """Return when the last rank is done: each message is there before some compute begins."""
+        """Return the time at which the last rank is done with the step."""
         self._run()
         return max(rank.ended for rank in self.ranks)
 
     def step_and_bubble(self) -> tuple[float, float]:
-        """Return the seconds of the step, and its share in which ranks wait."""
+        """Return the seconds of the step, and the share of it in which ranks wait."""
         step, number = self.step_seconds(), len(self.ranks)
         busy = sum(rank.busy for rank in self.ranks)
         return step, 1 - busy / (step * number) if step else self.zero
 
     def _run(self) -> None:
-        """Run every rank as far as it can, then one message, until there is none."""
+        """Advance every rank as far as it can, then deliver one message, until no message is
+        left."""
         ranks, waiting, advance, arrive = self.ranks, self.waiting, self._advance, self._arrive
         for rank in ranks:
             self._begin(rank)
@@ -155,7 +159,7 @@ class Simulation:
             raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
 
     def _begin(self, rank: SimulatedRank) -> None:
-        """Gather parameters: before all else, or beside it."""
+        """Gather the parameters of a rank's stages, before all else or beside its compute."""
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
@@ -177,7 +181,8 @@ class Simulation:
             }
 
     def _advance(self, rank: SimulatedRank) -> int:
-        """Run a rank until its row ends or it waits, and return the message it waits for."""
+        """Advance a rank until its row ends or it waits; return the number of the message it waits
+        for."""
         row, at, length = rank.row, rank.at, len(rank.row)
         num_microbatches, num_slices = self.schedule.num_microbatches, self.num_slices
         posted, arrived = self.posted, self.arrived
@@ -242,7 +247,8 @@ class Simulation:
                 rank.call(line.send_call)
 
     def _transfer(self, line: Line, number: int, ready: float, place: int) -> None:
-        """Give a message to the ports, as both sides are there."""
+        """Hand a message, whose send and receive are posted, to the ports, or let it arrive at
+        once."""
         occupied = line.occupied
         if self.shares:
             occupied = occupied * self.shares[SEND_FORWARD][number // 2 % self.num_slices]
@@ -255,7 +261,8 @@ class Simulation:
             self._arrive(Arrival(message, ready, ready, ready))
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Book a message, and wake its receiver if it is the last that the compute needs."""
+        """Record a message's arrival, and wake its receiver if it is the last that the compute
+        needs."""
         message, start, _, end = arrival
         number = message.number
         if self.records:
@@ -269,7 +276,7 @@ class Simulation:
             self.ready.append(index)
 
     def _record(self, arrival: Arrival) -> None:
-        """Add a message to its sender's events."""
+        """Add a message to its sender's events in the timeline."""
         message, start, left, _ = arrival
         unit, part = divmod(message.number // 2, self.num_slices)
         stage, m = divmod(unit, self.schedule.num_microbatches)
@@ -279,7 +286,8 @@ class Simulation:
         self.ranks[message.sender].events.append(Event(action, start, left, stream, stage))
 
     def _is_last(self, number: int, start: float, end: float) -> bool:
-        """Return true once all messages of ``number`` have come, and book the latest end."""
+        """Return true once all messages for compute action ``number`` have come, and keep the
+        latest end."""
         stage = number // 2 // self.num_slices // self.schedule.num_microbatches
         needed = len(self.lines[number & 1][stage])
         if needed > 1:
@@ -295,7 +303,7 @@ class Simulation:
     def _compute(
         self, rank: SimulatedRank, action: Action, arrival: float | None, begun: float
     ) -> None:
-        """Compute a forward or backward once the rank is free and its message there."""
+        """Compute a forward or backward once the rank is free and its message has arrived."""
         kind, stage, _, part = action
         free = start = rank.clock
         if arrival is not None and arrival > free:
@@ -330,7 +338,7 @@ class Simulation:
                 rank.memory.append((end, rank.held))
 
     def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
-        """Add the collectives of states beside a pass: gathers from its start, sums to its end."""
+        """Add to the timeline the gathers and sums of states beside a forward or backward."""
         kind, stage, m, part = action
         forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
         if kind == FORWARD and forward and forward[stage]:
@@ -345,7 +353,8 @@ class Simulation:
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
     ) -> tuple[float, float]:
-        """Return the start and end of compute that collectives may slow down."""
+        """Return the start and end of ``work`` seconds of compute that collectives may slow
+        down."""
         arrived = start
         if action not in rank.beside:
             end = beside.finish(start, work)
@@ -362,10 +371,8 @@ class Simulation:
         return bool(seconds) and seconds[stage] > 0
 
     def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
-        """Sum the gradients of a stage's replicas once all have come; return false before.
-
-        Replicas that came first wait; the last wakes them.
-        """
+        """Sum the gradients of a stage's replicas once all have come; return false before. Replicas
+        that came first wait; the last wakes them."""
         come = self.at_sum.setdefault(self.schedule.part(stage), {})
         come.setdefault(stage, rank.clock)
         if len(come) < len(self.schedule.replicas(stage)):
@@ -381,7 +388,7 @@ class Simulation:
         return True
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
-        """Sum the stage's gradients, unless that began beside the last backward."""
+        """Sum the stage's gradients, unless the sum began beside the last backward."""
         if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock

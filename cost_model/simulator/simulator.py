@@ -36,7 +36,7 @@ def simulate(
     *,
     replicas: Sequence[int] = (),
 ) -> Timeline:
-    """Run the table once. Raises ValueError if it deadlocks or does not fit the costs.
+    """Simulate a step of the schedule. Raises ValueError if it deadlocks or does not fit the costs.
 
     ``replicas``: number of devices that each pipeline rank stands for, one by default.
 
@@ -53,19 +53,20 @@ def simulate(
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """Return ``simulate(…).step_seconds``, without the timeline."""
+    """Return the step time of ``simulate(…)`` in seconds, without making the timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
-    """Return ``step_seconds`` and ``bubble_fraction`` of ``simulate(…)``, without the timeline."""
+    """Return the step time in seconds and the bubble fraction of ``simulate(…)``, without the
+    timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_and_bubble()
 
 
 def _checked(schedule: Schedule, costs: StageCosts) -> StageCosts:
-    """Return the costs of the schedule's stages. Raises ValueError where they do not fit it."""
+    """Return the costs per stage of the schedule. Raises ValueError where they do not fit it."""
     if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"

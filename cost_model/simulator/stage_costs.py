@@ -24,17 +24,15 @@ from .actions import (
 )
 
 OF_EDGES = ("send_", "receive_")
-"""Beginnings of the names of costs that have one entry per edge."""
+"""Prefixes of the fields of ``StageCosts`` that have one entry per edge between stages."""
 OF_SLICES = ("slice_", "edges")
-"""Beginnings of the names of fields that have no entry per stage or edge."""
+"""Prefixes of the fields of ``StageCosts`` that have no entry per stage or edge."""
 
 
 class Buckets(NamedTuple):
-    """The parts in which a stage's parameters are gathered and its gradients summed.
-
-    Each tuple has one share per part, in the order of the forward, and adds up to 1: of the
-    forward's compute, of the time to gather, of the backward's compute, of the time to sum.
-    """
+    """Shares of the buckets in which a stage's parameters are gathered and its gradients summed.
+    Each tuple has one share per bucket, in the order of the forward, and adds up to 1: of the
+    forward's compute, of the time to gather, of the backward's compute, of the time to sum."""
 
     forward: tuple[float, ...]
     gathered: tuple[float, ...]
@@ -43,7 +41,7 @@ class Buckets(NamedTuple):
 
     @staticmethod
     def equal(number: int) -> Buckets:
-        """Return so many equal parts."""
+        """Return the shares of ``number`` equal buckets."""
         return Buckets(*((1 / number,) * number for _ in range(4)))
 
 
@@ -124,7 +122,8 @@ class StageCosts:
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
-    """Return the costs of a schedule's stages from the costs of the parts they compute."""
+    """Return the costs per stage of a schedule with replicas, from the costs of the parts they
+    compute."""
     if not schedule.parts:
         return costs
     if costs.edges is not None:
@@ -143,10 +142,9 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
 
 
 class Line(NamedTuple):
-    """The messages from stage ``source`` to stage ``target``, which other ranks own.
-
-    Seconds of one message: until its first byte is there, of a port, of its two ends' calls.
-    """
+    """Connection for messages from stage ``source`` to stage ``target`` of another rank. Seconds of
+    one message: ``latency`` until its first byte arrives, ``occupied`` of a port, and of the calls
+    at both ends."""
 
     source: int
     target: int
@@ -159,11 +157,11 @@ class Line(NamedTuple):
 
 
 Lines = Sequence[Sequence[Sequence[Line]]]
-"""Lines of forwards' messages and of backwards' messages, each by stage."""
+"""Connections for messages of forwards, then of backwards, each by stage."""
 
 
 def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
-    """Return the lines into each stage and the lines out of it, by the other stage's number."""
+    """Return the connections into each stage and out of each stage, by the other stage's number."""
     edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
     none = (0 * costs.forward_seconds[0],) * len(edges)
     latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
@@ -185,10 +183,8 @@ def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
 
 
 def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return each slice's part of a micro-batch by kind; empty where sequences are whole.
-
-    A slice's message occupies its ports by its length.
-    """
+    """Return each sequence slice's share of a micro-batch's seconds, by kind of action; empty where
+    sequences are whole. A slice's message occupies its ports by its length."""
     if not schedule.slices:
         return {}
     length = sum(schedule.slices)
@@ -207,13 +203,14 @@ def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[fl
 
 
 def part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
-    """Return a slice's bytes by its length, so that all slices add up to the whole."""
+    """Return the bytes of slice number ``part``, in proportion to its length; all slices add up to
+    the whole."""
     length, before = sum(slices), sum(slices[:part])
     return num_bytes * (before + slices[part]) // length - num_bytes * before // length
 
 
 def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """The seconds of each compute action, by kind and stage."""
+    """Return the seconds of each compute action, by kind and stage."""
     whole = costs.backward_seconds
     weight = costs.weight_backward_seconds or [s / 2 for s in whole]
     return {
@@ -225,7 +222,8 @@ def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
 
 
 def inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds of collectives inside compute actions; empty if there are none."""
+    """Return the seconds of collectives inside compute actions, by kind and stage; empty if
+    none."""
     if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
         return {}
     none = (0.0,) * len(costs.forward_seconds)

@@ -18,7 +18,7 @@ NO_STAGE = -1
 
 
 class Event(NamedTuple):
-    """An action on a stream of its rank: when it starts and ends.
+    """Action on a stream of its rank, with its start and end.
 
     A message is one event, on a sending stream of its sender, ``to`` a stage. A collective is
     one event per bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``.
@@ -48,7 +48,7 @@ class Exposed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step; tuples have one entry per pipeline rank.
+    """Simulated training step; tuples have one entry per pipeline rank.
 
     ``bubble_fraction``: the share of the step, over all ranks, in which they neither compute
     nor step nor take part in a collective. ``exposed``: communication that no compute hides.
@@ -70,15 +70,13 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> tuple[float, ...]:
-        """All exposed communication of each rank."""
+        """Seconds of communication of each rank that no compute hides."""
         return tuple(sum(each) for each in self.exposed)
 
     @property
     def longest_span_seconds(self) -> float:
-        """The longest time of a rank from the start of its first action to the end of its last.
-
-        Zero-bubble papers measure a step so: a rank may begin the next one without the others.
-        """
+        """Longest seconds of a rank from the start of its first action to the end of its last.
+        Zero-bubble papers measure a step so: a rank may begin the next step without the others."""
         rows = [[each for each in events if each.stream == "compute"] for events in self.events]
         return max(row[-1].end_seconds - row[0].start_seconds for row in rows if row)
 

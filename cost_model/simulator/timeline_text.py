@@ -29,7 +29,8 @@ GLYPHS = {"F": "F", "B": "B", "I": "B", "W": "W", "STEP": "s", "REDUCE": "r", "G
 
 
 def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
-    """Draw a line of ``width`` characters per rank, without the middle ranks beyond ``limit``.
+    """Draw a timeline as a line of ``width`` characters per rank, at most ``limit`` ranks: the
+    first and last.
 
     >>> from .actions import Schedule, parse_table
     >>> from .simulator import StageCosts, simulate
@@ -79,7 +80,7 @@ def _glyph(share: dict[str, float], slot: float) -> str:
 
 
 def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
-    """The compute events, and the parts of collectives between them: compute hides the rest."""
+    """Yield the compute events, and the parts of collectives that no compute hides."""
     compute = [event for event in events if event.stream == "compute"]
     yield from compute
     for event in events:
@@ -99,7 +100,7 @@ def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
 
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[str, ...]:
-    """Draw a schedule in lines of at most ``width`` characters.
+    """Draw a schedule as a row of slots per rank, in lines of at most ``width`` characters.
 
     >>> from .actions import parse_table
     >>> from .simulator import StageCosts, simulate
@@ -127,7 +128,7 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[s
 
 
 def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return the text of each slot of each rank."""
+    """Return the text of each slot of time, for each rank."""
     events = [
         [e for e in row if e.action.kind in COMPUTE and e.end_seconds > e.start_seconds]
         for row in timeline.events
@@ -157,7 +158,8 @@ def _text(action: Action, chunk: int) -> str:
 
 
 def _updated_after(schedule: Schedule, rank: int) -> set[Action]:
-    """The computes that an update follows, where there are several updates."""
+    """Return the compute actions of a rank right before a weight update of an asynchronous
+    schedule."""
     row = schedule.table[rank]
     if schedule.weights == "flushed":
         return set()

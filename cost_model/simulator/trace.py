@@ -27,16 +27,14 @@ NAMES = {
     "REDUCE": "sum gradients",
     "STEP": "optimizer",
 }
-"""Names of actions in the trace's categories."""
+"""Category in a Chrome trace of each kind of action."""
 
 MICROSECONDS = 1e6
 
 
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str, Any]:
-    """The trace of a timeline, ready for ``json.dump``.
-
-    ``rank_names`` are names of processes, by default the pipeline rank and its devices.
-    """
+    """Return the Chrome trace of a timeline, ready for ``json.dump``. ``rank_names`` are names of
+    processes, by default the pipeline rank and its devices."""
     names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
     events: list[TraceEvent] = []
     for rank, own in enumerate(timeline.events):
@@ -61,11 +59,9 @@ def timeline_events(
     name: str = "",
     drawn: Container[int] | None = None,
 ) -> Iterator[TraceEvent]:
-    """Yield the slices, arrows and memory of a timeline with these processes as its ranks.
-
-    ``name`` tells its arrows from other timelines' in one trace. Slices and memory are
-    left out of ranks that are not ``drawn``.
-    """
+    """Yield the slices, arrows and memory counters of a timeline as trace events. ``processes``:
+    process number of each rank; ``begins_seconds``: start in the trace; ``name`` tells its arrows
+    from other timelines' in one trace. Only ranks in ``drawn`` get slices and memory."""
     takers = _takers(timeline)
     for rank, own in enumerate(timeline.events):
         is_drawn = drawn is None or rank in drawn
@@ -83,7 +79,7 @@ def timeline_events(
 
 
 def rank_name(rank: int, replicas: int) -> str:
-    """Return the name of a pipeline rank that stands for so many devices.
+    """Return the name of a pipeline rank that stands for ``replicas`` devices.
 
     >>> rank_name(3, 1), rank_name(0, 8)
     ('pipeline rank 3', 'pipeline rank 0 (8 devices)')
@@ -94,7 +90,8 @@ def rank_name(rank: int, replicas: int) -> str:
 def labels(
     process: int, name: str, streams: Collection[Stream], order: int | None = None
 ) -> Iterator[TraceEvent]:
-    """Yield the name and the place in ``order`` of a process, and of the streams it uses."""
+    """Yield the trace events that name a process and its used streams, and give its place in
+    ``order``."""
     yield _metadata("process_name", process, name=name)
     yield _metadata("process_sort_index", process, sort_index=process if order is None else order)
     for thread, stream in enumerate(STREAMS):
@@ -123,7 +120,7 @@ def _slice(rank: int, event: Event) -> TraceEvent:
 
 
 Takers = dict[Action, tuple[int, Event]]
-"""The receive of each message → the rank and event of the compute that needs it."""
+"""Rank and event of the compute that needs a message, by the message's receive action."""
 
 
 def _takers(timeline: Timeline) -> Takers:
@@ -139,7 +136,7 @@ def _takers(timeline: Timeline) -> Takers:
 
 
 def _flow(rank: int, event: Event, takers: Takers, name: str) -> Iterator[TraceEvent]:
-    """An arrow from a message to the compute that needed it."""
+    """Yield the two trace events of an arrow from a message to the compute that needs it."""
     kind, stage, m, part = event.action
     receive: ActionKind = "RECV_F" if kind == SEND_FORWARD else "RECV_B"
     receiver, taker = takers[Action(receive, event.to, m, part)]

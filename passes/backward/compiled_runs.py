@@ -29,21 +29,19 @@ from ..ops.eight_bits import eight_bit_linear
 aten = torch.ops.aten
 
 OF_WEIGHTS = "of weights alone"
-"""Mark, in ``meta``, of nodes whose gradients are computed after those of the block's inputs."""
+"""Key in ``meta`` of nodes computed from weights alone, whose gradients are computed last."""
 
 FEWEST_OPS = 2
-"""Minimum kernels of a compiled run: with fewer there is nothing to fuse."""
+"""Fewest kernels of ops that are compiled together: a single kernel leaves nothing to fuse."""
 
 _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Ops that are compiled together. Equal runs have equal ``text``.
-
-    ``module`` takes the tensors that the run reads and returns a tuple of the tensors that other
-    ops read.
-    """
+    """Consecutive ops of a block's graph that are compiled together. Equal ones have equal
+    ``text``. ``module`` takes the tensors that the ops read and returns a tuple of the tensors that
+    others read."""
 
     module: fx.GraphModule
     text: str
@@ -52,10 +50,9 @@ class Run:
 def compile_runs(
     module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
 ) -> None:
-    """Replace each run of a block's graph by a call of ``compiled(run)``, in place.
-
-    ``in_parts``: the backward recomputes the block except its matrix products, which are kept.
-    """
+    """Replace each sequence of plain ops in a block's graph by a call of ``compiled(run)``, in
+    place. ``in_parts``: the backward recomputes the block except its matrix products, which are
+    kept."""
     for nodes in list(_runs(module.graph, in_parts=in_parts)):
         _replace(module.graph, nodes, compiled)
     module.graph.lint()
@@ -90,7 +87,7 @@ def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Return whether a node is one of several results of an op."""
+    """Return whether a node takes one of several results of an op."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -46,7 +46,8 @@ COSTLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Hollow:
-    """The shape, dtype and device of a tensor that is not recomputed."""
+    """Shape, dtype and device of a tensor that is not recomputed, from which a substitute is
+    made."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,10 +66,9 @@ class _Hollow:
 
 @dataclass
 class Recomputing:
-    """State of a recomputed block: in a forward or in its repetition, and the values kept between.
-
-    ``keeps_costly``: results of costly kernels are kept (``selective``), or not (``full``).
-    """
+    """State of a recomputed block: whether it is in its forward or in the repetition in the
+    backward, and the values kept between. ``keeps_costly``: results of costly kernels are kept
+    ("selective")."""
 
     keeps_costly: bool
     memory: deque[Any] | None = None
@@ -76,12 +76,14 @@ class Recomputing:
     is_spared: bool = False
 
     def contexts(self) -> tuple[Context, Context]:
-        """Return the contexts of one forward and of its repetition, for ``checkpoint``."""
+        """Return the contexts of one forward and of its repetition, for
+        ``torch.utils.checkpoint``."""
         memory: deque[Any] = deque()
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
-        """Make the marked ops of a block's graph follow this state, in place."""
+        """Make the ops that ``replayed`` marked in a block's graph follow this state when called,
+        in place."""
         for node in graph.graph.nodes:
             how = node.meta.get(MARK)
             if how is None or isinstance(node.target, _MarkedOp):
@@ -92,7 +94,8 @@ class Recomputing:
 
 
 class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that keeps results of costly kernels, or returns them; other ops run."""
+    """Dispatch mode of a block's forward or repetition: it keeps, or returns, costly kernels'
+    results."""
 
     def __init__(self, block: Recomputing, memory: deque[Any], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +113,7 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def kept(self) -> Iterator[Tensor]:
-        """Yield the tensors that are kept for the repetition."""
+        """Tensors that are kept from the forward for the repetition."""
         return _tensors(self._memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +136,8 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 
 
 def _remembered(results: Any, *, hollow: bool) -> Any:
-    """Return a kernel's results without their history; hollow results if they are spared."""
+    """Return a kernel's results without autograd history; with ``hollow`` only their shapes and
+    dtypes."""
     if isinstance(results, tuple | list):
         return tuple(_remembered(each, hollow=hollow) for each in results)
     if not isinstance(results, Tensor):
@@ -149,7 +153,8 @@ def _given_back(remembered: Any) -> Any:
 
 @dataclass(eq=False)
 class _MarkedOp(ABC):
-    """A marked op of a block's graph; outside of a recomputed block it just runs."""
+    """Op of a block's graph with a mark of ``replayed``; outside of a recomputed block it is just
+    called."""
 
     block: Recomputing
     called: Callable[..., Any]
@@ -166,7 +171,7 @@ class _MarkedOp(ABC):
 
     @abstractmethod
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the op in a recomputed block, in its forward or again."""
+        """Execute the op in a recomputed block, in its forward or in the repetition."""
 
 
 class _Kept(_MarkedOp):
@@ -179,7 +184,7 @@ class _Kept(_MarkedOp):
         return result
 
     def _keeping_nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the op; its gradient must need no saved tensor, as it is not run again."""
+        """Call the op; raise if its backward saves a tensor, as the op is not repeated."""
         with torch.autograd.graph.saved_tensors_hooks(self._refuse, self._refuse):
             return self.called(*args, **kwargs)
 

@@ -18,19 +18,19 @@ from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"
 KEPT, SPARED, PRODUCT, AGAIN = "kept", "spared", "product", "again"
-"""Marks: the result is kept; the op is not run again; for a product only the tensors that autograd
-keeps are recomputed; the op is run again, and nothing inside it is kept."""
+"""Marks of an op for recomputation: its result is kept; it is not run again; of a product only the
+tensors that autograd keeps are recomputed; it is run again, and nothing inside it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Recomputation of a block."""
+    """Marker of a block's ops for recomputation ``mode``, according to the planner's ``replay``."""
 
     mode: Recompute
     replay: Replay
 
     def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
-        """Mark the nodes of an op: its call, and the scaling of its result."""
+        """Mark the nodes of an op for recomputation: its call, and the scaling of its result."""
         how = self._mark(node)
         if how is None:
             return
@@ -39,10 +39,9 @@ class Replayed:
         results[-1 if how == KEPT else 0].meta[MARK] = how
 
     def _mark(self, node: Node) -> str | None:
-        """Return the mark of an op; kept costly ops have none, as their kernels' results are kept.
-
-        Ops that run again may have such kernels inside, as a layer of experts has.
-        """
+        """Return the mark for an op's recomputation. None: it is repeated as a whole, or its costly
+        kernels' results are kept. An op marked ``AGAIN`` may have such kernels inside, as a layer
+        of experts has."""
         if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN
@@ -54,7 +53,8 @@ class Replayed:
         return KEPT if is_kept else SPARED
 
     def mark_unread(self, uses: Mapping[fx.Node, Iterable[tuple[str, int]]]) -> None:
-        """Mark conversions that no use (an op, the position of its input) needs again."""
+        """Mark layout conversions whose results no repeated op reads. ``uses``: the readers of each
+        conversion, as (op, position of the input)."""
         for converted, readers in uses.items():
             if self.replay.unread[self.mode].issuperset(readers):
                 converted.meta[MARK] = SPARED

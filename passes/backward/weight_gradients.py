@@ -32,12 +32,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SplitOp:
-    """An op with weights, and the halves of its backward.
+    """Op with weights, and the two halves of its backward.
 
     ``data`` and ``weights`` are positions among its arguments; ``rest`` below are all the
-    arguments, with None for these. ``of_data(gradient, weight, data, rest)``;
-    ``of_weights(gradient, data, shapes, rest)`` gives one gradient per weight, in order, where
-    ``shapes`` has None for an absent weight.
+    arguments, with None for these. ``of_data(gradient, weight, data, rest)`` returns the gradient
+    of the data; ``of_weights(gradient, data, shapes, rest)`` one gradient per weight, in order,
+    where ``shapes`` has None for an absent weight.
     """
 
     data: int
@@ -47,7 +47,7 @@ class SplitOp:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Flatten all dimensions but the last."""
+    """Flatten all dimensions of a tensor but the last."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -144,12 +144,12 @@ HALVES: dict[Any, SplitOp] = {
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
 }
-"""The ops that defer their weight gradients."""
+"""Ops that defer their weight gradients, with the halves of their backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Tensors from which the gradients of an op's weights are computed."""
+    """Tensors from which the weight gradients of an op are computed later."""
 
     block: int
     halves: SplitOp
@@ -161,7 +161,7 @@ class _Deferred:
 
 
 class WeightGradients:
-    """The deferred weight gradients of a stage, by micro-batch."""
+    """Store of the deferred weight gradients of a stage, by micro-batch."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Deferred]] = {}
@@ -173,7 +173,8 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self, microbatch: int) -> Iterator[None]:
-        """Context manager: backwards inside belong to this micro-batch."""
+        """Assign the weight gradients that backwards defer in the ``with`` block to
+        ``microbatch``."""
         self._collected = self._waiting.setdefault(microbatch, [])
         try:
             yield
@@ -183,10 +184,8 @@ class WeightGradients:
     def run(
         self, microbatch: int, after_block: Callable[[set[int]], None] = lambda remaining: None
     ) -> None:
-        """Compute the micro-batch's deferred gradients, and free the kept tensors.
-
-        ``after_block`` is called after each block, with the positions of those that remain.
-        """
+        """Compute the micro-batch's deferred gradients, and free the kept tensors. ``after_block``
+        is called after each block, with the positions of the blocks that remain."""
         waiting = self._waiting.pop(microbatch, [])
         waiting.reverse()
         while waiting:
@@ -219,10 +218,8 @@ def _weight_gradients(deferred: _Deferred) -> list[tuple[GradientEdge, Tensor]]:
 
 
 class _Putting(torch.autograd.Function):
-    """The op; its backward computes the gradient of its data only and defers the others.
-
-    ``anchor`` makes the backward run even if the data needs no gradient.
-    """
+    """Autograd function of an op whose backward computes the gradient of its data and defers the
+    rest. ``anchor`` makes the backward run even if the data needs no gradient."""
 
     @staticmethod
     def forward(
@@ -285,11 +282,9 @@ def _edge(weight: Tensor | None) -> GradientEdge | None:
 def defer(
     module: fx.GraphModule, store: WeightGradients, block: int, shared: frozenset[str]
 ) -> frozenset[str]:
-    """Make the ops of a block's graph defer their weight gradients, in place.
-
-    ``shared`` are the inputs that are parameters, by the name of their placeholder. Returns the
-    attributes (and placeholders) of the parameters with deferred gradients.
-    """
+    """Make the ops of a block's graph defer their weight gradients, in place. ``shared`` are the
+    inputs that are parameters, by the name of their placeholder. Returns the attributes (and
+    placeholders) of the parameters with deferred gradients."""
     made_of: dict[fx.Node, frozenset[str]] = {}
     late: set[str] = set()
     parameters = dict(module.named_parameters())
@@ -314,7 +309,8 @@ def _sources(
     parameters: Any,
     shared: frozenset[str],
 ) -> frozenset[str]:
-    """Return the parameters that a node is computed from, if it reads nothing else."""
+    """Return the parameters from which alone a node is computed; empty if it reads anything
+    else."""
     if node.op == "get_attr":
         return frozenset({str(node.target)} & set(parameters))
     if node.op == "placeholder":
@@ -330,7 +326,7 @@ def _given(node: fx.Node, position: int) -> bool:
 
 
 def _fits(node: fx.Node, halves: SplitOp, made_of: dict[fx.Node, frozenset[str]]) -> bool:
-    """Return whether the op's weights are parameters and its data is not."""
+    """Return whether the op's weights are computed from parameters alone and its data is not."""
     weights = [node.args[p] for p in halves.weights if _given(node, p)]
     data = node.args[halves.data]
     return (

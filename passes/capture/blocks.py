@@ -21,19 +21,19 @@ from .branches import before_join, branches_apart
 from .cut import cut_points
 
 Layer = tuple[str, int]
-"""A numbered module: the path of its list and its number."""
+"""Numbered module of a model: the path of its list, and its number."""
 
 
 @dataclass
 class _Part:
-    """A block under construction. ``layer`` is None before, between and after layers."""
+    """Block under construction. ``layer`` is None for ops before, between and after layers."""
 
     layer: Layer | None
     nodes: list[Node]
 
 
 def find_blocks(graph: Graph) -> Blocks:
-    """Cut the graph's op nodes into blocks in topological order."""
+    """Cut the graph's op nodes into blocks, in topological order."""
     ops = [node for node in graph.nodes if node.kind == "op"]
     layers = _find_layers(graph, ops)
     parts = _layer_parts(graph, ops, layers) if layers else _cut_parts(graph, ops)
@@ -44,10 +44,8 @@ def find_blocks(graph: Graph) -> Blocks:
 
 
 def blocks_like(graph: Graph, planned: Blocks) -> Blocks | None:
-    """Cut another graph of a model where each block has the parameters of a ``planned`` block.
-
-    Returns None if its ops do not use them in that order, or are too few.
-    """
+    """Cut a graph of the same model into blocks with the parameters of the ``planned`` blocks.
+    Returns None if its ops do not use them in that order, or are too few."""
     owner = {name: at for at, block in enumerate(planned.blocks) for name in block.parameters}
     ops = [node for node in graph.nodes if node.kind == "op"]
     parts: list[_Part] = [_Part(None, [])]
@@ -64,7 +62,7 @@ def blocks_like(graph: Graph, planned: Blocks) -> Blocks | None:
 
 
 def layer_candidates(module: str) -> list[Layer]:
-    """Return every numbered module on a path, outermost first.
+    """Return every numbered module on a module path, outermost first.
 
     >>> layer_candidates("model.layers.3.experts.1.up")
     [('model.layers', 3), ('model.layers.3.experts', 1)]
@@ -97,7 +95,7 @@ def _find_layers(graph: Graph, ops: Sequence[Node]) -> dict[str, Layer]:
 
 
 def _outline(graph: Graph, nodes: Sequence[Node]) -> tuple[object, ...]:
-    """Return a key that equal layers of one list share for any inputs: ops and shapes."""
+    """Return a key of ops and shapes that equal layers of one list share, whatever their inputs."""
     own = tuple(graph[name].spec.shape for name in _parameters(graph, nodes, set()))
     return own, tuple((n.op, tuple(spec.shape for spec in n.outputs)) for n in nodes)
 
@@ -107,7 +105,8 @@ def _has_parameters(graph: Graph, nodes: Iterable[Node]) -> bool:
 
 
 def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer]) -> list[_Part]:
-    """Return the parts in order of execution; short runs between layers join a neighbour."""
+    """Return the layers, and the ops around them, in order of execution; few ops between two layers
+    join a neighbour."""
     runs: list[_Part] = []
     for node in ops:
         layer = layers.get(node.name)
@@ -122,7 +121,7 @@ def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer])
 
 
 def _reunited(runs: list[_Part]) -> list[_Part]:
-    """Join the runs of one interrupted layer, together with the ops that interrupt it."""
+    """Join the parts of a layer that other ops interrupt, together with these ops."""
     last = {run.layer: i for i, run in enumerate(runs) if run.layer is not None}
     parts: list[_Part] = []
     position = 0
@@ -141,7 +140,8 @@ def _reunited(runs: list[_Part]) -> list[_Part]:
 
 
 def _joined(graph: Graph, runs: list[_Part], forward: bool) -> list[_Part]:
-    """Join every run between layers that holds no parameters to the layer before or after."""
+    """Join ops between layers that use no parameters to the layer before, or with ``forward`` after
+    them."""
     parts: list[_Part] = []
     pending: list[Node] = []
     between: list[Node] = []
@@ -160,7 +160,8 @@ def _joined(graph: Graph, runs: list[_Part], forward: bool) -> list[_Part]:
 
 
 def _tail_joined(graph: Graph, parts: list[_Part], between: list[Node]) -> list[_Part]:
-    """Move the ops that follow every layer into the last layer, too."""
+    """Move the ops that follow every layer into the last layer, too. ``between``: the ops between
+    layers."""
     if not between or len(parts) < 2 or parts[-1].layer is not None:
         return parts
     head = parts[-1].nodes
@@ -179,7 +180,8 @@ def _cut_parts(graph: Graph, ops: Sequence[Node]) -> list[_Part]:
 
 
 def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Move ops that read only inputs and serve only the last part (loss targets) there."""
+    """Move ops that read only inputs and that only the last part uses (loss targets) into the last
+    part."""
     if len(parts) < 2:
         return parts
     position = {node.name: i for i, part in enumerate(parts) for node in part.nodes}
@@ -197,7 +199,7 @@ def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Cut the parts between and after layers into their branches."""
+    """Cut the parts between and after layers into the branches of the model that they belong to."""
     if len(parts) < 3:
         return parts
     found = parts[:1]
@@ -212,7 +214,7 @@ def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _light(graph: Graph, node: Node) -> bool:
-    """Return whether a node carries no gradient and comes from inputs alone."""
+    """Return whether a node carries no gradient and depends on no parameter."""
     pending, seen = [node], {node.name}
     while pending:
         current = pending.pop()
@@ -254,11 +256,9 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
 def _memory(
     graph: Graph, nodes: Sequence[Node], owners: Mapping[Key, Key]
 ) -> tuple[bool | tuple[int, int], ...]:
-    """List the memory facts of a run of nodes that values from outside decide.
-
-    For each value from outside: the number of the tensor whose memory holds it, and the elements of
-    that tensor, which are all kept with the value. For each op: whether it copies or returns views.
-    """
+    """List the facts about memory of a block's nodes that values from outside decide. For each
+    value from outside: the number of the tensor whose memory holds it, and the elements of that
+    tensor, which are all kept with the value. For each op: whether it copies or returns views."""
     inside, outside = {node.name for node in nodes}, dict[Key, tuple[int, int]]()
     for node in nodes:
         for ref in node.inputs:
@@ -279,7 +279,8 @@ def _memory(
 
 
 def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
-    """Map each list of layers to its short name, or its whole path where that is ambiguous."""
+    """Map each list of layers to its short name, or to its whole path where the short one is
+    ambiguous."""
     prefixes = sorted({part.layer[0] for part in parts if part.layer is not None})
     short = {prefix: prefix.rsplit(".", 1)[-1] or "layers" for prefix in prefixes}
     counts = Counter(short.values())
@@ -292,7 +293,8 @@ def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
 def _name(
     graph: Graph, part: _Part, parts: Sequence[_Part], kinds: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return a part's name and the base name of its kind."""
+    """Return the name of a block, and the name of the kind of block (equal blocks) that it is
+    of."""
     if part.layer is not None:
         prefix, number = part.layer
         return f"{prefix}.{number}".removeprefix("."), kinds[prefix]
@@ -324,7 +326,7 @@ def common_module(paths: Sequence[str]) -> str:
 
 
 def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[str, ...]:
-    """Return parameters and buffers in order of first use that no earlier block owns."""
+    """Return the parameters and buffers that nodes use and no earlier block owns, by first use."""
     found: dict[str, None] = {}
     for node in nodes:
         for ref in node.inputs:
@@ -336,9 +338,9 @@ def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[s
 def structure(
     graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
 ) -> tuple[Any, ...]:
-    """A key of the computation of a run of nodes, equal for runs that correspond by position.
+    """Return a key of the computation of nodes, equal for sequences that correspond by position.
 
-    ``parameters`` are owned by the run (default: all that it uses). Values from outside count by
+    ``parameters`` are owned by the nodes (default: all that they use). Values from outside count by
     their order of first use, their shape and kind: input, constant, shared parameter or another
     block's value. The ``number`` of a random call does not count.
     """

@@ -25,12 +25,9 @@ _LITERALS = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a layer: its structure, and each leaf.
-
-    A leaf is ``("made", i)``, its ``i``-th new tensor; ``("given", i)``, its ``i``-th argument; or
-    ``("literal", value)``. ``forms`` are the shapes, strides and dtypes of new tensors, as the op
-    ``repeat`` takes them.
-    """
+    """Result of a layer's call: its tree structure, and each leaf. A leaf is ``("made", i)``, its
+    ``i``-th new tensor; ``("given", i)``, its ``i``-th argument; or ``("literal", value)``.
+    ``forms`` are the shapes, strides and dtypes of new tensors, as the op ``repeat`` takes them."""
 
     structure: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
@@ -38,8 +35,8 @@ class Result:
 
 
 def call_key(flat: Sequence[Any], structure: TreeSpec) -> Any:
-    """Return a key of all facts, except values, that a call's effect may depend on; None if they
-    are unknown."""
+    """Return a key of all facts, except tensors' values, on which the effect of a call may depend;
+    None if they are unknown. ``flat``: the leaves of its arguments."""
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
     leaves: list[Any] = []
@@ -72,7 +69,8 @@ def _storage(tensor: Tensor) -> int:
 def call_result(
     output: Any, given: Sequence[Tensor], layer: nn.Module
 ) -> tuple[list[Tensor], Result | None]:
-    """Return the new tensors of a layer, and its result; None if it cannot be repeated."""
+    """Return the new tensors of a layer's output, and the form of its result, None if the call
+    cannot be repeated. ``given``: the tensors among its arguments."""
     flat, structure = tree_flatten(output)
     own = [*layer.parameters(), *layer.buffers()]
     taken = {_storage(tensor) for tensor in (*given, *own)}
@@ -106,7 +104,7 @@ def call_result(
 
 
 class _Same:
-    """An object that equals itself alone; it stays alive, so that its id stays unique."""
+    """Wrapper of an object that equals only wrappers of the same object, which it keeps alive."""
 
     __slots__ = ("held",)
 
@@ -120,7 +118,8 @@ class _Same:
 
 
 def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """The state that a layer's forward may change: its settings, its arguments and their values."""
+    """Return the state that a layer's forward may change, for comparison: its settings and
+    arguments."""
     flat, structure = tree_flatten((args, kwargs))
     found: list[Any] = [repr(structure)]
     found += [(_Same(value), getattr(value, "_version", 0)) for value in flat]
@@ -131,7 +130,8 @@ def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """Return the contents of a setting, one level down; nothing for modules and tensors."""
+    """Return the contents of a module's setting, one level down; nothing for modules and
+    tensors."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple | set):
@@ -143,7 +143,8 @@ def _held(value: Any) -> Iterable[Any]:
 
 @contextmanager
 def watch_counts(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
-    """Context manager: record each read of one of the attributes ``counts``."""
+    """Record, within a ``with`` block, each access to the attributes ``counts`` of a layer's
+    modules."""
     reads: list[Count] = []
     names: dict[str, list[str]] = {}
     for path, name in counts:
@@ -159,7 +160,8 @@ def watch_counts(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Cou
 def _watching(
     kind: type[nn.Module], path: str, names: Sequence[str], reads: list[Count]
 ) -> type[nn.Module]:
-    """Return a subclass of ``kind`` that records reads of the attributes ``names``."""
+    """Return a subclass of ``kind`` that records in ``reads`` each access to the attributes
+    ``names``."""
 
     def property_of(name: str) -> property:
         def read(module: nn.Module) -> Any:

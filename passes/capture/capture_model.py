@@ -34,13 +34,14 @@ from .row_numbers import has_all_rows, with_numbers
 from .tie import find_tied
 
 NUM_TRIES = 2
-"""Attempts at capturing equal layers: with uncaptured layers hidden, then with all visible."""
+"""Attempts at capturing equal layers only once: with uncaptured layers hidden, then with all
+visible."""
 
 NO_LOSS = ("AP203", "AP204")
-"""Errors of a model that returns no scalar to train, at any number of rows."""
+"""Error codes of a model that returns no scalar to train, at any number of rows."""
 
 PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
-"""The graph passes of a capture, in order; ``Autocast``, if requested, comes before them."""
+"""Graph passes of a capture, in order; ``Autocast``, if requested, comes before them."""
 
 
 def capture(
@@ -58,11 +59,11 @@ def capture(
     ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains in.
     ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of its arguments, best
     with 2 rows: any row count then follows by ``Program.with_batch_size``. Rows are in the first
-    dimension, unless an ``Example`` says otherwise. ``all_rows`` is the batch that runs. Numbers
-    that the model computes from the number of rows come from it (``row_numbers``); if the model
-    takes another path for it, or ``batch`` cannot be captured, ``all_rows`` is captured instead.
-    ``autocast`` runs the ops of its list in float32 (pass ``Autocast``). ``rules`` of the user's
-    own ops are by their path.
+    dimension, unless an ``Example`` says otherwise. ``all_rows`` is the batch that is trained with.
+    Numbers that the model computes from the number of rows come from it (``row_numbers``); if the
+    model takes another path for it, or ``batch`` cannot be captured, ``all_rows`` is captured
+    instead. ``autocast`` computes the ops of autocast's list in float32 (pass ``Autocast``).
+    ``rules`` of the user's own ops are by their path.
 
     Raises ``CaptureError`` naming the user's line.
     """
@@ -77,7 +78,7 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The options of a capture; ``autocast`` runs the ops of its list in float32."""
+    """Options of a capture; ``autocast``: the ops of autocast's list are computed in float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype
@@ -86,8 +87,8 @@ class _Options:
 
 
 def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Options) -> Program:
-    """Return the program of ``batch`` with the numbers of ``all_rows``, or the program of
-    ``all_rows`` alone."""
+    """Return the program of the small ``batch`` with the numbers that ``all_rows`` gives; if the
+    model takes another path for ``all_rows``, the program of ``all_rows``."""
     try:
         exported, few = _lowered(model, batch, way)
     except CaptureError as error:
@@ -131,8 +132,8 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Optio
 
 
 def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported, Lowered]:
-    """Return the exported program and its graph; only a few of equal layers are exported if that
-    gives the same."""
+    """Return the exported program and its graph; of equal layers only a few are exported if the
+    graph is the same."""
     tied = find_tied(model)
 
     def lowered(exported: Exported) -> Lowered:
@@ -163,7 +164,8 @@ def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported,
 
 
 def _with_batch(graph: Graph) -> Graph:
-    """The graph with its batch dimensions and the accumulation of micro-batches, if found."""
+    """Return the graph with its batch dimensions and the accumulation of micro-batches, if
+    found."""
     found = find_batch(graph)
     if found is None:
         return graph

@@ -54,10 +54,8 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of ``torch.export`` at ``example``.
-
-    ``rules`` belong to submodules that the user registered, which are kept whole. ``outputs`` is
-    the form of the model's outputs.
+    """Result of ``torch.export`` for a model and an example batch. ``rules`` belong to submodules
+    that the user registered, which are kept whole. ``outputs`` is the form of the model's outputs.
     """
 
     program: ExportedProgram
@@ -67,18 +65,19 @@ class Exported:
 
     @property
     def inputs(self) -> Mapping[str, InputPlace]:
-        """Return the places of the inputs by their names."""
+        """Places of the program's inputs in the batch, by name."""
         return self.example.inputs
 
 
 class _Noted:
-    """Record of a trace besides its result: ``torch.export`` undoes a module's own attributes."""
+    """Record of a trace's outputs outside the traced module: ``torch.export`` undoes changes to
+    it."""
 
     outputs: OutputForm | None = None
 
 
 class _WithLoss(nn.Module):
-    """A module that computes ``loss(model(batch))`` from the batch's tensors as arguments."""
+    """Module that computes ``loss(model(batch))`` from the batch's tensors as arguments."""
 
     def __init__(self, model: nn.Module, example: Example, loss_fn: LossFn | None) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class _WithLoss(nn.Module):
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
-        """Compute the loss of a forward; record the other outputs of the model."""
+        """Compute the loss of a forward, and record the form of the model's outputs."""
         model = self.get_submodule(PREFIX)
         held = _buffers(model)
         outputs = call_model(model, batch)
@@ -121,10 +120,8 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
-    """Write values that a forward has assigned to buffers into these: export forgets assignments.
-
-    Raises CaptureError AP208 if a buffer changes its shape.
-    """
+    """Write values that a forward has assigned to buffers into the buffers: export forgets
+    assignments. Raises CaptureError AP208 if a buffer changes its shape."""
     for module, name, tensor in held:
         value = module._buffers.get(name)
         if value is tensor or value is None:
@@ -142,7 +139,8 @@ def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class _WithMarks(_WithLoss):
-    """The same module with the marks of equal layers as outputs, which keeps them in the graph."""
+    """Loss module that also returns the marks of equal layers, which keeps the marks in the
+    graph."""
 
     def __init__(
         self, model: nn.Module, example: Example, loss_fn: LossFn | None, repeats: Repeats
@@ -158,10 +156,8 @@ class _WithMarks(_WithLoss):
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with a batch: a tuple's parts by position, a dict's by name.
-
-    ``forward`` gets the entries of a dict that it takes; the others are for the loss.
-    """
+    """Call the model with a batch: the items of a tuple by position, of a dict by name. ``forward``
+    gets the entries of a dict that it takes; the others are for the loss."""
     if isinstance(batch, Tensor):
         return model(batch)
     if not isinstance(batch, Mapping):
@@ -174,11 +170,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """Find the scalar that training minimizes: from ``loss_fn``, or among the model's outputs.
-
+    """Return the scalar that training minimizes: from ``loss_fn``, or among the model's outputs.
     Among the outputs it is the output itself, its ``loss``, or the only differentiable scalar of a
-    tuple, such as ``(logits, loss)``.
-    """
+    tuple, such as ``(logits, loss)``."""
     loss: Any = _loss_of(outputs) if loss_fn is None else loss_fn(outputs, batch)
     if not isinstance(loss, Tensor):
         raise CaptureError(
@@ -198,7 +192,7 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss among a model's outputs, or the value in its place."""
+    """Return the loss among a model's outputs; another value or None if there is no loss."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -213,11 +207,9 @@ def _loss_of(outputs: Any) -> Any:
 def export_loss(
     model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """Export ``loss(model(batch))`` by the first method that succeeds.
-
+    """Export ``loss(model(batch))`` by the first method of ``torch.export`` that succeeds.
     Non-strict; strict; with the submodules that cannot be exported as opaque leaves; else a
-    ``CaptureError`` with the first method's error.
-    """
+    ``CaptureError`` with the first method's error."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -252,11 +244,9 @@ def _export_gradients(
 def export_repeats(
     model: nn.Module, example: Example, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """Export as ``export_loss``, but capture equal layers only a few times, and then name them
-    (``repeat_calls``).
-
-    Raises any error that occurs; ``export_loss`` then reports it properly, if it persists.
-    """
+    """Export as ``export_loss``, but capture only a few of equal layers, and replace the others by
+    single ops (``repeat_calls``). Raises any error that occurs; ``export_loss`` then reports it
+    properly, if it persists."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -271,10 +261,8 @@ def export_repeats(
 def trace_loss(
     model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> OutputForm | None:
-    """Run ``loss(model(batch))`` on fake tensors in the modes of an export, without its graph.
-
-    Returns the form of the model's outputs.
-    """
+    """Compute ``loss(model(batch))`` on fake tensors in the modes of an export, without making a
+    graph. Return the form of the model's outputs."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -288,7 +276,8 @@ def trace_loss(
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Context manager: code that queries ``torch.compiler`` takes the path of an export."""
+    """Let code that queries ``torch.compiler`` take the path of an export within a ``with``
+    block."""
     flags: Any = torch.compiler
     names = ("_is_exporting_flag", "_is_compiling_flag")
     before = [getattr(flags, name) for name in names]
@@ -308,7 +297,8 @@ def _climb(
     first: Exception,
     rules: dict[str, OpRule],
 ) -> ExportedProgram:
-    """Try the further methods; the first method's error is shown."""
+    """Export by the further methods of ``export_loss``. If all fail, raise the error of the first
+    method."""
     located = capture_error(first, wrapped, PREFIX)
     model = wrapped.get_submodule(PREFIX)
     leaves, error = annotated_modules(model), first
@@ -351,7 +341,7 @@ def _export(
 
 @contextmanager
 def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
-    """Context manager: the modes of a forward during capture."""
+    """Enter the modes of a forward during capture for a ``with`` block."""
     with ExitStack() as modes:
         modes.enter_context(undetected_causal_masks())
         modes.enter_context(unchecked_distributions())
@@ -366,7 +356,7 @@ def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Copy a model's parameters and buffers to ``meta``, by every name; ties stay ties."""
+    """Copy a model's parameters and buffers to ``meta``, by every name; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     named = named_tensors(model)
     for _, tensor in named:
@@ -382,7 +372,8 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def with_held(model: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the model's parameters and buffers by the tensors ``held``, within the context."""
+    """Replace the model's parameters and buffers by the tensors ``held`` within a ``with``
+    block."""
     saved: list[tuple[Any, str, Tensor | None]] = []
     for name, tensor in held.items():
         path, _, attribute = name.rpartition(".")
@@ -401,11 +392,9 @@ def with_held(model: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
 def fake_parameters(
     model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Put fake CPU tensors of ``dtype`` in the place of the model's parameters and buffers.
-
-    Floating parameters are cast; floating buffers keep their dtype in mixed precision and
-    are cast with the rest in float64. Ties stay ties. Sparse buffers stay as they are.
-    """
+    """Replace the model's parameters and buffers by fake CPU tensors of ``dtype`` within a ``with``
+    block. Floating parameters are cast; floating buffers keep their dtype in mixed precision and
+    are cast with the rest in float64. Ties stay ties. Sparse buffers stay as they are."""
     made: dict[int, Tensor] = {}
     saved: list[tuple[Any, str, Tensor]] = []
     buffer_dtype = dtype if dtype == torch.float64 else None

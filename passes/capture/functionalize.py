@@ -21,7 +21,8 @@ _HARMLESS = frozenset({"aten.detach_.default"})
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program without regions, and without writes except to the model's buffers."""
+    """Return the exported program without nested regions, and without writes except to model
+    buffers."""
     inline_regions(exported)
     _join_same(exported)
     for node in list(exported.graph.nodes):
@@ -32,11 +33,9 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _join_same(exported: ExportedProgram) -> None:
-    """Give the readers of ``x.float()`` and the like ``x`` itself, if eager code returns it.
-
-    Only if ``x`` or a view of it is written: otherwise the op stays, so that graphs captured in
-    other dtypes have the same nodes.
-    """
+    """Replace results of ``x.float()`` and the like by ``x`` itself, where eager code returns
+    ``x``. Only if ``x`` or a view of it is written: otherwise the op stays, so that graphs captured
+    in other dtypes have the same nodes."""
     nodes = exported.graph.nodes
     written = [node.args[0] for node in nodes if _writes(node)]
     if not written:
@@ -80,7 +79,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> fx.Node:
-    """Return the tensor behind a value, looking through writes: ``x.mul_(a)`` is ``x``."""
+    """Return the tensor that a value is after writes in place: for ``x.mul_(a)`` it is ``x``."""
     while (
         isinstance(node.target, OpOverload)
         and mutated_argument(path_of(node.target)) is not None
@@ -92,7 +91,8 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node) -> bool:
-    """Make one in-place op functional; return False if its tensor has views or is one."""
+    """Replace an in-place op by its functional form; return False if its tensor has views or is a
+    view."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
     aliases = [target, *target.users]

@@ -37,7 +37,7 @@ from .refusals import (
 )
 
 LITERAL_ELEMENTS = 4096
-"""Maximum elements of a tensor of numbers in the model's code that is written in the graph."""
+"""Most elements of a tensor of numbers in the model's code that is written in the graph."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
@@ -52,7 +52,7 @@ _SPARSE_GRADIENTS = {
     "aten.embedding_bag.padding_idx": 5,
     "aten.embedding_bag.default": 5,
 }
-"""The argument that makes an op's gradient sparse, which is dropped: ranks sum dense gradients."""
+"""Position of an op's argument for sparse gradients, set to False as ranks sum dense gradients."""
 _SIZED = {
     "aten.view.default": 1,
     "aten._unsafe_view.default": 1,
@@ -73,7 +73,7 @@ _LIKE = {
 
 @dataclass
 class _Lowering:
-    """The state of one walk over an exported program."""
+    """State of the lowering of one exported program."""
 
     exported: ExportedProgram
     prefix: str
@@ -90,8 +90,8 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """``graph``, the ``literals`` (tensors of numbers in the model's code, by name), and the
-    ``bases`` of the ops' names, without numbers."""
+    """Lowered program: ``graph``, ``literals`` (tensors of numbers in the model's code, by name),
+    and ``bases``, the ops' names without numbers."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -135,7 +135,7 @@ def lower(
 
 
 def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
-    """Sort buffers' new values in the order in which they are made."""
+    """Return buffers' new values (``updates``) sorted in the order in which ``nodes`` make them."""
     if not updates:
         return {}
     place = {node.name: position for position, node in enumerate(nodes)}
@@ -254,7 +254,7 @@ def _step(
     spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:
-    """Add an op in place of a traced op."""
+    """Add a node of op ``base`` in place of a traced op, and return its value."""
     return _add(
         state,
         Node(
@@ -271,7 +271,7 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Cast and expand ``value`` to its copy's target: ``aten.copy`` has no derivative."""
+    """Return ``value`` cast and expanded to spec ``wanted``: ``aten.copy`` has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -284,7 +284,7 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Replace a part of a complex tensor by ops on real numbers: torch has just their
+    """Return a complex tensor with a part replaced, by real ops: torch has no complex
     derivative."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
@@ -301,7 +301,7 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Record ``new`` as the value of ``old`` from now on; if it is a buffer, the model keeps it."""
+    """Make ``new`` the value of ``old`` from here on, and its update if it is a buffer."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -318,7 +318,7 @@ def _write(state: _Lowering, old: Any, new: Ref) -> None:
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
-    """Record the buffers whose new values the program returns; ``torch.export`` makes it pure."""
+    """Record the new values of buffers, which ``torch.export`` makes outputs of the program."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:
@@ -329,7 +329,7 @@ def _take_updates(state: _Lowering, results: Any) -> None:
 
 
 def _read_written(state: _Lowering) -> None:
-    """Add a read of each buffer that the forward only writes, so that a stage holds it."""
+    """Add a read of each buffer that the forward only writes, so that a stage holds the buffer."""
     read = {ref.name for node in state.nodes.values() for ref in node.inputs}
     for name, made in state.updates.items():
         if name in read:
@@ -356,7 +356,7 @@ def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return an op's canonical form: devices only in factories, sizes and dtypes written out."""
+    """Return an op's canonical call: devices only in factories, sizes and dtypes written out."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -385,7 +385,7 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Return whether torch's default dtype decides the floats that an op makes of integers."""
+    """Return whether torch's default dtype decides an op's floating result of integer inputs."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -393,7 +393,7 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """Return the op on floats of its result's dtype; conditions stay unchanged."""
+    """Return the op with inputs cast to its floating result's dtype, except a condition."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -426,7 +426,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options of every factory; the runner substitutes its own device."""
+    """Return the keyword arguments of each factory op; execution substitutes its own device."""
     return {"dtype": dtype, "device": _META}
 
 
@@ -438,7 +438,7 @@ def _add(state: _Lowering, node: Node) -> Ref:
 
 
 def _op_name(state: _Lowering, traced: str) -> str:
-    """Return the name of an op, numbered in order here, independent of the trace."""
+    """Return the name of an op node: the traced name with a number in graph order."""
     base = base_name(traced)
     name = state.names.next(base)
     state.bases[name] = base

@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from ..tracing.counter_random import counter_random
 
 REPEATS = ("autoparallel.repeat.default", "autoparallel.repeat_one.default")
-"""The ops that stand for a layer: with any number of results, and with one."""
+"""Ops that stand for the call of a layer that is not captured: with several results, and with
+one."""
 
 MARK = "autoparallel.mark.default"
 NUM_CAPTURED = 2
-"""Number of captured layers of a kind before a layer is named."""
+"""Number of equivalent calls that are captured before a further call is replaced by a single op."""
 
 NUM_SHOWN = 3
-"""Number of layers of a group that are not hidden: the first may be called in its own way."""
+"""Number of first layers of a group that are not hidden: the very first may be called in its own
+way."""
 
 
 def _repeat(tensors: list[Tensor], call: int, made: str) -> list[Tensor]:
@@ -73,10 +75,8 @@ for _schema, _function in _OPS.items():
 
 
 class RepeatError(Exception):
-    """Signals that layers that looked equal cannot be captured as such.
-
-    ``is_hidden``: they may be if no layer is hidden.
-    """
+    """Error of layers that looked equal but cannot be captured as such. ``is_hidden``: they may be
+    if no layer is hidden."""
 
     def __init__(self, text: str, *, is_hidden: bool = False) -> None:
         super().__init__(text)
@@ -85,13 +85,13 @@ class RepeatError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """One call of an equal layer. ``key`` is equal for equivalent calls. ``key`` is equal for calls
-    that must do the same.
+    """Call of one of several equal layers in an export; ``key`` is equal for calls that must do the
+    same.
 
-    ``first_draw`` is the number of its first random call, ``draws`` the count of these. A call that
-    is neither captured nor named by another's ``result`` has none. A named call has the number of
-    its captured call in ``like``; ``same`` marks tensors that both calls share: its op in the graph
-    takes the others only.
+    A call is captured in full or replaced by an op; then ``like`` is the number of its captured
+    call, and ``same`` marks the tensors that both share: the op takes only the others.
+    ``first_draw`` is the number of its first random call, ``draws`` the count of these; ``result``
+    is None if the call cannot be repeated.
     """
 
     path: str
@@ -105,12 +105,13 @@ class Call:
 
 
 _Value = tuple[Tensor, int]
-"""A tensor at one version: it may be written to."""
+"""Tensor with its version, which writes in place change."""
 
 
 @dataclass
 class _Kind:
-    """Facts about calls with one key. ``first`` numbers the first, with the tensors ``given``."""
+    """Facts about all calls with the same key. ``first``: the number of the first captured call,
+    with its tensor arguments ``given``."""
 
     captured: list[Call] = field(default_factory=list)
     is_clean: bool = True
@@ -119,10 +120,8 @@ class _Kind:
 
 
 class Repeats:
-    """The equal layers of one export, and their calls in order.
-
-    ``is_hidden``: layers to be named are empty meanwhile.
-    """
+    """Groups of equal layers of a model during one export, and the layers' calls in order.
+    ``is_hidden``: layers to be replaced by ops are empty meanwhile."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Repeat], *, is_hidden: bool) -> None:
         self.calls: list[Call] = []
@@ -142,7 +141,7 @@ class Repeats:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager: calls of equal layers are captured or named."""
+        """Capture calls of equal layers, or replace them by ops, within a ``with`` block."""
         with ExitStack() as undo:
             for number, group in enumerate(self._groups):
                 for place, path in enumerate(group.members):
@@ -199,7 +198,7 @@ class Repeats:
     def _capture(
         self, call: Call, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run the layer between two marks; a call that can be repeated gets a result."""
+        """Call the layer between two marks; a call that can be repeated gets a ``result``."""
         number, given = len(self.calls), _tensors((args, kwargs))
         self.calls.append(call)
         before = state_of(layer, args, kwargs)
@@ -212,7 +211,8 @@ class Repeats:
         return output
 
     def _name(self, path: str, key: Any, kind: _Kind, given: tuple[_Value, ...]) -> Any:
-        """Return the result that the layer would have, from one op that stands for it."""
+        """Return the result that the layer would have, from one op that stands for the layer's
+        call."""
         assert self._draws is not None
         result, draws = kind.captured[0].result, kind.captured[0].draws
         assert result is not None
@@ -245,7 +245,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _hide(layer: nn.Module) -> dict[str, Any]:
-    """Make a layer empty; return its contents."""
+    """Remove a layer's submodules, parameters and buffers; return them."""
     names = ("_modules", "_parameters", "_buffers")
     held = {name: vars(layer)[name] for name in names}
     vars(layer).update({name: {} for name in names})

@@ -29,14 +29,16 @@ _LEAVES = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A value that differs between layers: its place in the layer's list of values."""
+    """Placeholder in a layer's nodes for a value that differs between layers: its place in
+    ``values``."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A node of a layer; ``module`` is relative to the layer's path if ``is_inner``."""
+    """Node of a layer, without what differs between equal layers. ``module`` is relative to the
+    layer's path if ``is_inner``."""
 
     base: str
     op: str
@@ -51,7 +53,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A layer's nodes, independent of the layer within its kind.
+    """Nodes of a captured layer, in a form that is equal for equal layers.
 
     ``values`` describes the value of each slot: ``("given", i)``, ``("own", name)``, ``("made",
     step, index)`` or ``("outside", ref)``. ``results`` are the new values, in order; ``updates``
@@ -67,7 +69,8 @@ class _Body:
 
 @dataclass
 class _Place:
-    """Position of a captured layer: the refs given and made, and its nodes' positions."""
+    """Position of a captured layer in the graph: the values given and made, and its nodes'
+    positions."""
 
     call: Call
     given: list[Ref]
@@ -78,7 +81,8 @@ class _Place:
 def expand(
     graph: Graph, calls: Sequence[Call], model: nn.Module, bases: Mapping[str, str]
 ) -> Graph:
-    """Write out every layer of the graph. ``bases`` are the ops' names without numbers."""
+    """Return the graph with the nodes of every layer. ``bases`` are the ops' names without
+    numbers."""
     nodes = graph.nodes
     places = _places(nodes, calls)
     _check_ways(graph, places)
@@ -92,7 +96,7 @@ def expand(
 
 
 def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
-    """Return the captured layers by the number of their call."""
+    """Return the position of each captured layer by the number of its call."""
     entered: dict[int, tuple[int, list[Ref]]] = {}
     places: dict[int, _Place] = {}
     for position, node in enumerate(nodes):
@@ -111,7 +115,7 @@ def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
 
 
 def _check_ways(graph: Graph, places: Mapping[int, _Place]) -> None:
-    """Raise if a value leaves a captured layer in any way but as its result."""
+    """Raise ``RepeatError`` if a value leaves a captured layer in any way but as its result."""
     owner = {graph.nodes[at].name: n for n, place in places.items() for at in place.span}
     made = {n: set(place.made) for n, place in places.items()}
 
@@ -137,7 +141,8 @@ def _check_used(
     calls: Sequence[Call],
     places: Mapping[int, _Place],
 ) -> None:
-    """Raise if no node uses a layer's result: its nodes would not be captured."""
+    """Raise ``RepeatError`` if no node uses a result of a layer: a full capture would lack its
+    nodes."""
     used = {ref for node in graph.nodes if node.op != MARK for ref in node.inputs}
     used |= {graph.loss, *graph.updates.values()}
     inside: dict[Any, set[_Slot]] = {}
@@ -171,7 +176,7 @@ def _each_slot(value: Any, found: set[_Slot]) -> None:
 
 @dataclass
 class _Coding:
-    """Encoder of one captured layer as a body."""
+    """Encoder of one captured layer as a ``_Body``."""
 
     graph: Graph
     place: _Place
@@ -234,7 +239,7 @@ class _Coding:
 
 @dataclass
 class _Writing:
-    """Writer of the nodes of the whole graph, in order and with new numbers."""
+    """Writer of the expanded graph's nodes, in order and with new numbers."""
 
     graph: Graph
     bodies: Mapping[Any, _Body]
@@ -266,7 +271,7 @@ class _Writing:
         return self.renamed.get(ref, ref)
 
     def _copy(self, node: Node, name: str) -> None:
-        """Copy a node under its number."""
+        """Copy a node of the graph under its new name."""
         if name != node.name:
             for index in range(len(node.outputs)):
                 self.renamed[Ref(node.name, index)] = Ref(name, index)
@@ -274,7 +279,7 @@ class _Writing:
         self.nodes.append(replace(node, name=name, args=args, kwargs=kwargs))
 
     def _repeat(self, node: Node, call: Call, names: Names) -> None:
-        """Write the nodes of a layer in place of the op that stands for it."""
+        """Write the nodes of a layer in place of the op that stands for the layer's call."""
         body, path = self.bodies[call.key], call.path
         others, same = iter(node.args[0]), self.places[call.like].given
         given = [
@@ -321,7 +326,8 @@ class _Writing:
 
 
 def _all_leaves(leaves: Sequence[Node], calls: Sequence[Call], model: nn.Module) -> list[Node]:
-    """Return every parameter and buffer in the model's order, then the other leaves."""
+    """Return every layer's parameters and buffers in the model's order, then the other leaf
+    nodes."""
     held = {node.name: node for node in leaves}
     by_path: dict[str, list[Node]] = {calls[c.like].path: [] for c in calls if not c.is_captured}
     for node in leaves:
@@ -345,7 +351,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _filled(value: Any, values: Sequence[Ref]) -> Any:
-    """Fill the slots of arguments with the values of one layer."""
+    """Return arguments with the values of one layer in their slots."""
     kind = type(value)
     if kind is _Slot:
         return values[value.at]

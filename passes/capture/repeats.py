@@ -23,10 +23,11 @@ from ..tracing.opaque import ANNOTATION
 from .tie import find_tied
 
 MIN_ALIKE = 5
-"""Minimum layers of a group; smaller groups are captured whole, like the first two and the last."""
+"""Fewest layers of a group; smaller groups are captured whole, as the first two and the last always
+are."""
 
 MIN_MODULES = 3
-"""Minimum modules of a layer; a smaller layer is cheaper to capture than to repeat."""
+"""Fewest modules of a layer; a smaller layer is cheaper to capture than to repeat."""
 
 _MAX_KINDS = 16
 _MAX_DEPTH = 6
@@ -34,19 +35,21 @@ _STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type)
 
 Count = tuple[str, str]
-"""A module's path inside its layer, and its attribute that counts the layers."""
+"""Attribute that numbers a layer among equal layers: (path of a module in the layer, its
+attribute)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The paths of equal layers in order, and their attributes that differ."""
+    """Group of equal layers: their module paths in order, and the attributes that differ between
+    them."""
 
     members: tuple[str, ...]
     counts: tuple[Count, ...]
 
 
 def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """Find the groups of equal layers of a model, the outermost for nested lists."""
+    """Return the groups of equal layers of a model, the outermost for nested lists."""
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     tied = find_tied(model)
     shared = {name.rpartition(".")[0] for name in (*tied, *tied.values())}
@@ -66,7 +69,7 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
 
 @dataclass
 class _Group:
-    """A group of equal entries under construction; ``first`` are the modules of the first by their
+    """Group of equal layers under construction; ``first`` are the modules of its first layer by
     path."""
 
     first: dict[str, nn.Module]
@@ -109,7 +112,8 @@ def _may_repeat(
     shared: set[str],
     uses: Mapping[int, int],
 ) -> bool:
-    """A group of equal entries under construction; ``first`` are the first's modules by path."""
+    """Return whether a layer may belong to a group: it has enough modules, neither a forward of its
+    own nor a user's annotation, and shares no module or tensor."""
     if len(modules) < MIN_MODULES or "forward" in vars(layer):
         return False
     if hasattr(type(layer), ANNOTATION) or any(uses[id(each)] > 1 for each in modules.values()):
@@ -118,7 +122,8 @@ def _may_repeat(
 
 
 def _difference(group: _Group, modules: Mapping[str, nn.Module], number: int) -> set[Count] | None:
-    """Return the attributes that count the layers; None if anything else differs."""
+    """Return the attributes that count the layers, by comparison with the group's first layer; None
+    if anything else differs."""
     if modules.keys() != group.first.keys():
         return None
     counts: set[Count] = set()
@@ -197,7 +202,7 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of two objects of one type in pairs."""
+    """Yield pairs of corresponding contents of two objects of one type."""
     if isinstance(one, types.FunctionType):
         yield one.__code__, other.__code__
         yield (one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__)

@@ -30,11 +30,9 @@ Capture = Callable[[], Program]
 
 @dataclass(frozen=True)
 class LiveProgram:
-    """A program whose numbers may change: ``stand_ins`` are its numbers by place, ``tensors`` the
-    nodes made of a trace's tensors, by position. ``trace`` is the trace at its capture.
-
-    ``trace`` is that which the program was captured at.
-    """
+    """Program whose numbers may change during training. ``stand_ins`` are the unique numbers in it,
+    by place in the trace; ``tensors`` the nodes made of a trace's tensors, by position. ``trace``
+    is the trace of the model's calls at its capture."""
 
     program: Program
     trace: CallTrace
@@ -50,11 +48,9 @@ def trace_calls(
     before: Callable[[], None],
     watched: int | None = None,
 ) -> CallTrace:
-    """Run ``loss_fn(model(batch))`` of an example on fake tensors; return its calls.
-
-    ``before`` is called first, if the forward runs. The source of the call number ``watched`` is
-    recorded.
-    """
+    """Compute ``loss_fn(model(batch))`` of an example on fake tensors; return the trace of its
+    calls. ``before`` is called before the forward, if one is executed. The source line of the call
+    number ``watched`` is recorded."""
     with tracing_calls(before=before, watched=watched) as trace:
         trace.outputs = trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
     return trace
@@ -67,11 +63,9 @@ def capture_live(
     tensors: Iterable[int],
     before: Callable[[], None],
 ) -> LiveProgram | None:
-    """Capture with stand-ins at ``places`` and random values in the ``tensors``.
-
-    Returns None if a number has further effects: a function of torch computes another number from
-    it, or takes another path.
-    """
+    """Capture a program with stand-ins for the numbers at ``places`` and random values in the
+    ``tensors``. Returns None if a number has further effects: a function of torch computes another
+    number from it, or takes another path."""
     found = []
     for seed in (1, 2):
         draw = random.Random(seed)
@@ -95,12 +89,12 @@ def capture_live(
 
 
 def _stand_in(value: float, draw: random.Random) -> float:
-    """Draw a number near ``value``, of its sign, that occurs nowhere else."""
+    """Return a random number near ``value``, of its sign, that occurs nowhere else."""
     return value * (1 + draw.uniform(1e-7, 2e-7)) if value else draw.uniform(1e-9, 2e-9)
 
 
 def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
-    """Draw an array of the same type and range."""
+    """Return a random array of the type and range of ``array``."""
     numbers = np.random.RandomState(draw.randrange(2**31))
     if array.dtype == bool:
         return np.less(numbers.rand(*array.shape), 0.5)
@@ -115,7 +109,8 @@ def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
 def _nodes_of(
     graph: Graph, arrays: Mapping[int, np.ndarray[Any, Any]]
 ) -> dict[int, tuple[str, ...]] | None:
-    """The literals that hold each of ``arrays``; None if an array has no literal of its own."""
+    """Return the literal nodes that hold each of ``arrays``; None if an array has no literal of its
+    own."""
     found: dict[int, tuple[str, ...]] = {}
     taken: set[str] = set()
     for at, array in arrays.items():
@@ -135,7 +130,7 @@ def _is_value(node: Node, array: np.ndarray[Any, Any]) -> bool:
 
 
 def _arguments(node: Node, of_number: Callable[[float], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an op with other values in place of numbers with a fraction."""
+    """Return the arguments of an op with each float replaced by ``of_number`` of it."""
     found: tuple[Any, dict[str, Any]] = tree_map_only(
         float, of_number, (node.args, dict(node.kwargs))
     )
@@ -145,7 +140,8 @@ def _arguments(node: Node, of_number: Callable[[float], Any]) -> tuple[Any, dict
 def _described(
     program: Program, tokens: Mapping[float, Place], literals: set[str]
 ) -> list[tuple[Any, ...]]:
-    """Return the ops of a program and their arguments, with a place instead of each stand-in."""
+    """Return the ops of a program and their arguments, with each stand-in (a unique number)
+    replaced by its place in the trace."""
     return [
         (
             *(node.name, node.kind, node.op, node.outputs),
@@ -176,7 +172,8 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """The program with the literals of ``trace``, and ``values`` as numbers in its constants."""
+    """Return the program with the literals of ``trace``, and ``values`` in place of numbers in its
+    constants."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
     graph, is_changed, nodes = live.program.graph, False, []
     for node in graph.nodes:

@@ -24,22 +24,23 @@ from ..programs.interpret import LITERAL
 from .lower import Lowered
 
 RowDims = Mapping[str, tuple[frozenset[int], ...]]
-"""The dimensions that grow with the rows of the batch, by node and output."""
+"""Dimensions that grow with the rows of the batch, for each node and each of its outputs."""
 
 _RANGES = frozenset({"arange", "linspace", "logspace", "eye"})
 _NUMBERS = ("number", "float", "Tensor")
-"""The types of arguments in a schema that hold numbers; others hold sizes and positions."""
+"""Types of arguments in a schema that hold numbers; others hold sizes and positions."""
 
 
 _NONE: frozenset[int] = frozenset()
 
 
 class _OtherPathError(Exception):
-    """Signals that the two graphs differ in more than rows and numbers."""
+    """Error of two graphs that differ in more than rows and numbers."""
 
 
 def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | None:
-    """Return ``few`` with the numbers of ``all_rows``; None if the graphs differ in more."""
+    """Return ``few`` with the numbers of ``all_rows``, and the dimensions that grow with the rows;
+    None if the graphs differ in more."""
     graph, other = few.graph, all_rows.graph
     is_same = (
         graph.loss == other.loss
@@ -70,7 +71,7 @@ def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | N
 
 
 def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node:
-    """Return a node with the numbers of its twin, the node at all rows."""
+    """Return a node with the numbers of its ``twin`` in the graph captured with all rows."""
     head = node.name, node.kind, node.op, node.module, len(node.outputs)
     if head != (twin.name, twin.kind, twin.op, twin.module, len(twin.outputs)):
         raise _OtherPathError
@@ -85,7 +86,7 @@ def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node
 
 
 def _check_spec(spec: TensorSpec, larger: TensorSpec, rows: tuple[int, int]) -> None:
-    """Raise unless each dimension is the same or in proportion to the rows."""
+    """Raise unless each dimension is the same in both specs or in proportion to the rows."""
     if replace(larger, shape=spec.shape) != spec or len(spec.shape) != len(larger.shape):
         raise _OtherPathError
     for size, other in zip(spec.shape, larger.shape, strict=True):
@@ -111,7 +112,8 @@ def _literal(value: Tensor, other: Tensor) -> Tensor:
 
 
 class _Numbers:
-    """The arguments of a node with the numbers of its twin, except sizes that follow a shape."""
+    """Merger of a node's arguments with the numbers of its twin, except sizes that follow a
+    shape."""
 
     def __init__(self, graph: Graph, node: Node, twin: Node) -> None:
         self._node, self._twin = node, twin
@@ -125,7 +127,7 @@ class _Numbers:
         self._arguments = resolve(node.op)._schema.arguments if is_builtin else ()
 
     def args(self) -> tuple[Any, ...]:
-        """Return the positional arguments."""
+        """Return the merged positional arguments."""
         pairs = zip(self._node.args, self._twin.args, strict=False)
         if len(self._node.args) != len(self._twin.args):
             raise _OtherPathError
@@ -136,7 +138,7 @@ class _Numbers:
         )
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments by name."""
+        """Return the merged keyword arguments."""
         if self._node.kwargs.keys() != self._twin.kwargs.keys():
             raise _OtherPathError
         types = {each.name: str(each.type) for each in self._arguments}
@@ -146,7 +148,8 @@ class _Numbers:
         }
 
     def _argument(self, kind: str, value: Any, other: Any) -> Any:
-        """Return an argument of the type ``kind``: ``value`` with few rows, ``other`` with all."""
+        """Return an argument of schema type ``kind``, merged from ``value`` with few rows and
+        ``other`` with all."""
         if type(value) is not type(other):
             raise _OtherPathError
         if isinstance(value, tuple | list):
@@ -174,7 +177,8 @@ def _keeps_shape(graph: Graph, node: Node) -> bool:
 
 
 def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
-    """Return whether the batch dimensions of ``graph`` are exactly those that grow with the rows.
+    """Return whether the batch dimensions of ``graph`` are exactly the dimensions that grow with
+    the rows.
 
     A constant may grow in a further dimension if all its readers take only its first row there, and
     its rows are equal in the whole batch. Nodes from graph passes are not checked: they follow from
@@ -200,7 +204,7 @@ def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
 
 
 def _rows_read(graph: Graph, node: Node) -> frozenset[int]:
-    """Find the dimensions of a constant in which all its readers take only the first row."""
+    """Return the dimensions of a constant in which all its readers take only the first row."""
     if node.kind != "constant":
         return _NONE
     found = []

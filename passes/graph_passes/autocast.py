@@ -117,8 +117,8 @@ FLOAT32_INSIDE = frozenset(
         "_safe_softmax",
     }
 )
-"""Kernels that accumulate in float32 on CUDA and CPU, whose backward reads their inputs or a result
-in [0, 1]: results only differ from float32 by rounding."""
+"""Names of kernels that accumulate in float32 on CUDA and CPU, whose backward reads their inputs or
+a result in [0, 1]: results only differ from float32 by rounding."""
 LOWER = frozenset(
     {
         "_convolution",
@@ -169,7 +169,8 @@ _FLOATS = ("float32", "float64", *_HALVES)
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The pass; ``dtype`` is the format that the graph was captured in."""
+    """Graph pass that inserts autocast's casts; ``dtype`` is the dtype the graph was captured
+    in."""
 
     dtype: str
     name: str = "autocast"
@@ -179,7 +180,8 @@ class Autocast:
 
 
 def autocast(graph: Graph, dtype: str) -> Graph:
-    """Return the graph with float32 ops in float32 (float64 if that is ``dtype``)."""
+    """Return the graph with the ops of autocast's float32 list in float32 (float64 if that is
+    ``dtype``)."""
     state = _Casts(graph, "float64" if dtype == "float64" else "float32")
     for node in graph.nodes:
         state.add(node)
@@ -189,7 +191,8 @@ def autocast(graph: Graph, dtype: str) -> Graph:
 
 @dataclass
 class _Casts:
-    """The walk over a graph; ``raised`` are values that the casts made float32."""
+    """State of the pass: the nodes made so far, and the values ``raised`` to the wider dtype
+    ``high``."""
 
     graph: Graph
     high: str
@@ -218,7 +221,8 @@ class _Casts:
             self._raise(self._with_inputs(node, self._up))
 
     def restored(self, ref: Ref, name: str) -> Ref:
-        """Return ``ref`` in its captured format."""
+        """Return ``ref`` in its captured dtype, by a cast node called ``name`` if it was cast to
+        the wider."""
         return self._cast(ref, name, self.graph.spec(ref).dtype) if ref in self.raised else ref
 
     def _up(self, ref: Ref, name: str) -> Ref:
@@ -242,7 +246,7 @@ class _Casts:
         return Ref(name)
 
     def _with_inputs(self, node: Node, change: Any) -> Node:
-        """Return ``node`` with its inputs changed, each value once."""
+        """Return ``node`` with each input value replaced by ``change(value, name of a cast)``."""
         changed = {
             ref: change(ref, f"{node.name}_cast{position}")
             for position, ref in enumerate(dict.fromkeys(node.inputs))
@@ -254,7 +258,7 @@ class _Casts:
         return replace(node, args=map_refs(node.args, now), kwargs=map_refs(dict(node.kwargs), now))
 
     def _raise(self, node: Node) -> None:
-        """Add a node whose floating outputs are in the wider format."""
+        """Add a node whose floating outputs are in the wider dtype."""
         self.nodes[node.name] = node.with_outputs(
             tuple(_in(spec, self.high) for spec in node.outputs)
         )
@@ -268,7 +272,8 @@ class _Casts:
             self._raise(replace(node, kwargs={**node.kwargs, "dtype": dtype}))
 
     def _promote(self, node: Node) -> None:
-        """Add a pointwise op that reads both formats; numbers do not change a tensor's format."""
+        """Add a pointwise op that may read both dtypes; scalars do not change the dtype of a
+        tensor."""
         specs = [(ref, self.graph.spec(ref)) for ref in node.inputs]
         floats = [(ref, spec) for ref, spec in specs if _is_float(spec)]
         decide = [ref for ref, spec in floats if spec.shape] or [ref for ref, _ in floats]
@@ -300,6 +305,6 @@ def _says_dtype(node: Node) -> bool:
 
 
 def _keeps_format(node: Node, kind: str) -> bool:
-    """Return whether an op always computes in its captured format."""
+    """Return whether an op always computes in its captured dtype."""
     is_own = not node.op.startswith("aten.") and kind not in _COUNTED
     return node.rule is not None or is_own or kind in LOWER or "batch_norm" in kind

@@ -30,7 +30,8 @@ PRODUCTS: Mapping[str, tuple[int, int, int | None]] = {
     "aten.mm.default": (1, 1, None),
     "aten.matmul.default": (1, 1, None),
 }
-"""Positions of the weight, of its dim of output features, and of the bias."""
+"""For each matrix product: positions of its weight argument, of the weight's dimension of output
+features, and of the bias argument (None: it has none)."""
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unflatten")
 _SWAPS = ("transpose", "swapaxes")
@@ -42,7 +43,7 @@ _SLICES = ("slice", "narrow")
 
 @dataclass(frozen=True, slots=True)
 class SplitFused:
-    """The pass: each part of a fused projection becomes a product of its own."""
+    """Graph pass that makes each part of a fused projection a matrix product of its own."""
 
     name: str = "split-fused"
 
@@ -52,10 +53,8 @@ class SplitFused:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Node outputs that are the entries ``start`` to ``stop`` of the tracked dimension.
-
-    ``taken``: a single entry whose dimension is removed (``select``), at ``dim``.
-    """
+    """Op's output that takes the entries ``start`` to ``stop`` of the product's cut dimension
+    ``dim``. ``taken``: it is a single entry whose dimension is removed (``select``)."""
 
     result: Ref
     start: int
@@ -66,8 +65,8 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """A product, the views between it and the cuts (each with its dim of parts), the cuts, and the
-    output features per entry of the tracked dimension."""
+    """Fused projection: the product, the views between it and the cuts (each with its cut
+    dimension), the cuts, and the number of output features per entry of the cut dimension."""
 
     product: Node
     views: tuple[tuple[Node, int], ...]
@@ -80,7 +79,8 @@ class _Fused:
 
 
 def split_fused(graph: Graph) -> Graph:
-    """Cut every fused projection by a parameter in the graph into its parts."""
+    """Return the graph with every matrix product by a fused parameter replaced by a product per
+    part."""
     groups = [found for node in graph if (found := _find(graph, node)) is not None]
     inserted: dict[str, list[Node]] = {}
     renamed: dict[Ref, Ref] = {}
@@ -105,7 +105,8 @@ def split_fused(graph: Graph) -> Graph:
 
 
 def _find(graph: Graph, product: Node) -> _Fused | None:
-    """Return the fused projection that starts at ``product``, if all its users take parts."""
+    """Return the fused projection that starts at ``product``, if all its users take parts; else
+    None."""
     if product.kind != "op" or product.op not in PRODUCTS or product.kwargs:
         return None
     at, _, _ = PRODUCTS[product.op]
@@ -129,7 +130,8 @@ def _find(graph: Graph, product: Node) -> _Fused | None:
 
 
 def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
-    """The parts that the users of a node take along ``dim``; None if one does anything else."""
+    """Return the parts that the users of a node take along ``dim``; None if a user does anything
+    else."""
     found: list[_Cut] = []
     for name in graph.users[node.name]:
         user = graph[name]
@@ -141,7 +143,8 @@ def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
 
 
 def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
-    """Return the parts that ``user`` takes of its input; none if it is no cut along ``dim``."""
+    """Return the parts that ``user`` takes of its input along ``dim``; empty if it does anything
+    else."""
     kind, size, rank = user.op.split(".")[1], spec.shape[dim], len(spec.shape)
     if kind not in (*_TAKES, *_SPLITS, *_SLICES):
         return []
@@ -175,7 +178,8 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
-    """The dimension of a view that corresponds to ``dim``; None if the view mixes whole parts."""
+    """Return the view's dimension that holds its input's dimension ``dim``; None if it mixes
+    parts."""
     kind, rank = view.op.split(".")[1], len(spec.shape)
     first: int
     second: int
@@ -203,7 +207,7 @@ def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
 
 
 def _folded(source: Sequence[int], target: Sequence[int]) -> int | None:
-    """Return the outermost dimension that the last dimension of ``source`` is folded into.
+    """Return the outermost dimension of ``target`` into which the last of ``source`` is folded.
 
     >>> _folded((2, 8, 12), (2, 8, 3, 4)), _folded((16, 12), (2, 8, 12)), _folded((8, 6), (48,))
     (2, 2, None)
@@ -215,7 +219,8 @@ def _folded(source: Sequence[int], target: Sequence[int]) -> int | None:
 
 
 def _apart(graph: Graph, group: _Fused) -> tuple[list[Node], dict[Ref, Ref]]:
-    """Return the nodes of the parts, and the replacement of each cut."""
+    """Return the nodes that compute the parts of a fused projection, and the new value of each
+    cut."""
     product = group.product
     at, out, bias_at = PRODUCTS[product.op]
     total = product.spec.shape[-1] // group.features
@@ -267,14 +272,14 @@ def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) ->
 
 
 def _part(node: Node, dim: int, size: int, start: int, *, args: tuple[Any, ...]) -> Node:
-    """Return a node that computes a part of its result, of length ``size`` along ``dim``."""
+    """Return the node reduced to a part of its result, of length ``size`` along ``dim``."""
     shape = _resized(node.spec.shape, dim, size)
     outputs = (replace(node.spec, shape=shape),)
     return replace(node, name=f"{node.name}_from_{start}", args=args, outputs=outputs)
 
 
 def _view(view: Node, dim: int, size: int, start: int, *, source: Ref) -> Node:
-    """Return a view of one part instead of the whole."""
+    """Return the view applied to one part instead of the whole product."""
     made = _part(view, dim, size, start, args=(source, *view.args[1:]))
     if view.op.split(".")[1] in _RESHAPES:
         shape = list(made.spec.shape)

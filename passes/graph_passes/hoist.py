@@ -15,7 +15,8 @@ from ..ops.torch_ops import is_random
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """The pass: marks constants, joins equal ones, and drops nodes that the loss does not use."""
+    """Graph pass that finds constants, joins equal ones, and drops nodes that the loss does not
+    use."""
 
     name: str = "hoist"
 
@@ -24,10 +25,8 @@ class Hoist:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """Make a ``constant`` of every op that depends on no input and no parameter.
-
-    Constants are held by name, so each further output of an op becomes a constant of its own.
-    """
+    """Make a ``constant`` of every op that depends on no input and no parameter. Constants are held
+    by name, so each further output of an op becomes a constant of its own."""
     free = {
         node.name
         for node in graph.nodes
@@ -58,7 +57,7 @@ def hoist_constants(graph: Graph) -> Graph:
 
 
 def join_constants(graph: Graph) -> Graph:
-    """Replace constants with one op, arguments and batch dimensions by the first of them: each
+    """Replace constants of equal op, arguments and batch dimensions by the first of them: each
     layer may make the same table, or the same empty tensor to write to."""
     first: dict[str, Ref] = {}
     joined: dict[Ref, Ref] = {}
@@ -79,7 +78,7 @@ def join_constants(graph: Graph) -> Graph:
 
 
 def _redirected(node: Node, moved: Mapping[Ref, Ref]) -> Node:
-    """Return a node that reads the values at their new places."""
+    """Return a node that reads the new values in ``moved`` in place of the old."""
     if moved.keys().isdisjoint(node.inputs):
         return node
 

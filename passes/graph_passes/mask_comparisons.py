@@ -21,7 +21,8 @@ from ...planner.graph import Graph, Node, Ref
 from ..programs.constants import evaluate_constants
 
 Meaning: TypeAlias = Literal["causal", "all"]
-"""``"causal"``: position i sees j if and only if j <= i. ``"all"``: no position is hidden."""
+"""Meaning of an attention mask. ``"causal"``: position i sees j if and only if j <= i. ``"all"``:
+no position is hidden."""
 
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,11 +41,9 @@ COMPARISONS: Mapping[str, Compare] = {
 def conjunction_meaning(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], can_evaluate: Callable[[str], bool]
 ) -> Meaning | None:
-    """Return the meaning of the boolean constant ``name``, of shape (..., rows, columns).
-
-    Only values that ``can_evaluate`` admits are computed. Returns None if the mask is no such
-    conjunction, or has another meaning.
-    """
+    """Return the meaning of the boolean mask ``name``, a constant of shape (..., rows, columns).
+    Only values that ``can_evaluate`` admits are computed. Returns None if the mask is no
+    conjunction of known comparisons, or has another meaning."""
     if graph[name].spec.shape[-2] != graph[name].spec.shape[-1]:
         return None
 
@@ -67,7 +66,7 @@ def conjunction_meaning(
 
 
 def _terms(graph: Graph, name: str) -> Iterator[Node]:
-    """Yield the terms whose conjunction is ``name``; broadcasting changes none of them."""
+    """Yield the terms whose conjunction, up to broadcasting, is the mask ``name``."""
     node = graph[name]
     if node.op == "aten.expand.default" or node.op in CONJUNCTIONS:
         for ref in node.inputs:
@@ -77,7 +76,8 @@ def _terms(graph: Graph, name: str) -> Iterator[Node]:
 
 
 def _comparison_meaning(compare: Compare, left: Tensor, right: Tensor) -> Meaning | None:
-    """The meaning of ``compare(left, right)``, for a vector over rows and a vector over columns.
+    """Return the meaning of the mask ``compare(left, right)``, of a vector over rows and a vector
+    over columns; None for another meaning.
 
     >>> positions = torch.arange(4)
     >>> _comparison_meaning(operator.ge, positions[:, None], positions[None, :])

@@ -25,13 +25,13 @@ from .mask_comparisons import Meaning, conjunction_meaning
 SDPA = "aten.scaled_dot_product_attention.default"
 LIMIT_ELEMENTS = 2**28
 CHECKED_ELEMENTS = 2**24
-"""Maximum elements of a mask whose rows are also compared at all rows of the batch."""
+"""Most elements of a constant whose rows are compared at the full batch size, too."""
 _HIDDEN = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class SimplifyMasks:
-    """The pass; ``buffers`` are the known values of buffers, by name."""
+    """Graph pass that simplifies masks; ``buffers`` are the known values of buffers, by name."""
 
     name: str = "simplify-masks"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class SimplifyMasks:
 
 
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Reduce constants of the graph to rows, and attention masks to flags."""
+    """Reduce constants with equal rows to one row, and attention masks to flags."""
     is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
@@ -64,7 +64,8 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
 
 
 def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tensor]) -> bool:
-    """Return whether a constant's parts along ``dim`` are equal, as far as it can be evaluated."""
+    """Return whether a constant's entries along ``dim`` are equal; true if it cannot be
+    evaluated."""
     if not can_evaluate(graph, name, buffers, limit=CHECKED_ELEMENTS):
         return True
     value = evaluate_constants(graph, [name], device="cpu", buffers=buffers)[name]
@@ -74,7 +75,8 @@ def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tens
 def can_evaluate(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], *, limit: int = LIMIT_ELEMENTS
 ) -> bool:
-    """Return whether a constant can be evaluated: it is small, and all its inputs are known."""
+    """Return whether a constant can be evaluated: it is small, and all buffers it reads are
+    known."""
     nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
     return all(
         node.spec.numel <= limit and (node.kind != "buffer" or node.name in buffers)
@@ -97,7 +99,7 @@ def _mask_of(node: Node) -> Any:
 
 
 def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
-    """Make attention under mask ``name`` causal, or drop the mask, according to its meaning."""
+    """Make attention under the mask ``name`` causal, or drop the mask, according to its meaning."""
     if meaning is None:
         return graph
     users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
@@ -106,7 +108,7 @@ def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
 
 
 def _meaning(mask: Tensor) -> Meaning | None:
-    """Return the meaning of a mask with known values.
+    """Return the meaning of an attention mask with known values; None for any other.
 
     >>> _meaning(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
     'causal'
@@ -142,7 +144,8 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
-    """Give users that broadcast ``node`` its first row, if its rows are equal."""
+    """Give users that broadcast ``node`` only its first row, if all rows of its ``value`` are
+    equal."""
     for dim, size in enumerate(node.spec.shape):
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue
@@ -191,7 +194,8 @@ def _using(node: Node, old: str, new: str) -> Node:
 
 
 def _broadcasts(graph: Graph, user: Node, name: str, row: TensorSpec) -> bool:
-    """Return whether the result of ``user`` is unchanged with ``name`` reduced to ``row``."""
+    """Return whether the result of ``user`` is unchanged if its input ``name`` is reduced to
+    ``row``."""
     if user.op == SDPA:
         return _mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1
     if not is_pointwise(user.op):

@@ -27,7 +27,7 @@ INDEX = "aten.index.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class AlignRows:
-    """The pass; ``buffers`` are the known values of buffers, by name."""
+    """Graph pass for look-ups of rows; ``buffers`` are the known values of buffers, by name."""
 
     name: str = "align-rows"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class AlignRows:
 
 
 def align_rows(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Turn look-ups of rows by their number into look-ups within each row."""
+    """Replace indexing of a batch by the numbers of its rows with look-ups within each row."""
     if not any(_may_align(node, graph) for node in graph.nodes):
         return graph
     nodes: list[Node] = []
@@ -83,7 +83,7 @@ def _value(graph: Graph, ref: Ref, buffers: Mapping[str, Tensor]) -> Tensor | No
 
 
 def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...]:
-    """Build ``index(x, [None, i])``, with ``i`` without its batch dimension."""
+    """Return the nodes of ``index(x, [None, i])``, with ``i`` without its batch dimension."""
     made: list[Node] = []
     spec = graph.spec(other)
     if len(spec.shape) == rank:
@@ -96,7 +96,8 @@ def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...
 
 
 def _gathered(node: Node, graph: Graph, other: Ref, shape: tuple[int, ...]) -> tuple[Node, ...]:
-    """Build ``gather(x, 1, i)``, with ``i`` expanded to dimensions 2 and up of ``x``."""
+    """Return the nodes of ``gather(x, 1, i)``, with ``i`` expanded to dimensions 2 and up of
+    ``x``."""
     source = graph.spec(node.args[0])
     if graph.spec(other).shape != shape:
         return (node,)

@@ -9,7 +9,7 @@ from ...planner.graph import Graph
 
 
 class Pass(Protocol):
-    """A frozen dataclass with a name that turns a graph into a graph."""
+    """Graph pass: a frozen dataclass with a name, whose call turns a graph into a graph."""
 
     @property
     def name(self) -> str: ...
@@ -18,11 +18,11 @@ class Pass(Protocol):
 
 
 class BrokenGraphError(AssertionError):
-    """Signals that a pass made a graph that breaks the rules of ``Graph``: a bug of this code."""
+    """Error of a pass that made a graph that breaks the rules of ``Graph``: a bug of this code."""
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
-    """Run the passes in order, and check the graph after each that changes it."""
+    """Apply the passes in order, and check the graph after each that changes it."""
     for one in passes:
         before = graph
         graph = one(graph)

@@ -21,7 +21,7 @@ _CASTS = ("aten.to.dtype",)
 
 @dataclass(frozen=True, slots=True)
 class Unfold:
-    """The pass: repeated rows are folded apart where they are made."""
+    """Graph pass that keeps repeated rows in a dimension of their own from where they are made."""
 
     name: str = "unfold"
 
@@ -30,7 +30,8 @@ class Unfold:
 
 
 def unfold(graph: Graph) -> Graph:
-    """Return the graph in which rows and their copies are never one dimension."""
+    """Return the graph in which repeated rows keep a dimension of their own: (E, T, …), not (E·T,
+    …)."""
     state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
         changed = state.folded(node) if node.kind == "op" and node.op in _RESHAPES else None
@@ -41,14 +42,14 @@ def unfold(graph: Graph) -> Graph:
 
 @dataclass
 class _Unfolding:
-    """The graph before, and the nodes of the graph after, in order."""
+    """State of the pass: the graph before, and the nodes of the graph after, in order."""
 
     graph: Graph
     nodes: list[Node]
 
     def folded(self, node: Node) -> Node | None:
-        """Replace a reshape to (E, T, …) of a tensor that was, or can be made, (E, T, …); return
-        None for others."""
+        """Return a reshape to (E, T, …) that reads an input already, or newly made, of that shape;
+        None for other reshapes."""
         source, shape = node.args[0], node.spec.shape
         joined = self.graph.spec(source).shape
         if len(shape) < 2 or joined != (shape[0] * shape[1], *shape[2:]) or 1 in shape[:2]:
@@ -61,7 +62,8 @@ class _Unfolding:
         return replace(node, args=(self._unfold(source, shape[0]), *node.args[1:]))
 
     def _repeats(self, ref: Ref, count: int) -> bool:
-        """Return whether rows are copies, or products with copies, made ``count`` times."""
+        """Return whether a value consists of ``count`` copies of rows, or of elementwise ops on
+        such copies."""
         node = self.graph[ref.name]
         if node.op == "aten.repeat.default":
             copies, source = tuple(node.args[1]), self.graph.spec(node.args[0])
@@ -80,7 +82,7 @@ class _Unfolding:
         return all(len(s) == len(node.spec.shape) and s[:1] == rows for s in shapes)
 
     def _unfold(self, ref: Ref, count: int) -> Ref:
-        """Return the tensor of shape (count · T, …) as (count, T, …)."""
+        """Return the tensor ``ref`` of shape (count · T, …) in shape (count, T, …)."""
         node, spec = self.graph[ref.name], self.graph.spec(ref)
         shape = (count, spec.shape[0] // count, *spec.shape[1:])
         if node.op in _RESHAPES:
@@ -93,7 +95,7 @@ class _Unfolding:
         return self._made(node, node.op, args, shape)
 
     def _made(self, like: Node, op: str, args: Any, shape: tuple[int, ...]) -> Ref:
-        """Add a node in place of ``like``."""
+        """Add a node in place of ``like``, with another op, arguments and shape."""
         name = f"{like.name}_unfolded{len(self.nodes)}"
         spec = TensorSpec(shape, like.spec.dtype, like.spec.requires_grad)
         kwargs = like.kwargs if op == like.op else {}

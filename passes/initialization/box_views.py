@@ -17,7 +17,8 @@ from ...planner.layout import Region
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """A view whose index ``i`` in dimension ``d`` is the base's ``start + i * step``.
+    """Position of a view in its base tensor: index ``i`` in dimension ``d`` is the base's ``start +
+    i * step``.
 
     ``starts`` has the first index in each dimension of the base; ``dims`` for each dimension of
     the view the dimension of the base that it runs along and its step, None where its size
@@ -29,7 +30,8 @@ class BoxView:
     dims: tuple[tuple[int, int] | None, ...]
 
     def in_base(self, box: Region) -> Region:
-        """Return the box of the base that spans ``box`` of the view."""
+        """Return the box (range of indices per dimension) of the base that spans ``box`` of the
+        view."""
         found = [(start, start + 1) for start in self.starts]
         for (low, high), along in zip(box, self.dims, strict=True):
             if along is not None:
@@ -39,7 +41,8 @@ class BoxView:
         return tuple(found)
 
     def in_view(self, box: Region) -> Region | None:
-        """The box of the view whose elements lie in ``box`` of the base; None if it is empty."""
+        """Return the box of the view whose elements lie in ``box`` of the base; None if it is
+        empty."""
         found = [(0, size) for size in self.sizes]
         along = {dim: at for at, each in enumerate(self.dims) if each for dim in each[:1]}
         for dim, (low, high) in enumerate(box):
@@ -80,10 +83,8 @@ class BoxView:
 
 
 def box_view(view: Tensor, base: Tensor) -> BoxView | None:
-    """Return the position of ``view`` in ``base``; None if their boxes do not correspond.
-
-    That holds for views that join or split dimensions, repeat elements, or have another dtype.
-    """
+    """Return the position of ``view`` in ``base``; None if boxes of the two do not correspond. That
+    holds for views that join or split dimensions, repeat elements, or have another dtype."""
     if view.dtype != base.dtype or 0 in view.shape or not _is_dense(base):
         return None
     left = int(view.storage_offset()) - int(base.storage_offset())
@@ -115,7 +116,7 @@ def box_view(view: Tensor, base: Tensor) -> BoxView | None:
 
 
 def _is_dense(base: Tensor) -> bool:
-    """Return whether a tensor has every element of its storage once."""
+    """Return whether a tensor has every element of its storage exactly once."""
     expected = 1
     for dim in sorted(range(base.dim()), key=base.stride):
         if base.shape[dim] > 1:

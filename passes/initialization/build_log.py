@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CONSTANT = "constant"
-"""Name of the call that stands for a real tensor."""
+"""Name of the logged call that stands for a real tensor which the build received."""
 
 SEED = "manual_seed"
-"""Name of the call by which a build seeds the generator."""
+"""Name of the logged call by which a build seeds the default random generator."""
 
 TRUNC_NORMAL = "_no_grad_trunc_normal_"
 """Name of ``torch.nn.init.trunc_normal_``, which is recorded as one call."""
@@ -34,32 +34,33 @@ UNINITIALIZED = frozenset(
         "aten::new_empty_strided",
     }
 )
-"""Ops that only allocate."""
+"""Names of ops that only allocate memory."""
 
 OVERWRITES = frozenset(
     {"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", TRUNC_NORMAL}
 )
-"""Ops that overwrite a tensor and read no other."""
+"""Names of ops that overwrite a tensor and read no other."""
 
 
 class UnrecordableError(Exception):
-    """Signals that a build cannot be repeated from a log."""
+    """Error of a model build that cannot be repeated from a log."""
 
 
 class NeedsValuesError(UnrecordableError):
-    """Signals that a build requires real tensors."""
+    """Error of a model build that requires real tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of a recorded build, by number."""
+    """Tensor of a recorded build, by its number."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One recorded op. ``outputs`` and ``written`` are slots; ``reads`` all tensor arguments."""
+    """Recorded op of a build. ``outputs`` and ``written`` are numbers of tensors; ``reads`` those
+    of all tensor arguments."""
 
     name: str
     is_random: bool
@@ -78,11 +79,9 @@ def _mode() -> FakeTensorMode:
 
 @dataclass
 class Log:
-    """The calls of a build and the fake tensors they were made on.
-
-    ``reals`` are the real tensors that the build received, ``constants`` one of each storage.
-    ``mode`` makes the fake tensors: tensors that share memory in reality also do in the log.
-    """
+    """Log of a build: its calls in order, and the fake tensors they were made on. ``reals`` are the
+    real tensors that the build received, ``constants`` one of each storage. ``mode`` makes the fake
+    tensors: tensors that share memory in reality also do in the log."""
 
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -92,14 +91,15 @@ class Log:
     mode: FakeTensorMode = field(default_factory=_mode)
 
     def slot(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that the build made."""
+        """Return the number of a tensor that a recorded op made. Raises UnrecordableError for
+        others."""
         index = self.slots.get(id(tensor))
         if index is None:
             raise UnrecordableError("a tensor that no recorded op made")
         return index
 
     def add(self, tensor: Tensor) -> int:
-        """Return the number of a fake tensor, a new number if it has none."""
+        """Return the number of a fake tensor, which is added if it has none."""
         index = self.slots.get(id(tensor))
         if index is None:
             index = self.slots[id(tensor)] = len(self.tensors)
@@ -118,11 +118,12 @@ class Log:
         return slot
 
     def storage(self, slot: int) -> int:
-        """Return an id of the storage of a slot."""
+        """Return an id of the storage of tensor number ``slot``."""
         return int(self.tensors[slot].untyped_storage()._cdata)
 
     def constant(self, slot: int, storage: torch.UntypedStorage | None = None) -> Tensor:
-        """Return the real tensor of a slot in a constant's storage, or in a copy of it."""
+        """Return the real tensor number ``slot`` in a constant's storage, or in the copy
+        ``storage`` of it."""
         real, fake = self.constants[self.storage(slot)], self.tensors[slot]
         memory = real.untyped_storage() if storage is None else storage
         empty = torch.empty(0, dtype=fake.dtype, device=real.device)
@@ -130,7 +131,7 @@ class Log:
 
     @property
     def written(self) -> frozenset[int]:
-        """Return the storages that some call writes to."""
+        """Ids of the storages that some call writes to."""
         return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
 
 

@@ -26,10 +26,11 @@ from .sharded_replay import full_box, sharded_replay
 from .uncollected import gc_paused
 
 Init = Literal["auto", "sharded", "exact"]
-"""Initialization; ``auto`` is ``exact`` up to ``MOST_DRAWN`` random numbers."""
+"""Way to draw initial values: ``exact`` as a plain build does, ``sharded`` by position; ``auto`` is
+``exact`` up to ``MOST_DRAWN`` random numbers."""
 
 MOST_DRAWN = 1_000_000_000
-"""Random numbers that a rank draws in about 10 s."""
+"""Number of random numbers that a rank draws in about 10 s."""
 
 OnTensor = Callable[[str, Tensor], None]
 OnPart = Callable[[str, Region, Tensor], None]
@@ -37,7 +38,7 @@ OnPart = Callable[[str, Region, Tensor], None]
 
 @dataclass(frozen=True)
 class Deferred:
-    """A model on ``meta`` and how to make its tensors.
+    """Model on ``meta``, and the means to make its tensors.
 
     ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and buffer
     name (tied ones all) to its tensor in ``log``. ``log`` is None if the build could not be
@@ -57,7 +58,7 @@ class Deferred:
     built: dict[str, Tensor] = field(default_factory=dict)
 
     def without(self, names: Iterable[str]) -> Deferred:
-        """Return the same with ``names`` given: their values come from elsewhere."""
+        """Return the same deferred model with ``names`` given: their values come from elsewhere."""
         return replace(self, given=frozenset(names))
 
     def shape(self, name: str) -> torch.Size:
@@ -78,7 +79,7 @@ class Deferred:
 def record_build(
     build: Callable[[], nn.Module], seed: int | Tensor = 0, init: Init = "exact"
 ) -> Deferred:
-    """Build a model without allocating it.
+    """Build a model without allocating its tensors, and record the ops that make them.
 
     ``build`` must not read values of random tensors or use a generator of its own; if it does, or
     if it writes tensors to a file, the model is built on ``meta`` if possible, else for real.
@@ -99,7 +100,8 @@ def record_build(
 
 
 def state_after(deferred: Deferred) -> Tensor | None:
-    """Return the state of torch's generator after a plain build; None if it is unknown."""
+    """Return the state of torch's CPU generator after a plain build of the model; None if
+    unknown."""
     if deferred.log is None:
         return None
     with cpu_seed(deferred.seed), torch.no_grad():
@@ -108,7 +110,7 @@ def state_after(deferred: Deferred) -> Tensor | None:
 
 
 def plain_build(build: Callable[[], nn.Module], seed: int | Tensor) -> nn.Module:
-    """Build the model on the CPU, from ``seed``."""
+    """Build the model on the CPU, with torch's generator seeded by ``seed``."""
     with cpu_seed(seed):
         model = build()
     adopt_tensors(model)
@@ -122,7 +124,7 @@ def materialize(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Hand over the tensors ``names``, each as soon as it is finished.
+    """Make the tensors ``names`` of a deferred model, each handed over as soon as it is finished.
 
     ``on_tensor(name, tensor)`` gets a CPU tensor without gradient, floating ones cast to ``dtype``
     if given. It may be called in any order; memory is limited to the caller's tensors and
@@ -142,11 +144,9 @@ def materialize_boxes(
     on_part: OnPart,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Hand over boxes of tensors, each as soon as it is finished, by one replay of the build.
-
-    ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy from, which may
-    be a view of a larger one. ``tick`` is called again and again in between.
-    """
+    """Make boxes (index ranges) of tensors, each handed over as soon as it is finished, by one
+    replay of the build. ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy
+    from, which may be a view of a larger one. ``tick`` is called again and again in between."""
     boxes = {name: tuple(dict.fromkeys(each)) for name, each in boxes.items()}
     if not any(boxes.values()):
         return
@@ -175,7 +175,7 @@ def materialize_boxes(
 
 @contextmanager
 def cpu_seed(seed: int | Tensor) -> Iterator[None]:
-    """Context manager: seed torch's CPU generator (or set its state), and restore it after."""
+    """Seed torch's CPU generator (or set its state) for a ``with`` block, and restore it after."""
     with torch.random.fork_rng(devices=[]):
         if isinstance(seed, Tensor):
             torch.random.set_rng_state(seed)
@@ -185,10 +185,8 @@ def cpu_seed(seed: int | Tensor) -> Iterator[None]:
 
 
 def adopt_tensors(model: nn.Module) -> None:
-    """Turn plain tensor attributes of modules into buffers, so that every tensor has a name.
-
-    They stay out of the state dict.
-    """
+    """Turn plain tensor attributes of modules into buffers, so that every tensor has a name. They
+    stay out of the state dict."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -197,7 +195,7 @@ def adopt_tensors(model: nn.Module) -> None:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List a model's parameters and then its buffers, a tied one under each of its names."""
+    """List a model's parameters and then its buffers, tied ones under each of their names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -210,10 +208,8 @@ def _adopted_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _slot(log: Log, name: str, tensor: Tensor) -> int:
-    """Return the slot of a tensor of the model; a real tensor of the build becomes a constant.
-
-    Raises UnrecordableError if it has no values.
-    """
+    """Return the number in the log of a model's tensor; a real tensor becomes a constant of the
+    log. Raises UnrecordableError if the tensor has no values."""
     if isinstance(tensor, FakeTensor):
         return log.slot(tensor)
     if tensor.is_meta:
@@ -222,7 +218,7 @@ def _slot(log: Log, name: str, tensor: Tensor) -> int:
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Replace fake tensors by meta tensors; ties stay ties."""
+    """Replace a model's fake tensors by meta tensors; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -245,11 +241,8 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
 def _build_empty(
     build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Build a model that can't be recorded: under ``torch.device("meta")``, or for real, then
-    emptied.
-
-    Returns it with its real tensors by name, if any.
-    """
+    """Build a model that cannot be recorded: on ``meta``, or for real and then emptied. Return it
+    with its real tensors by name, if any."""
     try:
         if needs_values:
             raise NotImplementedError
@@ -264,7 +257,7 @@ def _build_empty(
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor that holds no more memory than it shows."""
+    """Return a tensor whose storage holds only its own elements: itself or a copy."""
     full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     return tensor if full else tensor.clone()
 

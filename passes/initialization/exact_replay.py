@@ -28,8 +28,8 @@ from .build_log import (
 )
 
 _SCRATCH = 1 << 15
-"""Numbers drawn at a time to be discarded: 200 million a second, against 60 million for whole
-tensors, whose memory is new."""
+"""Random numbers drawn at a time to be discarded: 200 million a second, against 60 million for
+whole tensors, whose memory is new."""
 
 
 def exact_replay(
@@ -38,16 +38,15 @@ def exact_replay(
     on_tensor: Callable[[str, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Repeat the build, handing over each tensor of ``wanted`` when it is finished.
-
-    The caller seeds the default generator. ``tick`` is called before each op.
-    """
+    """Repeat the build on real tensors, handing over each tensor of ``wanted`` when it is finished.
+    ``wanted`` maps names to numbers of tensors in the log. The caller seeds the default generator.
+    ``tick`` is called before each op."""
     if wanted:
         _Replay(log, wanted, on_tensor, tick).run()
 
 
 def draw_all(log: Log) -> None:
-    """Advance the default generator as the build does."""
+    """Advance the default generator as the logged build does, without making its tensors."""
     replay = _Replay(log, {}, lambda _, tensor: None, lambda: None)
     for call in log.calls:
         if call.is_random:
@@ -55,13 +54,14 @@ def draw_all(log: Log) -> None:
 
 
 def num_drawn(log: Log) -> int:
-    """Count the random numbers that a build draws."""
+    """Count the random numbers that the logged build draws."""
     slots = [(*call.written, *call.outputs)[:1] for call in log.calls if call.is_random]
     return sum(log.tensors[slot].numel() for own in slots for slot in own)
 
 
 def deterministic_value(log: Log, slot: int) -> Tensor:
-    """Return the value of a slot as the log stands. Raises UnrecordableError if it is random."""
+    """Return the present value of tensor number ``slot``. Raises UnrecordableError if it is
+    random."""
     found: list[Tensor] = []
     replay = _Replay(log, {"": slot}, lambda _, tensor: found.append(tensor), lambda: None)
     if replay.last_draw >= 0:
@@ -72,7 +72,8 @@ def deterministic_value(log: Log, slot: int) -> Tensor:
 
 
 class _Replay:
-    """One replay: calls to run, calls to draw only, and the end of each storage."""
+    """Replay of a log: the calls to execute, the calls to draw for only, and the last use of each
+    storage."""
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class _Replay:
                     self.last_touch[log.storage(slot)] = index
 
     def _needed_calls(self) -> set[int]:
-        """The calls whose effect on a wanted tensor is not overwritten, by walking backward."""
+        """Return the calls whose effect on a wanted tensor is not overwritten, by walking
+        backward."""
         log, needed = self.log, set()
         slots = set(self.wanted.values())
         live = {log.storage(slot) for slot in slots}
@@ -124,7 +126,7 @@ class _Replay:
         return needed
 
     def _is_lazy(self, index: int) -> bool:
-        """Return whether a call only names memory: an empty allocation, or a view of one."""
+        """Return whether a call only allocates memory without values, or makes a view."""
         call = self.log.calls[index]
         if call.written:
             return False
@@ -136,7 +138,8 @@ class _Replay:
         return all(self.log.storage(slot) == source for slot in call.outputs)
 
     def run(self) -> None:
-        """Run the needed calls in order, and draw for the others before the last."""
+        """Execute the needed calls in order, and draw random numbers for the others before the last
+        of them."""
         handed: set[str] = set()
         by_storage: dict[int, list[str]] = {}
         for name, slot in self.wanted.items():
@@ -173,7 +176,8 @@ class _Replay:
             self.values.setdefault(slot, tensor)
 
     def _constant(self, slot: int) -> Tensor:
-        """Return a constant itself, or in a copy of its storage if the build changes it."""
+        """Return a constant of the log itself, or in a copy of its storage if the build changes
+        it."""
         storage = self.log.storage(slot)
         if storage not in self.log.written:
             return self.log.constant(slot)
@@ -182,7 +186,7 @@ class _Replay:
         return self.log.constant(slot, self.copies[storage])
 
     def draw(self, call: Call) -> None:
-        """Advance the generator as ``call`` would, on scratch memory of the same shape."""
+        """Advance the random generator as ``call`` would, on scratch memory of the same shape."""
 
         def scratch(leaf: Any) -> Any:
             if not isinstance(leaf, Slot):
@@ -204,7 +208,8 @@ class _Replay:
             call.op(*args, **kwargs)
 
     def _uniform_numbers(self, call: Call) -> int | None:
-        """Return how many uniform numbers advance the generator as ``call`` does; None: unknown."""
+        """Return how many uniform numbers advance the generator as ``call`` does; None if
+        unknown."""
         if call.name not in ("aten::uniform_", "aten::normal_"):
             return None
         fake = self.log.tensors[call.written[0]]
@@ -234,17 +239,15 @@ class _Replay:
 
 
 def _normal_numbers(size: int) -> int:
-    """Return the uniform numbers that torch takes for ``size`` normal ones: in groups of 16, and
-    another 16 for the last 16 elements if the last group is not full."""
+    """Return the number of uniform numbers from which torch makes ``size`` normal ones: groups of
+    16, and another 16 for the last 16 elements if the last group is not full."""
     return size + (16 if size % 16 else 0)
 
 
 @cache
 def _draws_add_up() -> bool:
-    """Return whether this torch advances its CPU generator by uniform numbers as by normal ones.
-
-    torch 2.11 to 2.13 do so. It is tested rather than assumed.
-    """
+    """Return whether torch's CPU generator ends in the same state after uniform numbers as after
+    normal ones. torch 2.11 to 2.13 do so. It is tested rather than assumed."""
     state = torch.get_rng_state()
     found = []
     for size in (16, 37, 4096 + 5):

@@ -21,13 +21,14 @@ _ALLOCATE: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.ones.default: torch.ones,
 }
 _UNTOLD = frozenset({"device", "pin_memory"})
-"""Arguments of an allocation that do not show in a fake tensor, at their defaults."""
+"""Arguments of an allocation that a fake tensor does not show if they have their defaults."""
 
 
 def quick_fake(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> FakeTensor | None:
-    """Return ``func(*args, **kwargs)`` under ``mode``; None if the mode itself must run it."""
+    """Return the fake tensor of ``func(*args, **kwargs)`` under ``mode``; None if the mode must run
+    it."""
     if func is torch.ops.aten.detach.default:
         return _detached(mode, args[0])
     make = _ALLOCATE.get(func)

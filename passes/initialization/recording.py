@@ -34,16 +34,17 @@ _FILLS = {
         torch.ops.aten.fill_.Scalar,
     )
 }
-"""Ops that overwrite a tensor and have no other effect: they are recorded, not run."""
+"""Name and randomness of ops that only overwrite a tensor: they are recorded, not executed."""
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
-"""Types of arguments that hold no tensor."""
+"""Types of op arguments that hold no tensor."""
 
 _LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that appends every op to ``log``. It must be entered inside the log's own mode."""
+    """Dispatch mode that appends every op to ``log``. It must be entered inside the log's own
+    mode."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,12 +87,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _fake(self, value: Any) -> Any:
-        """Return the fake tensor of a real one: ops on real tensors alone would really run."""
+        """Return the fake tensor that stands for a real one, as ops on real tensors would be
+        executed."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self.log.tensors[self.log.add_constant(value)] if is_real else value
 
     def _literal(self, tensor: Tensor) -> Any:
-        """Return the fake tensor of Python numbers or of a NumPy array, which may change later."""
+        """Record a tensor made of Python numbers or a NumPy array by its present values; return its
+        fake."""
         result = _LITERAL(tensor)
         with unset_fake_temporarily():
             values = tensor.detach().clone()
@@ -109,7 +112,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0]
 
     def _noted(self, value: Any, reads: list[int]) -> Any:
-        """Return an argument with the build's tensors as slots, which are added to ``reads``."""
+        """Return an op's argument with tensors replaced by their numbers, which are added to
+        ``reads``."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -131,7 +135,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._noted(each, reads) for each in leaves], structure)
 
     def _scalar(self, tensor: Tensor) -> Any:
-        """Return a number that the constructor reads, from ops without random numbers."""
+        """Return the number that the constructor reads from a tensor, made by ops that are not
+        random."""
         if not isinstance(tensor, FakeTensor):
             return tensor.item()
         with unset_fake_temporarily():
@@ -150,15 +155,15 @@ def _is_on_meta(tensor: Tensor) -> bool:
 
 
 class _Form(NamedTuple):
-    """Facts about an op for the record: its name, whether it draws, and the arguments it writes to,
-    by position and name."""
+    """Facts about an op for the log: its name, whether it draws random numbers, and the arguments
+    that it writes to, by position and name."""
 
     name: str
     is_random: bool
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the slots that a call of recorded arguments writes to."""
+        """Return the numbers of the tensors that a call with recorded arguments writes to."""
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
         return tuple(leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Slot))
 
@@ -178,7 +183,7 @@ def _form(func: Any) -> _Form:
 
 
 def record(build: Callable[[], Any]) -> tuple[Any, Log]:
-    """The result of ``build``, made of fake tensors and constants, and the log of its calls."""
+    """Call ``build`` on fake tensors; return its result and the log of its calls."""
     log = Log()
     recorder = Recorder(log)
     with ExitStack() as stack:
@@ -191,7 +196,8 @@ def record(build: Callable[[], Any]) -> tuple[Any, Log]:
 
 
 def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any]], ...]:
-    """Return the replacements during recording: (module, name of a function, its replacement)."""
+    """Return the functions replaced during recording: (module, name of the function,
+    replacement)."""
     seed = _seeding(recorder, torch.manual_seed)
     return (
         (torch, "load", _load(torch.load)),
@@ -208,7 +214,8 @@ def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``function`` with real tensors: it reads memory or files, which are not recorded."""
+    """Return ``function`` executed on real tensors: it reads memory or files, which are not
+    recorded."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -218,7 +225,8 @@ def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``torch.load`` for real. Files are mapped if possible: only used parts are read."""
+    """Return ``torch.load`` executed for real. Files are mapped if possible: only used parts are
+    read."""
 
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("mmap") is None and isinstance(f, str | PathLike) and zipfile.is_zipfile(f):
@@ -247,7 +255,8 @@ def _refuse_state(new_state: Tensor) -> None:
 
 
 def _whole_trunc_normal(log: Log) -> Callable[..., Any]:
-    """Record ``trunc_normal_`` as one call: it rejects samples by their values, in a loop."""
+    """Return ``trunc_normal_`` recorded as one call: it rejects samples by their values, in a
+    loop."""
     original = getattr(torch.nn.init, TRUNC_NORMAL)
 
     def recorded(

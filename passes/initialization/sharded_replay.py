@@ -40,7 +40,7 @@ _DRAWS_IN_PLACE = frozenset(
         "aten::random_",
     }
 )
-"""Ops that draw every element independently, from the same distribution."""
+"""Names of in-place ops that draw every element independently, from the same distribution."""
 
 _DRAWS: Mapping[str, Callable[[Tensor], object]] = {
     "aten::randn": Tensor.normal_,
@@ -60,7 +60,8 @@ _VALUES: Mapping[str, int | None] = {
     "aten::full_like": 1,
     "aten::new_full": 2,
 }
-"""Ops that make a tensor of one value, and the argument with the value."""
+"""Position of the value argument of ops that make a tensor of one value; None if the name tells
+it."""
 
 _OVERWRITES = frozenset({"aten::zero", "aten::fill", "aten::copy"})
 _EXACT = _OVERWRITES | {
@@ -81,8 +82,8 @@ _EXACT = _OVERWRITES | {
     "aten::clone",
     "aten::_to_copy",
 }
-"""Ops, without the underscore of in-place ops, that compute each element from the elements at its
-position, rounded exactly."""
+"""Names of ops, without the underscore of in-place ops, that compute each element from the elements
+at its position, rounded exactly."""
 
 
 def sharded_replay(
@@ -91,10 +92,11 @@ def sharded_replay(
     on_part: Callable[[str, Region, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the boxes ``wanted`` of slots, each handed over as soon as it is complete.
+    """Make boxes (index ranges) of a log's tensors, each handed over as soon as it is complete.
 
-    The caller sets the state of the default generator, which is the seed: one of its numbers is the
-    key. ``tick`` is called before each part.
+    ``wanted`` maps (name, box) to the tensor's number. The caller sets the state of the default
+    generator, which is the seed: one of its numbers is the key. ``tick`` is called before each
+    part.
     """
     parts = SharedLog(log, _drawn_key())
     for (name, box), slot in wanted.items():
@@ -107,7 +109,8 @@ def _drawn_key() -> int:
 
 
 class SharedLog:
-    """Data that all parts of one log need: the calls of each storage, the number of each draw."""
+    """Data of a log that all boxes need: the calls on each storage, the seed of each random
+    call."""
 
     def __init__(self, log: Log, key: int) -> None:
         self.log = log
@@ -130,7 +133,7 @@ class SharedLog:
                 first += num_tiles(tuple(log.tensors[drawn_slot(call)].shape))
 
     def make(self, slot: int, box: Region) -> Tensor:
-        """Return the final values of a box of a slot."""
+        """Return the final values of a box of tensor number ``slot``."""
         replay = _PartReplay(self)
         if not all(stop > start for start, stop in box):
             fake = self.log.tensors[slot]
@@ -139,7 +142,7 @@ class SharedLog:
         return replay.run(slot, box)
 
     def view(self, slot: int) -> BoxView | None:
-        """Return the position of a slot in the first tensor of its storage."""
+        """Return the position of tensor number ``slot`` in the first tensor of its storage."""
         if slot not in self._views:
             base = self.bases[self.log.storage(slot)]
             self._views[slot] = box_view(self.log.tensors[slot], base)
@@ -151,17 +154,17 @@ def _seed(key: int, first: int, tile: int) -> int:
 
 
 def drawn_slot(call: Call) -> int:
-    """Return the slot that a random call fills."""
+    """Return the number of the tensor that a random call fills."""
     return call.written[0] if call.written else call.outputs[0]
 
 
 @dataclass(slots=True)
 class _PartReplay:
-    """One box of one tensor: ``follow`` finds its calls, ``run`` executes them.
+    """Replay of a log for one box of one tensor: ``follow`` finds its calls, ``run`` executes them.
 
     ``live`` has the box of each storage (in its base) that earlier calls must still produce,
     ``held`` the box that is ever needed, None for storages without such a box: these are held
-    whole. ``steps`` has the output box of each call to be run; None for a call that is run whole.
+    whole. ``steps`` has the output box of each call to execute; None for a call on whole tensors.
     """
 
     shared: SharedLog
@@ -177,7 +180,7 @@ class _PartReplay:
         return self.shared.log
 
     def follow(self, slot: int, box: Region) -> None:
-        """Find every call that a box of the finished ``slot`` depends on."""
+        """Find every call on which a box of the finished tensor number ``slot`` depends."""
         self._need(slot, box, before=len(self.log.calls))
         done = len(self.log.calls)
         while self.pending:
@@ -199,7 +202,7 @@ class _PartReplay:
         self.held[storage] = _hull(self.held[storage], needed) if storage in self.held else needed
 
     def _explain(self, index: int) -> None:
-        """Record the needs of call ``index``, if it makes a live value."""
+        """Note the boxes that call ``index`` needs of its inputs, if it makes a needed value."""
         call = self.log.calls[index]
         slots = call.written or call.outputs
         if not any(self.log.storage(slot) in self.live for slot in slots):
@@ -241,7 +244,8 @@ class _PartReplay:
             self._need(slot, full_box(self.log.tensors[slot].shape), before=index)
 
     def _is_view(self, call: Call) -> bool:
-        """Return whether a call only names memory, new or its argument's."""
+        """Return whether a call only allocates memory without values, or makes a view of its
+        argument."""
         if call.name in UNINITIALIZED:
             for slot in call.outputs:
                 self.live.pop(self.log.storage(slot), None)
@@ -266,7 +270,7 @@ class _PartReplay:
         return call.name in _VALUES or _is_exact(call)
 
     def run(self, slot: int, box: Region) -> Tensor:
-        """Return the values of the box that ``follow`` was called for."""
+        """Execute the calls that ``follow`` found for a box; return the values of the box."""
         for index in sorted(self.steps):
             call, part = self.log.calls[index], self.steps[index]
             if part is None:
@@ -323,7 +327,8 @@ class _PartReplay:
         return self._value(slot, full_box(self.log.tensors[slot].shape))
 
     def _value(self, slot: int, box: Region) -> Tensor:
-        """Return a box of a slot, in the memory that holds the needed part of its storage."""
+        """Return a box of tensor number ``slot``, in the memory that holds the needed part of its
+        storage."""
         storage, view = self.log.storage(slot), self.shared.view(slot)
         held = self.held[storage]
         if storage in self.log.constants or held is None or view is None:
@@ -336,8 +341,8 @@ class _PartReplay:
         return view.of_buffer(self.buffers[storage], held, box)
 
     def _in_whole(self, slot: int, storage: int) -> Tensor:
-        """Return a slot of a storage that is held whole: a constant, its copy if it is written to,
-        or a storage without a box."""
+        """Return tensor number ``slot`` of a storage that is held whole: a constant, its copy if it
+        is written to, or a storage without a box."""
         fake = self.log.tensors[slot]
         if storage in self.log.constants:
             if not self._is_written(storage):
@@ -359,7 +364,7 @@ class _PartReplay:
 
 
 def full_box(shape: Sequence[int]) -> Region:
-    """Return all of a tensor of ``shape`` as a box."""
+    """Return the box of index ranges of a whole tensor of ``shape``."""
     return tuple((0, size) for size in shape)
 
 
@@ -372,12 +377,12 @@ def broadcast_box(box: Region, tensor: Tensor) -> Region:
 
 
 def is_packed(view: BoxView) -> bool:
-    """Return whether a view has every element of the box that it spans."""
+    """Return whether a view contains every element of the box that it spans in its base."""
     return all(along is None or along[1] == 1 for along in view.dims)
 
 
 def overwrites(call: Call) -> bool:
-    """Return whether a call overwrites every element of its target."""
+    """Return whether a recorded call overwrites every element of its target."""
     return call.is_random or call.name.removesuffix("_") in _OVERWRITES
 
 
@@ -397,7 +402,7 @@ def _call_on(call: Call, tile: Tensor) -> None:
 
 
 def _hull(first: Region | None, second: Region | None) -> Region | None:
-    """Return the smallest box around both; None means everything."""
+    """Return the smallest box around two boxes; None stands for the whole tensor."""
     if first is None or second is None:
         return None
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))

@@ -19,17 +19,18 @@ from torch import Tensor
 from ...planner.layout import Region
 
 TILE = 1 << 14
-"""Maximum elements of a tile. Seeding and copying take 10 µs a tile, drawing it 120 µs, and its 64
-KB stay in the cache: 130 million normal numbers a second, against 60 million for whole tensors,
-whose memory is new."""
+"""Most elements of a tile. Seeding and copying take 10 µs a tile, drawing it 120 µs, and its 64 KB
+stay in the cache: 130 million normal numbers a second, against 60 million for whole tensors, whose
+memory is new."""
 
 _ROWS = 4
-"""Factor of the length of dimension 0, which is split more finely, as ZeRO does."""
+"""Factor by which the length of dimension 0 counts more: it is split more finely, as ZeRO does."""
 
 
 @cache
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extents of a tile: the longest dimension is halved until there are few elements.
+    """Return the shape of a tile of a tensor: the longest dimension is halved until it is small
+    enough.
 
     Halving aligns the edges of tiles with parts of powers of two.
 
@@ -47,7 +48,7 @@ def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def num_tiles(shape: tuple[int, ...]) -> int:
-    """Return the number of tiles of a tensor; at least 1.
+    """Return the number of tiles of a tensor of ``shape``; at least 1.
 
     >>> num_tiles((4096, 14336)), num_tiles(())
     (4096, 1)
@@ -67,11 +68,9 @@ def draw_box(
     draw: Callable[[Tensor], object],
     seed_of: Callable[[int], int],
 ) -> None:
-    """Fill ``target`` with the part ``box`` of a tensor of ``shape`` that ``draw`` fills.
-
-    ``draw`` fills a contiguous tile from the default generator, which is seeded for tile ``i``
-    with ``seed_of(i)``.
-    """
+    """Fill ``target`` with the part ``box`` of a tensor of ``shape`` whose numbers are drawn by
+    tiles. ``draw`` fills a contiguous tile from the default generator, which is seeded for tile
+    ``i`` with ``seed_of(i)``."""
     if not all(stop > start for start, stop in box):
         return
     extents, grid = tile_shape(shape), _grid(shape)
@@ -102,11 +101,9 @@ def _number(place: Sequence[int], grid: Sequence[int]) -> int:
 
 
 def tile_seed(key: int, number: int) -> int:
-    """Return the seed of tile ``number`` of a build; no two tiles below 2**32 share one.
-
-    torch's CPU generator takes 32 bits of a seed. Murmur's finalizer permutes them: twice, with
-    the halves of ``key`` in between.
-    """
+    """Return the seed of tile ``number`` of a build with ``key``; no two tiles below 2**32 share a
+    seed. torch's CPU generator takes 32 bits of a seed. Murmur's finalizer permutes them: twice,
+    with the halves of ``key`` in between."""
     mixed = _permuted((number + key) & 0xFFFFFFFF)
     return _permuted(mixed ^ (key >> 32 & 0xFFFFFFFF))
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Context manager: suspend the garbage collector."""
+    """Suspend the garbage collector within a ``with`` block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -35,7 +35,8 @@ _IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A class loss whose targets are counted; the keys are the program's outputs."""
+    """Class loss whose targets are counted. ``key``: the key of its count; ``target`` and
+    ``weight``: the outputs of the counting program that it reads."""
 
     key: str
     target: str
@@ -49,9 +50,9 @@ class Counting:
     """Program for the counts of one micro-batch: ``program(*inputs)`` returns ``outputs``; None if
     these are the inputs.
 
-    ``inputs`` are nodes: of the batch, of constants, and of buffers, in this order. Random ops draw
-    for ``draws``, which the stage's forwards share. ``totals`` maps the key of each total to the
-    output that it sums.
+    ``inputs`` are nodes: of the batch, of constants, and of buffers, in this order. Random ops use
+    the state ``draws``, which the stage's forwards share. ``totals`` maps the key of each total to
+    the output that it sums.
     """
 
     program: fx.GraphModule | None
@@ -64,18 +65,15 @@ class Counting:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Return the names of the constants and buffers that it reads."""
+        """Names of the constants and buffers that the program reads."""
         return tuple(node.name for node in self.inputs if node.kind != "input")
 
     def evaluate(
         self, value_of: Callable[[Node, int], Tensor], first: int = 0
     ) -> dict[str, Tensor]:
-        """Return each key's value for the micro-batches from ``first`` on, from ``value_of(input,
-        microbatch)``.
-
-        A count is the mean over the micro-batches, since the step's loss is their mean; a
-        total is their sum.
-        """
+        """Return each count and total by key, over ``num_microbatches`` from number ``first`` on.
+        ``value_of(input, microbatch)`` gives the program's inputs. A count is the mean over the
+        micro-batches, since the step's loss is their mean; a total is the sum over them."""
         counts: dict[str, Tensor] = {}
         with torch.no_grad():
             for microbatch in range(first, first + self.num_microbatches):
@@ -108,7 +106,8 @@ class Counting:
 
 
 def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> tuple[str, ...]:
-    """The keys of the counts, and of the ``totals``, that these ops need besides their inputs."""
+    """Return the keys of the counts, and of the ``totals``, that these ops need besides their
+    inputs."""
     found: dict[str, None] = {}
     for name in nodes:
         if name in graph.accumulation.counted:
@@ -120,14 +119,14 @@ def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> t
 
 
 def counted_inputs(graph: Graph, nodes: Iterable[str]) -> tuple[str, ...]:
-    """Return the batch inputs that the counts and totals of these op nodes are computed from."""
+    """Return the batch inputs from which the counts and totals of these op nodes are computed."""
     refs = _counted_refs(graph, set(counts_used(graph, nodes)))
     needed = ancestors(graph, (ref.name for ref in refs))
     return tuple(node.name for node in graph.inputs if node.name in needed)
 
 
 def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
-    """Return the values that the counts and totals ``keys`` are computed from."""
+    """Return the values from which the counts and totals ``keys`` are computed."""
     totals = [ref for ref in graph.accumulation.totals if total_key(ref) in keys]
     counted = [graph[name] for name in graph.accumulation.counted if count_key(name) in keys]
     return tuple(dict.fromkeys((*totals, *(ref for node in counted for ref in node.inputs[1:]))))
@@ -136,7 +135,8 @@ def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
 def build_counting(
     graph: Graph, keys: Iterable[str], num_microbatches: int, draws: Draws
 ) -> Counting | None:
-    """Build the counting of ``keys``; None without keys."""
+    """Build the program that counts ``keys`` over the micro-batches of a step; None without
+    keys."""
     wanted = set(keys)
     if not wanted:
         return None

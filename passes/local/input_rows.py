@@ -21,10 +21,8 @@ from .stage_cut import stage_ranges, uses_by_block
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """The rows ``first`` to ``first + rows`` of every micro-batch of ``total`` rows.
-
-    They are ``part`` of ``parts``; ``is_even``: all parts are equal.
-    """
+    """Rows ``first`` to ``first + rows`` of every micro-batch of ``total`` rows, which a rank
+    reads. They are number ``part`` of ``parts``; ``is_even``: all parts are equal."""
 
     first: int
     rows: int
@@ -36,7 +34,7 @@ class HeldRows:
 
     @property
     def size(self) -> int:
-        """Return the rows of a step, all micro-batches together."""
+        """Number of the rank's rows in a step, all micro-batches together."""
         return self.rows * self.num_microbatches
 
     @property
@@ -44,7 +42,8 @@ class HeldRows:
         return self.rows == self.total
 
     def indices(self) -> tuple[int, ...]:
-        """The numbers of these rows in the global batch, in the order in which a rank holds them.
+        """Return the numbers of the rank's rows in the global batch, in the order in which it holds
+        them.
 
         >>> HeldRows(first=1, rows=1, total=2, num_microbatches=3).indices()
         (1, 3, 5)
@@ -55,7 +54,8 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class StageRows:
-    """``sizes[p]`` rows of a micro-batch are for the ranks at coordinate ``p`` of ``axes``.
+    """Division of a micro-batch's rows among a stage's ranks: ``sizes[p]`` rows for coordinate
+    ``p`` of ``axes``.
 
     Several axes count as one, the first outermost. ``inputs`` maps each input with rows to the
     dimension that counts them; every rank needs all rows of the inputs ``whole``.
@@ -67,14 +67,15 @@ class StageRows:
     whole: tuple[str, ...]
 
     def part(self, mesh: Mesh, coordinates: Sequence[int]) -> int:
-        """Return the number of the part of a rank of the stage."""
+        """Return the number of the part of the rows that the rank at ``coordinates`` reads."""
         found = 0
         for axis in self.axes:
             found = found * mesh.shape[axis] + coordinates[axis]
         return found
 
     def held(self, part: int, num_microbatches: int) -> HeldRows:
-        """The rows of a part; a part without rows gets the first row, which counts nothing."""
+        """Return the rows of a part; a part without rows gets the first row, which counts
+        nothing."""
         rows = self.sizes[part]
         return HeldRows(
             sum(self.sizes[:part]) if rows else 0,
@@ -90,10 +91,8 @@ class StageRows:
 def rows_of_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, counts: bool
 ) -> tuple[StageRows | None, ...]:
-    """Return how each stage splits the rows of its inputs; None for stages that read none.
-
-    ``counts``: whether micro-batches are counted together (``passes.local.accumulate``).
-    """
+    """Return the division of each stage's input rows among its ranks; None for stages without
+    inputs. ``counts``: whether micro-batches are counted together (``passes.local.accumulate``)."""
     stages = range(len(plan.stages))
     found = [_stage_rows(graph, blocks, plan, index, counts) for index in stages]
     most = max((each.sizes for each in found if each is not None), key=len, default=())
@@ -144,7 +143,8 @@ def _num_parts(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRows:
-    """Share the reading of a stage that needs all rows of all its inputs as other stages do."""
+    """Return the rows of a stage that needs all rows of its inputs, divided as other stages' rows
+    into ``sizes`` for reading; every rank then gets the others' rows, too."""
     if rows.axes or len(sizes) != mesh.shape[0] or len(sizes) == 1 or not rows.inputs:
         return rows
     return replace(rows, axes=(0,), sizes=sizes, whole=tuple(rows.inputs))
@@ -167,11 +167,9 @@ def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> He
 
 
 def data_place(found: Sequence[StageRows | None], plan: Plan, rank: int) -> tuple[int, int] | None:
-    """Return the ``(rank, world)`` to call a data source of ``rank`` with; None without data.
-
-    Equal parts, of the same number in all stages, can be requested by number; otherwise every rank
-    requests the global batch, ``(0, 1)``.
-    """
+    """Return the ``(rank, world)`` to call a data source of ``rank`` with; None if it reads no
+    data. Equal parts, of the same number in all stages, can be requested by number; otherwise every
+    rank requests the global batch, ``(0, 1)``."""
     everyone = {each for stage in placed_stages(plan) for each in stage.devices}
     held = {each: rows_of_rank(found, plan, each) for each in sorted(everyone)}
     if held.get(rank) is None:

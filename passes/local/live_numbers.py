@@ -23,15 +23,16 @@ from .stage_program import StageProgram
 
 @dataclass(eq=False)
 class LiveNumbers:
-    """Current values of the stand-ins: ``stand_ins`` are the numbers in the programs, ``values``
-    the numbers to compute with now."""
+    """Numbers that change during training: ``stand_ins`` are unique numbers in the programs in
+    their place, ``values`` maps each to the number to compute with now."""
 
     stand_ins: frozenset[float]
     values: dict[float, float] = field(default_factory=dict)
     _readers: dict[float, Callable[[], float]] = field(default_factory=dict)
 
     def reader(self, stand_in: float) -> Callable[[], float]:
-        """Return a function without arguments that returns the number, to be called by programs."""
+        """Return the function without arguments by which programs read the number behind
+        ``stand_in``."""
         if stand_in not in self._readers:
             read = partial(self._value, stand_in)
             read.__name__ = "live_number"  # type: ignore[attr-defined]
@@ -44,13 +45,14 @@ class LiveNumbers:
 
 
 def _has_some(arguments: Any, numbers: LiveNumbers) -> bool:
-    """Return whether a stand-in is among the arguments of an op."""
+    """Return whether a stand-in of ``numbers`` is among the arguments of an op."""
     return any(type(each) is float and each in numbers.stand_ins for each in tree_leaves(arguments))
 
 
 def make_live(programs: Iterable[StageProgram], graph: Graph, numbers: LiveNumbers) -> bool:
-    """Make programs read their numbers; return False if a program computes with a value derived
-    from a stand-in, which no reader can replace."""
+    """Replace stand-ins (unique numbers, see the module) in programs by reads of the current
+    numbers; return False if a program computes with a value derived from a stand-in, which cannot
+    be replaced."""
     asked = {
         node.name
         for node in graph

@@ -19,7 +19,8 @@ from ..ops.lower_right import attend_upto, split_in_half
 def split_embedding(
     rank: Rank, weight: Tensor, indices: Tensor, *, padding_idx: int, axes: tuple[int, ...]
 ) -> Tensor:
-    """Look up rows of this rank's part of a vocabulary split over ``axes``; others are zero (P)."""
+    """Look up embedding rows in this rank's part of a vocabulary split over the mesh axes ``axes``;
+    rows of other parts are zero, so that the results are partial sums."""
     start, _ = part_of(rank, weight.shape[0], axes)
     index = indices - start
     held = (index >= 0) & (index < weight.shape[0])
@@ -35,7 +36,8 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Compute causal attention of queries with positions split over ``axes``; keys are whole."""
+    """Compute causal attention of queries whose positions are split over ``axes``, with whole
+    keys."""
     start, _ = part_of(rank, query.shape[-2], axes)
     return attend_upto(start + query.shape[-2], query, key, value, **options)
 
@@ -50,9 +52,11 @@ def balanced_causal_attention(
     balanced: tuple[int, ...],
     **options: Any,
 ) -> Tensor:
-    """Compute causal attention with the second half of the partner's queries instead of its own.
+    """Compute causal attention for the first half of this rank's queries and the second half of its
+    partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
 
-    The partner is at the other end of each axis of ``balanced``: see ``rules.balanced_attention``.
+    The partner is at the mirrored position of each axis of ``balanced``: see
+    ``rules.balanced_attention``.
     """
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
@@ -66,9 +70,9 @@ def balanced_causal_attention(
 def exchanged_split(
     rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """Cut a matrix, split along its other dimension, along ``dim`` into parts split along ``dim``.
+    """Cut a matrix, split along its other dimension, along ``dim`` into parts that are split anew.
 
-    ``wanted`` is the dimension that each mesh axis splits a part along, ``dim`` if the split moves.
+    ``wanted``: the dimension along which each mesh axis splits a part, ``dim`` if the split moves.
     If one axis splits the matrix, all parts travel in one all-to-all: their shares are sorted by
     rank first. If several do, it is gathered, and each rank takes its shares.
     """

@@ -15,7 +15,8 @@ from .local_op import Call, LocalOp
 
 
 def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return indices counted from this rank's part (0 for other parts), and which are its own."""
+    """Return indices counted from the start of this rank's part (0 for other ranks' parts), and a
+    mask of the indices that are its own."""
     start, total = part_of(rank, size, axes)
     local = torch.where(indices < 0, indices + total, indices) - start
     held = (local >= 0) & (local < size)
@@ -31,7 +32,8 @@ def split_index_select(
     axes: tuple[int, ...],
     keep: bool = False,
 ) -> Tensor:
-    """Compute ``source[:, indices]`` at ``dim``; to ``keep`` it, a single index counts as a row."""
+    """Compute ``source[:, indices]`` at ``dim``, split over ``axes``; entries of other ranks are
+    zero. With ``keep``, a single index keeps the dimension."""
     if keep:
         indices = indices.reshape(-1)
     local, held = _own(rank, indices, source.shape[dim], axes)
@@ -44,13 +46,14 @@ def split_index_select(
 def split_gather(
     rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...]
 ) -> Tensor:
-    """Compute ``source.gather(dim, indices)``."""
+    """Compute ``source.gather(dim, indices)`` of a dimension split over ``axes``, with zeros for
+    other ranks' entries."""
     local, held = _own(rank, indices, source.shape[dim], axes)
     return source.gather(dim, local).masked_fill(~held, 0.0)
 
 
 def index(op: LocalOp) -> Call:
-    """Localize ``x[:, i]`` if the dimension that is picked from may be split."""
+    """Return the local call of ``x[:, i]`` for a rank, whose indexed dimension may be split."""
     indexed = [dim for dim, item in enumerate(op.node.args[1]) if isinstance(item, Ref)]
     axes = op.axes("self", indexed[0]) if len(indexed) == 1 else ()
     if not axes:
@@ -60,7 +63,8 @@ def index(op: LocalOp) -> Call:
 
 
 def index_select(op: LocalOp) -> Call:
-    """Localize ``index_select`` if the dimension that is picked from may be split."""
+    """Return the local call of ``index_select`` for a rank, whose indexed dimension may be
+    split."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()
@@ -68,7 +72,7 @@ def index_select(op: LocalOp) -> Call:
 
 
 def gather(op: LocalOp) -> Call:
-    """Localize ``gather`` if the dimension that is picked from may be split."""
+    """Return the local call of ``gather`` for a rank, whose indexed dimension may be split."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()

@@ -17,7 +17,7 @@ from ..ops.collectives import Rank
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function and its arguments; the result is multiplied by ``scale``."""
+    """Function call with its arguments, whose result is to be multiplied by ``scale``."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalOp:
-    """A node about to be called on parts.
+    """Node of the graph that is about to be called on a rank's parts of its tensors.
 
     ``arguments`` maps the schema's names, defaults included, to literals and local tensors (as the
     graph being built names them); ``positions`` maps each tensor argument to its position among the
@@ -50,7 +50,7 @@ class LocalOp:
         return self.arguments[name]
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """Return the local shape of an output."""
+        """Return the local shape of output ``index``."""
         shape = self.node.outputs[index].shape
         return local_shape(shape, self.layout.outputs[index], self.rank.mesh.shape)
 
@@ -61,25 +61,26 @@ class LocalOp:
         return self.layout.inputs[self.positions[name]]
 
     def input_shape(self, name: str) -> tuple[int, ...]:
-        """Return the local shape of a tensor argument."""
+        """Return the local shape of the tensor argument ``name``."""
         return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
-        """Return a dimension argument, counted from 0."""
+        """Return the dimension argument ``name`` of tensor ``of``, counted from the front."""
         found: int = self.arguments[name]
         return found % max(len(self.global_shape(of)), 1)
 
     def axes(self, name: str, dim: int) -> tuple[int, ...]:
-        """Return the mesh axes that split a tensor argument's dimension."""
+        """Return the mesh axes that split dimension ``dim`` of the tensor argument ``name``."""
         layout = self.input_layout(name)
         return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim == dim)
 
     def by_rank(self, function: Callable[..., Any], *args: Any, **options: Any) -> Call:
-        """Return the call of a function that takes this rank first."""
+        """Return the call of ``function`` with this rank as its first argument."""
         return Call(self.rank.bound(function), args, options)
 
     def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
-        """The call with some arguments changed (or on another overload, by its own names)."""
+        """Return the op's call with some arguments changed (or of another overload, by its own
+        names)."""
         target = self.overload if overload is None else overload
         values = {**self.arguments, **changes}
         listed = target._schema.arguments

@@ -80,7 +80,7 @@ def local_call(
 
 
 def _positions(node: Node, schema: Any) -> dict[str, int]:
-    """Map each argument that is one tensor to its position in ``node.inputs``."""
+    """Map each argument that is a single tensor to its position in ``node.inputs``."""
     positions: dict[str, int] = {}
     count = 0
     named = list(zip((argument.name for argument in schema.arguments), node.args, strict=False))
@@ -94,7 +94,7 @@ def _positions(node: Node, schema: Any) -> dict[str, int]:
 
 
 def _unchanged(op: LocalOp) -> Call:
-    """Return the same call, on the device of its tensors (or the default device)."""
+    """Return the op's call unchanged, on the device of its tensors (or the default device)."""
     return op.call(device=None) if "device" in op.arguments else op.call()
 
 
@@ -110,10 +110,9 @@ def _size_of_output(op: LocalOp) -> Call:
 
 
 def _view(op: LocalOp) -> Call:
-    """Localize a reshape: a part may lie in memory differently, so that a view may have to copy.
-
-    A ``squeeze`` must not remove a split dimension that happens to have size 1 on this rank.
-    """
+    """Return the local call of a reshape, never as a view: a part may lie in memory otherwise than
+    the whole. A ``squeeze`` must not remove a split dimension that happens to have size 1 on this
+    rank."""
     if op.node.op == "aten.view.dtype":
         return op.call()
     return Call(torch.ops.aten.reshape.default, (op["self"], list(op.output_shape())), {})
@@ -137,7 +136,8 @@ def _repeat_interleave(op: LocalOp) -> Call:
 
 
 def _one_hot(op: LocalOp) -> Call:
-    """Write out the number of classes: a part may lack the highest."""
+    """Return the local call of ``one_hot`` with the number of classes: a part may lack the
+    highest."""
     return op.call(num_classes=op.node.spec.shape[-1])
 
 
@@ -155,7 +155,8 @@ def _split(op: LocalOp) -> Call:
 
 
 def _slice(op: LocalOp) -> Call:
-    """Localize a slice: a full slice keeps every part; others are along a whole dimension."""
+    """Return the local call of a slice: a full slice keeps every part; others are along a whole
+    dimension."""
     dim = op.dim()
     if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
         return op.call(start=0, end=sys.maxsize)
@@ -170,7 +171,7 @@ def _narrow(op: LocalOp) -> Call:
 
 
 def _mean(op: LocalOp) -> Call:
-    """Scale a mean over a split dimension to this rank's share: all shares add up to the mean."""
+    """Return the local call of a mean, scaled so that the ranks' results add up to the mean."""
     if op.arguments.get("reduction", MEAN) != MEAN:
         return op.call()
     pairs = zip(op.layout.inputs[0], op.layout.outputs[0], strict=True)
@@ -191,7 +192,7 @@ def _embedding(op: LocalOp) -> Call:
 
 
 def _linear(op: LocalOp) -> Call:
-    """Localize a linear layer, with 8-bit factors if the plan has them."""
+    """Return the local call of a linear layer, with 8-bit factors if the plan has them."""
     if not op.node.product_dtype:
         return op.call()
     return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})
@@ -250,7 +251,8 @@ def _experts(op: LocalOp) -> Call:
 
 
 def _batch_norm(op: LocalOp) -> Call:
-    """Localize a batch norm: in training, with statistics of the whole split batch."""
+    """Return the local call of a batch norm: in training, with statistics of the whole split
+    batch."""
     axes = op.axes("input", 0)
     tensors = (op["input"], op["weight"], op["bias"])
     options = {"eps": op["eps"], "axes": axes}
@@ -269,7 +271,7 @@ def _group_norm(op: LocalOp) -> Call:
 
 
 def _convolution(op: LocalOp) -> Call:
-    """Localize a convolution: groups become those of this rank's channels."""
+    """Return the local call of a convolution, with the number of groups of this rank's channels."""
     if op["groups"] == 1:
         return op.call()
     channels = len(op.global_shape("input")) - len(op.global_shape("weight")) + 1
@@ -278,9 +280,8 @@ def _convolution(op: LocalOp) -> Call:
 
 
 def _counted(op: LocalOp) -> Call:
-    """Localize a random op: it draws the numbers of its part of the whole batch's tensor.
-
-    If the graph is a slice of the sequences, ``start`` is its offset in the whole.
+    """Return the local call of a random op, which draws the numbers of its part of the whole
+    batch's tensor. If the graph is a slice of the sequences, ``start`` is its offset in the whole.
     """
     shape = op.node.spec.shape
     region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)

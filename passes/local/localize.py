@@ -34,12 +34,12 @@ from ..ops.torch_ops import returns_several
 from .local_ops import local_call
 
 MADE_BY = "made by"
-"""The key, in the ``meta`` of a local op, of the graph's node that it implements."""
+"""Key in the ``meta`` of a local op under which the graph's node that it implements stands."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockInterface:
-    """Inputs and outputs of a block, each with its layout.
+    """Ops, inputs and outputs of a block, with the layouts in which values enter and leave.
 
     ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys; ``parameters``
     (buffers too) are fully qualified names that the block's module holds. ``counts`` are keys of
@@ -54,7 +54,8 @@ class BlockInterface:
 
 
 def value_key(ref: Ref) -> str:
-    """Return the key of a value: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output 1.
+    """Return the key of a node's output: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output
+    1.
 
     >>> value_key(Ref("split", 1))
     'split:1'
@@ -63,13 +64,13 @@ def value_key(ref: Ref) -> str:
 
 
 def parse_key(key: str) -> Ref:
-    """Parse the key of a value; the inverse of ``value_key``."""
+    """Parse the key of a node's output; the inverse of ``value_key``."""
     name, colon, index = key.rpartition(":")
     return Ref(name, int(index)) if colon and index.isdigit() else Ref(key)
 
 
 def count_key(loss: str) -> str:
-    """Return the key of the divisor of a class loss."""
+    """Return the key of the divisor of the class loss of node ``loss``."""
     return f"count of {loss}"
 
 
@@ -79,7 +80,7 @@ def total_key(ref: Ref) -> str:
 
 
 def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
-    """Return the layouts of a graph in which every rank holds everything: all I."""
+    """Return the layouts of a graph in which every rank holds every tensor whole (I, invariant)."""
     whole = (INVARIANT,) * num_axes
     return {
         node.name: NodeLayout((whole,) * len(node.inputs), (whole,) * len(node.outputs))
@@ -88,7 +89,8 @@ def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
 
 
 def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
-    """Return the layout with R written as I if no gradient distinguishes them."""
+    """Return the layout with R (replicated) written as I (invariant) if no gradient distinguishes
+    them."""
     if spec.requires_grad:
         return layout
     return tuple(INVARIANT if placement.kind == "R" else placement for placement in layout)
@@ -96,7 +98,7 @@ def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
 
 @dataclass(slots=True)
 class _Values:
-    """The values so far, by ref, in each of their layouts."""
+    """Values in a block's graph so far, by ref: as ``made``, and ``converted`` to other layouts."""
 
     made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
     counts: dict[str, fx.Node] = field(default_factory=dict)
@@ -113,10 +115,9 @@ def localize_block(
     num_microbatches: int = 1,
     replayed: Replayed | None = None,
 ) -> fx.GraphModule:
-    """Build one rank's module of a block; raises ``PlanError`` if a layout does not fit.
-
-    Sums over the rows are multiplied by ``num_microbatches`` (``Graph.accumulation``).
-    """
+    """Build one rank's module of a block; raises ``PlanError`` if a layout does not fit. Sums over
+    the rows are multiplied by ``num_microbatches`` (``Graph.accumulation``). ``replayed`` marks ops
+    for recomputation."""
     body, values = fx.Graph(), _Values()
     for key, layout in interface.inputs.items():
         ref = parse_key(key)
@@ -150,7 +151,8 @@ def localize_block(
 def _localize_node(
     body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
 ) -> list[fx.Node]:
-    """Add a node's conversions and its local call; return the resulting nodes."""
+    """Add a node's layout conversions and its local call to ``body``; return the resulting
+    nodes."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
@@ -190,7 +192,7 @@ def _localize_node(
 
 
 def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
-    """Return whether an op makes a partial sum over rows on a rank without rows."""
+    """Return whether an op makes a partial sum over rows on a rank that has no rows."""
     if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
         return False
     return any(held[0].is_shard for held in layout.inputs)
@@ -199,7 +201,7 @@ def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
 def _in_layout(
     body: fx.Graph, values: _Values, graph: Graph, ref: Ref, *, wanted: Layout, rank: Rank
 ) -> fx.Node:
-    """Return a value in the wanted layout, converted if necessary."""
+    """Return the value ``ref`` in the ``wanted`` layout, converted if necessary."""
     value, layout = values.made[ref]
     if total_key(ref) in values.counts:
         value, layout = values.counts[total_key(ref)], (INVARIANT,) * len(layout)
@@ -221,7 +223,8 @@ def _in_layout(
 
 
 def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
-    """Check that every split of a node's tensors divides them."""
+    """Raise ``PlanError`` unless a node's layout has its inputs and outputs and divides their
+    shapes."""
     refs = node.inputs
     if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
         raise PlanError(
@@ -247,14 +250,14 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
 
 
 def _placeholder(body: fx.Graph, key: str) -> fx.Node:
-    """Add an argument for a value; ``add`` and ``add_`` are distinct."""
+    """Add a placeholder for the value ``key``; ``add`` and ``add_`` stay distinct."""
     node = body.placeholder(_identifier(key))
     node.target = node.name
     return node
 
 
 def _identifier(name: str) -> str:
-    """Return a name for a value of the program: letters, digits and underscores, no digit first.
+    """Return a name for a value of generated code: letters, digits and underscores, no digit first.
 
     >>> _identifier("1.running_mean"), _identifier("a.weight")
     ('_1_running_mean', 'a_weight')
@@ -275,7 +278,8 @@ def held_path(name: str) -> str:
 
 
 def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
-    """A module with the block's parameters and buffers, as ``meta`` tensors of local shape."""
+    """Return a module with the block's parameters and buffers, as ``meta`` tensors of local
+    shape."""
     root = nn.Module()
     for name, layout in interface.parameters.items():
         node = graph[name]

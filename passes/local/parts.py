@@ -13,10 +13,8 @@ _FACTORS = {torch.float32: 1e4, torch.bfloat16: 6e8, torch.float16: 3e7}
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of a tensor's gradient: split with it, a partial sum for R, else whole.
-
-    Whole gradients are written I here, and partial sums P, in any layout of the value.
-    """
+    """Return the layout of a tensor's gradient: split as the tensor, a partial sum for R, else
+    whole. Whole gradients are written I here, and partial sums P, in any layout of the value."""
     return tuple(
         placement if placement.is_shard else PARTIAL if placement.kind == "R" else INVARIANT
         for placement in layout
@@ -24,7 +22,8 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """Return every rank's part: slices, copies, or random summands for P."""
+    """Return every rank's part of a tensor in ``layout``: slices, copies, or random summands for
+    P."""
     parts = [tensor]
     for placement, size in zip(layout, mesh.shape, strict=True):
         parts = [piece for part in parts for piece in _spread(part, str(placement), size)]
@@ -45,7 +44,8 @@ def _spread(tensor: Tensor, placement: str, size: int) -> Sequence[Tensor]:
 def collect(
     parts: Sequence[Tensor], layout: Layout, mesh: Mesh, *, of: str = "", tolerance: float = 1e-10
 ) -> Tensor:
-    """Return the whole tensor from every rank's part; copies must agree."""
+    """Return the whole tensor from every rank's part in ``layout``; raise if copies differ by more
+    than ``tolerance``. ``of``: the tensor's name in errors."""
     held = list(parts)
     for axis in reversed(range(len(layout))):
         size = mesh.shape[axis]
@@ -67,11 +67,9 @@ def _join(group: Sequence[Tensor], placement: str, where: str, tolerance: float)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
-    """Assert equality up to ``tolerance`` relative to the largest magnitude of the expected tensor.
-
+    """Assert that tensors are equal up to ``tolerance`` relative to the largest expected magnitude.
     The tolerance is for float64; float32 gets ten thousand times of it, half precisions more, as
-    they have fewer digits.
-    """
+    they have fewer digits."""
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     )

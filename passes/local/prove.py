@@ -22,13 +22,14 @@ from .parts import assert_close, collect, distribute, gradient_layout
 from .simulated import ThreadCommunicator, run_ranks
 
 OP = "op"
-"""The name of the node that is proven; its inputs are other nodes' outputs."""
+"""Name of the node of the op to be checked; its inputs are other nodes' outputs."""
 
 Call = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
-    """Return every combination of the op's strategies on the mesh axes that divides its tensors."""
+    """Return every layout of the op on a mesh: combinations of its strategies that divide its
+    tensors."""
     node = graph[OP]
     per_axis = [axis_strategies(node, graph, size) for size in mesh.shape]
     found = []
@@ -47,7 +48,8 @@ def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
 def run_whole(
     call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None
 ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-    """Return the op's outputs, and the gradient of each input if ``cotangents`` are given."""
+    """Compute the op on whole tensors; return its outputs, and the gradient of each input if
+    ``cotangents`` (gradients of the outputs) are given."""
     inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
     outputs = call(inputs)
     return outputs, gradients(outputs, inputs, cotangents)
@@ -56,7 +58,8 @@ def run_whole(
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor] | None
 ) -> list[Tensor | None]:
-    """Return each input's gradient, zeros if it is unused, None if it needs none."""
+    """Return the gradient of each input: zeros if it is unused, None if it needs none.
+    ``cotangents`` are the gradients of the outputs."""
     wanted = [t for t in inputs if t.requires_grad]
     made = [i for i, o in enumerate(outputs) if o.requires_grad]
     if not wanted or not made or cotangents is None:
@@ -77,10 +80,8 @@ def gradients(
 def prove(
     graph: Graph, call: Call, tensors: Sequence[Tensor], *, mesh: Mesh, layout: NodeLayout
 ) -> None:
-    """Check one layout: the outputs and every gradient of the ranks equal the whole's.
-
-    Raises AssertionError if they differ, and any error of the op on parts.
-    """
+    """Check one layout of an op: the ranks' outputs and gradients together equal those of the whole
+    op. Raises AssertionError if they differ, and any error of the op on parts."""
     outputs, _ = run_whole(call, tensors, None)
     cotangents = [torch.randn_like(o) if o.is_floating_point() else o for o in outputs]
     outputs, grads = run_whole(call, tensors, cotangents)
@@ -107,7 +108,8 @@ def _run_parts(
     mesh: Mesh,
     layout: NodeLayout,
 ) -> list[tuple[list[Tensor], list[Tensor | None]]]:
-    """Return every rank's outputs and gradients of its inputs, all on parts."""
+    """Compute the op on every rank's parts of its tensors; return each rank's outputs and gradients
+    of its inputs. ``cotangents`` are the gradients of the whole outputs."""
     node = graph[OP]
     parts = [
         distribute(tensor.detach(), held, mesh)
@@ -144,7 +146,7 @@ def _run_parts(
 
 
 def describe(layout: NodeLayout) -> str:
-    """Format a layout in one line.
+    """Format the layout of a node in one line.
 
     >>> from autoparallel.planner.layout import INVARIANT
     >>> describe(NodeLayout(((INVARIANT,),), ((INVARIANT,),), ("I",)))

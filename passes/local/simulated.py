@@ -16,14 +16,15 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class _Group:
-    """The ranks of one axis group: the contribution of each, and a barrier."""
+    """Ranks along one mesh axis, as threads: the contribution of each, and a barrier."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
         self.slots: list[Any] = [None] * size
 
     def exchange(self, position: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, which must be in the same collective with the same shapes."""
+        """Return the tensors of all ranks, which must be in the same collective with the same
+        shapes."""
         self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
         self.barrier.wait()
         found = list(self.slots)
@@ -34,7 +35,8 @@ class _Group:
 
 
 class ThreadCommunicator:
-    """One rank's view of the groups it belongs to, one per mesh axis."""
+    """Communicator of a rank that is a thread, with the group of each mesh axis that it belongs
+    to."""
 
     def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: list[_Group]) -> None:
         self.mesh, self.coordinates, self.groups = mesh, coordinates, groups
@@ -93,11 +95,9 @@ def run_ranks(
     function: Callable[[ThreadCommunicator], T],
     communicators: Sequence[ThreadCommunicator] | None = None,
 ) -> list[T]:
-    """Run ``function`` on every rank of ``mesh``; return the results in rank order.
-
-    An error on any rank frees the others from their barriers and is raised here. Give the
-    ``communicators`` of an earlier call to continue with tensors that it made.
-    """
+    """Call ``function`` on every rank of ``mesh``, in a thread each; return the results in rank
+    order. An error on any rank frees the others from their barriers and is raised here. Give the
+    ``communicators`` of an earlier call to continue with tensors that it made."""
     own = make_communicators(mesh) if communicators is None else communicators
     results: list[Any] = [None] * mesh.size
     errors: list[BaseException | None] = [None] * mesh.size

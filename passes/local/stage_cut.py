@@ -18,11 +18,8 @@ from .localize import parse_key, value_key
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A value sent from one stage to another; its gradient returns the same way.
-
-    The layouts are on the meshes of the two stages. No gradient comes back unless
-    ``spec.requires_grad``.
-    """
+    """Value sent from one stage to another, whose gradient returns the same way. The layouts are on
+    the meshes of the two stages. No gradient comes back unless ``spec.requires_grad``."""
 
     key: str
     source_stage: int
@@ -60,7 +57,7 @@ def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
 
 
 def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
-    """Return the layout of an op node, which a complete plan has."""
+    """Return the layout that the plan has for an op node. Raises ``PlanError`` if it has none."""
     found = stage.layout_of(name, blocks)
     if found is None:
         raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
@@ -70,7 +67,7 @@ def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
 def wanted_layouts(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> dict[Ref, list[Layout]]:
-    """Map each value that a stage uses to the layouts its ops want, in order."""
+    """Map each value that a stage uses to the layouts in which its ops want it, in order."""
     stage, wanted = plan.stages[stage_index], dict[Ref, list[Layout]]()
     for position in stage_ranges(plan)[stage_index]:
         for name in blocks.blocks[position].nodes:
@@ -84,7 +81,8 @@ def wanted_layouts(
 
 
 def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]:
-    """Return every value that crosses, ordered by its node, then by the receiving stage."""
+    """Return every value that crosses between stages, ordered by its node, then by receiving
+    stage."""
     stage_of = stage_of_node(blocks, plan)
     found: list[Boundary] = []
     for target in range(len(plan.stages)):
@@ -109,7 +107,8 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
 
 
 def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
-    """Return the boundaries of a pipeline, then those of its replica, whose stages follow."""
+    """Return the boundaries of a pipeline, then those of its replica, whose stages have higher
+    numbers."""
     again = (
         replace(
             each,
@@ -122,7 +121,8 @@ def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundar
 
 
 def uses_by_block(graph: Graph, blocks: Blocks, positions: range) -> dict[Ref, tuple[int, ...]]:
-    """Map each value that ops of these blocks use to the positions of those blocks."""
+    """Map each value that ops of the blocks at ``positions`` use to the positions of those
+    blocks."""
     uses: dict[Ref, dict[int, None]] = {}
     for position in positions:
         for name in blocks.blocks[position].nodes:

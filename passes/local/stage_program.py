@@ -30,7 +30,7 @@ from .stage_cut import Boundary, boundaries, op_layout, stage_ranges, uses_by_bl
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """A batch input, constant or buffer of a stage: its global spec, and its layout on ranks."""
+    """Batch input, constant or buffer of a stage: its global spec, and its layout on the ranks."""
 
     spec: TensorSpec
     layout: Layout
@@ -38,11 +38,9 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True)
 class ParameterProgram:
-    """A parameter of a stage: global spec, held layout (S or R on each axis).
-
-    ``shared``: several blocks of the stage use it, so the stage holds it and passes its
-    local tensor to them as an input.
-    """
+    """Parameter or buffer of a stage: its global spec, and the layout in which it is held (S or R
+    on each axis of a parameter). ``shared``: several blocks of the stage use it, so the stage holds
+    it and passes its local tensor to them as an input."""
 
     spec: TensorSpec
     layout: Layout
@@ -71,11 +69,9 @@ def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
-    """A block's module: ``forward(*inputs)`` returns the tuple of ``outputs``.
-
+    """Program of a block on one rank: ``module.forward(*inputs)`` returns the tuple of ``outputs``.
     ``inputs`` and ``outputs`` are value keys. ``parameters`` and ``buffers`` are the fully
-    qualified names of the tensors that the module itself holds (``meta``, of local shape).
-    """
+    qualified names of the tensors that the module itself holds (``meta``, of local shape)."""
 
     name: str
     kind: str
@@ -89,7 +85,7 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """One rank's part of the training step.
+    """Program of one rank of a stage for a training step.
 
     Blocks take ``inputs`` (of the batch), ``constants`` and shared ``buffers`` besides each other's
     outputs and received values. ``layouts`` has the layouts of values between blocks. ``loss`` is
@@ -126,9 +122,8 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class OfSlice:
-    """Marks a program of one slice of the sequences; ``whole`` is the graph of whole sequences.
-
-    ``kept`` are the keys of values for the next slice. All slices share their ``draws``.
+    """Context of a program for one slice of the sequences; ``whole`` is the graph of whole
+    sequences. ``kept`` are the keys of values for the next slice. All slices share their ``draws``.
     """
 
     whole: Graph
@@ -138,7 +133,7 @@ class OfSlice:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Facts that every block of a stage is built from."""
+    """Facts about a stage and its rank from which the program of every block is built."""
 
     graph: Graph
     blocks: Blocks
@@ -150,11 +145,12 @@ class _Stage:
     received: Mapping[str, Layout]
     sent: frozenset[str]
     is_in_parts: bool
-    """A step runs its rows or their sequences in several parts."""
+    """True if a step computes its rows, or their sequences, in several parts (micro-batches or
+    slices)."""
 
     @cached_property
     def updated(self) -> dict[Ref, str]:
-        """Map each new value of a buffer to that buffer."""
+        """Buffer that each new value of a buffer belongs to, by the value."""
         return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
 
     @cached_property
@@ -162,17 +158,16 @@ class _Stage:
         return rules.storage_of(self.graph)
 
     def counts(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the keys of the inputs of these ops that depend on all rows of a step.
-
-        A rank that has all rows of a step in one part counts its targets alone, without a sum
-        over ranks; the totals of its own rows are summed by the ops themselves.
-        """
+        """Return the keys of inputs of these ops that are counted over all rows of a step. A rank
+        that has all rows of a step in one part counts its targets alone, without a sum over ranks;
+        the totals of its own rows are summed by the ops themselves."""
         if not self.is_in_parts and len(self.plan.devices) == 1:
             return ()
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
 
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
-        """Return the recomputation of a block, if any."""
+        """Return the marker of a block's ops for recomputation ``mode``; None without
+        recomputation."""
         if mode == "none":
             return None
         return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
@@ -268,10 +263,8 @@ def build_stage(
 def _share(
     graph: Graph, blocks: Blocks, plan: Plan, coordinates: tuple[int, ...]
 ) -> RowShare | None:
-    """Return a rank's rows if the plan splits the batch unevenly.
-
-    Raises ``PlanError`` (AP526) if the stages do not allow it.
-    """
+    """Return a rank's share of the rows if the plan splits the batch unevenly, else None. Raises
+    ``PlanError`` (AP526) if the stages do not allow it."""
     if not any(stage.shares for stage in plan.stages):
         return None
     stage = plan.stages[0]
@@ -302,7 +295,8 @@ def _leaves(
     stage_index: int,
     uses: Mapping[Ref, tuple[int, ...]],
 ) -> dict[str, HeldValue | ParameterProgram]:
-    """The layouts of each parameter, buffer, batch input and constant that the stage uses."""
+    """Return each parameter, buffer, batch input and constant that the stage uses, with its
+    layout."""
     stage = plan.stages[stage_index]
     wanted = wanted_layouts(graph, blocks, plan, stage_index)
     leaves: dict[str, HeldValue | ParameterProgram] = {}
@@ -324,10 +318,8 @@ def _leaves(
 
 
 def _agreed_layout(wanted: list[Layout]) -> Layout:
-    """Return the layout that all users agree on, so that none converts; else whole.
-
-    A buffer that an op writes is then written in place.
-    """
+    """Return the layout that all users of a value want, so that none converts it; else whole. A
+    buffer that an op writes is then written in place."""
     first = boundary_layout(wanted[0])
     if all(boundary_layout(layout) == first for layout in wanted):
         return first
@@ -392,7 +384,7 @@ def _inputs(
 
 
 def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
-    """Return the values of a block that later blocks, other stages or the loss need."""
+    """Return the keys of a block's values that later blocks, other stages or the loss need."""
     keys = []
     for name in block.nodes:
         for index in range(len(stage.graph[name].outputs)):

@@ -23,7 +23,8 @@ Lane = tuple[int, int]
 
 
 def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
-    """Count communicators by device; ``crossing`` are the boundaries between the plan's stages."""
+    """Count each device's communicators; ``crossing`` are the boundaries (values) between
+    stages."""
     stages, world = placed_stages(plan), plan.cluster.num_devices
     if len(stages) > len(plan.stages):
         crossing = with_replicas(tuple(crossing), len(plan.stages))
@@ -50,10 +51,9 @@ def _lanes(
     ends: tuple[StagePlan, StagePlan],
     known: dict[object, tuple[tuple[Lane, ...], ...]],
 ) -> Iterator[Lane]:
-    """Yield the pairs of devices that send a boundary's value, and its gradient, to each other.
-
-    ``known`` caches the positions in the stages' meshes.
-    """
+    """Yield the pairs (sender, receiver) of devices that exchange a boundary's value and its
+    gradient. ``ends``: the boundary's source and target stage; ``known`` caches pairs of positions
+    in meshes."""
     layouts, shape = (boundary.source_layout, boundary.target_layout), boundary.spec.shape
     meshes = ends[0].mesh, ends[1].mesh
     orders = (1, -1) if boundary.spec.requires_grad else (1,)
@@ -79,7 +79,8 @@ def _lanes(
 
 
 def _regions(boundary: Boundary, ends: tuple[StagePlan, StagePlan], end: int) -> object:
-    """Return the part of a boundary's value that each device holds at one of its ends."""
+    """Return the part of a boundary's value that each device of one stage holds. ``end``: 0 for the
+    source stage of ``ends``, 1 for the target stage."""
     stage, layout = ends[end], (boundary.source_layout, boundary.target_layout)[end]
     return {
         device: local_region(boundary.spec.shape, layout, stage.mesh, stage.mesh.coordinates(at))

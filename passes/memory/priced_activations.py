@@ -28,20 +28,21 @@ from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED
 
 WORKING = "working"
-"""Category of the running block's largest op, and of values recomputed in its backward."""
+"""Memory category of the running block's largest op, and of values recomputed in its backward."""
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage whose blocks ``walk`` has priced; ``gathered_bytes`` of parameters are whole during
-    the whole step. ``splits``: weight gradients are deferred."""
+    """Stage whose blocks ``walk`` has priced, for the bytes of its activations. ``gathered_bytes``
+    of parameters are whole during the whole step; ``splits``: weight gradients are deferred."""
 
     walk: StageWalk
     gathered_bytes: float
     splits: bool
 
     def run(self, moment: Moment) -> StageActivations:
-        """Return the bytes of one micro-batch of the stage."""
+        """Return the activation bytes of one micro-batch on the stage, at its moment in the
+        step."""
         inputs, resting = self._input_bytes, self._resting
         kept = sum(map(_kept, self._blocks))
         late = sum(block.late_bytes for block in self._blocks) if self.splits else 0
@@ -61,7 +62,7 @@ class PricedStage:
 
     @cached_property
     def _resting(self) -> Mapping[str, float]:
-        """Return the bytes that are held at all times."""
+        """Bytes by category of gathered parameters and buffers, which are held at all times."""
         return {GATHERED: self.gathered_bytes, BUFFERS: self.walk.leaf_bytes("constant", "buffer")}
 
     @cached_property
@@ -74,11 +75,11 @@ class PricedStage:
 
     @cached_property
     def _input_bytes(self) -> int:
-        """Return the bytes of a micro-batch's parts of the batch."""
+        """Bytes of the inputs that a micro-batch reads from the batch."""
         return round(self.walk.leaf_bytes("input"))
 
     def _forward(self) -> Iterator[dict[str, float]]:
-        """Yield the bytes of the micro-batch while each block runs its forward."""
+        """Yield the micro-batch's bytes by category while each block computes its forward."""
         kept = 0.0
         for block in self._blocks:
             kept += _kept(block)
@@ -86,8 +87,8 @@ class PricedStage:
             yield {SAVED: kept, WORKING: block.working_bytes, GATHERED: whole, COMMUNICATION: whole}
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:
-        """Yield the bytes during the backward, or its half for input gradients, at the beginning
-        and end of each block."""
+        """Yield the micro-batch's bytes by category at the beginning and end of each block's
+        backward, or of the backward's half for input gradients."""
         kept, late = sum(map(_kept, self._blocks)), 0.0
         gradients = 0.0 if moment.is_first else self._gradients
         makes = moment.is_first and not self.splits
@@ -115,7 +116,8 @@ class PricedStage:
                 summed = reduced * self._copies if zero else min(reduced, BUCKET_BYTES)
 
     def _weights(self) -> Iterator[dict[str, float]]:
-        """Yield the bytes during the half for weight gradients, which are summed at its end."""
+        """Yield the micro-batch's bytes by category while each block computes its deferred weight
+        gradients."""
         late, own = sum(block.late_bytes for block in self._blocks), 0.0
         for block in reversed(self._blocks):
             own += self._exchanged(block)[0] if self.walk.stage.zero >= 2 else 0.0
@@ -124,7 +126,8 @@ class PricedStage:
             late -= block.late_bytes
 
     def _sums(self, reduced: float) -> Mapping[str, float]:
-        """Return the bytes of a reduce-scatter: the whole, this rank's part, and on gloo a copy."""
+        """Return the bytes of a reduce-scatter of ``reduced`` gradient bytes: the whole, this
+        rank's shard, and on gloo a copy."""
         if not self.walk.stage.zero:
             return {}
         copies = self._copies + 1 / self.walk.prices.shards
@@ -132,13 +135,14 @@ class PricedStage:
 
     @property
     def _copies(self) -> int:
-        """Return the buffers, in units of the summed gradients, until the next reduce-scatter: on
-        gloo it receives as many bytes as it sends."""
+        """Number of buffers, each as large as the summed gradients, that live until the next
+        reduce-scatter: 2 on gloo, which receives as many bytes as it sends, else 1."""
         return 1 if self.walk.prices.device.kind == "cuda" else 2
 
     def _exchanged(self, block: BlockCost) -> tuple[float, float]:
-        """Return a block's whole parameters that are exchanged over "dp", in bytes as computed and
-        as summed gradients: the inverse of ``cost_model.ops.memory.exchange_bytes``."""
+        """Return a block's whole parameters that are exchanged over axis "dp", in bytes of the
+        dtype that computes and of the summed gradients: the inverse of
+        ``cost_model.ops.memory.exchange_bytes``."""
         rules, shards = self.walk.prices.policy, self.walk.prices.shards
         each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
         numel = block.states.gathered / each if each else 0.0
@@ -146,7 +150,8 @@ class PricedStage:
 
 
 def _kept(block: BlockCost) -> float:
-    """The bytes that a block keeps from its forward to its backward, except parts of the batch."""
+    """Return the bytes that a block keeps from its forward to its backward, without parts of the
+    batch."""
     return block.kept_bytes - block.batch_bytes
 
 

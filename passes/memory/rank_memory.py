@@ -34,12 +34,12 @@ from .storages import SAVED
 Bytes = dict[str, float]
 
 STATES = (GRADIENTS, GATHERED, COMMUNICATION, BUFFERS)
-"""Categories that take as much for a slice as for a whole micro-batch."""
+"""Categories of memory that take as much for a slice as for a whole micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage.
+    """Bytes of a stage on one rank.
 
     ``states``: by category, with gradients and the parameters that ZeRO gathers once per step.
     ``run``: returns the bytes of one micro-batch at a moment of the step. ``holds_inputs``: the
@@ -60,7 +60,7 @@ def fullest_moment(
     most: int,
 ) -> dict[int, Bytes]:
     """Return the bytes by category of each stage, as numbered in the schedule, at the rank's peak.
-    ``most``: see ``messages_held``."""
+    ``most``: number of sent messages still kept, see ``messages_held``."""
     found = (held for _, held in action_bytes(schedule, rank, stages, messages, most))
     return max(found, key=lambda held: sum(sum(own.values()) for own in held.values()), default={})
 
@@ -72,7 +72,8 @@ def action_bytes(
     messages: MessageBytes,
     most: int,
 ) -> Iterator[tuple[Action, dict[int, Bytes]]]:
-    """Yield each action of the rank that computes or steps, with the bytes of its stages."""
+    """Yield each compute action and optimizer step of the rank, with the bytes of its stages
+    then."""
     row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
     for action, num_bytes in messages_held(schedule, rank, messages, most):
         if action.kind in COMPUTE:
@@ -83,7 +84,9 @@ def action_bytes(
 
 @dataclass
 class _Row:
-    """State of a rank at some point of its row."""
+    """State of a rank's memory while the actions of its row of the schedule are followed: the
+    micro-batches ``waiting`` for their backward and ``late`` for their weight gradients, by stage.
+    """
 
     schedule: Schedule
     stages: Mapping[int, StageBytes]
@@ -94,7 +97,8 @@ class _Row:
     updated: set[int] = field(default_factory=set)
 
     def compute(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """Return the bytes of the stages while the action computes."""
+        """Return the bytes by category of each stage of the rank while it executes a compute
+        action."""
         run = self.stages[action.stage].run(self._moment(action))
         stage, share = action.stage, self._share(action)
         if action.kind == FORWARD:
@@ -115,12 +119,13 @@ class _Row:
         return held
 
     def step(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """Return the bytes of the stages while the action updates the weights of its stage."""
+        """Return the bytes by category of each stage while the action updates the weights of its
+        stage."""
         self.updated.add(action.stage)
         return self._held(None, {}, message_bytes)
 
     def _moment(self, action: Action) -> Moment:
-        """The action's moment in the step: gradients may exist before, or be complete after it."""
+        """Return whether the action is the first to make gradients in the step, and the last."""
         stage = action.stage
         is_first = stage not in self.with_gradients
         if action.kind == FORWARD:
@@ -138,7 +143,8 @@ class _Row:
     def _held(
         self, running: int | None, taken: Mapping[str, float], message_bytes: float
     ) -> dict[int, Bytes]:
-        """Return the bytes of each stage, including those taken by the ``running`` stage."""
+        """Return the bytes of each stage; those ``taken`` by the computation count for the
+        ``running`` stage."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
@@ -148,7 +154,8 @@ class _Row:
         return found
 
     def _resting(self, stage: int, runs: bool) -> Bytes:
-        """Return the bytes of a stage, except those of the micro-batch that it ``runs``."""
+        """Return the bytes of a stage without the micro-batch that it computes now, if it ``runs``
+        one."""
         own = self.stages[stage]
         found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
         if not runs:
@@ -163,5 +170,5 @@ class _Row:
 
 
 def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
-    """Return the bytes of a slice that is ``share`` of a micro-batch."""
+    """Return the bytes taken for a sequence slice that is ``share`` of a micro-batch."""
     return {k: size if k in STATES else size * share for k, size in taken.items()}

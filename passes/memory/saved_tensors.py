@@ -38,10 +38,8 @@ PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "re
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Moment of a micro-batch in a step.
-
-    ``is_first``: there is no gradient before it; ``is_last``: its backward completes them.
-    """
+    """Position of a micro-batch in a step. ``is_first``: no gradients exist before its backward;
+    ``is_last``: its backward completes them."""
 
     is_first: bool
     is_last: bool
@@ -54,7 +52,7 @@ class StageActivations:
     ``kept`` from the forward to the backward; ``inputs``: the parts of the batch among these.
     ``forward`` and ``backward``: bytes at their peaks, by category, without parameters and other
     micro-batches. If weight gradients are deferred, ``late`` is kept until they are computed,
-    ``weights`` is the peak of that, and the backward computes input gradients.
+    ``weights`` is the peak of computing them, and ``backward`` is that of input gradients alone.
     """
 
     kept: int
@@ -67,7 +65,8 @@ class StageActivations:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Start of a backward, and the form of its gradient; ``held``: the loss."""
+    """Output of a stage at which its backward starts, with shape and dtype of its gradient.
+    ``held``: the output itself if it is the loss."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -77,7 +76,8 @@ class _End:
 
 @dataclass(frozen=True)
 class FakeRanks:
-    """Collectives without ranks: results of the right shape, allocated as in the runtime."""
+    """Communicator without ranks, whose collectives return results of the right shape, allocated as
+    in the runtime."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -126,12 +126,9 @@ def run_microbatch(
     *,
     splits: bool = False,
 ) -> StageActivations:
-    """Measure the memory of a micro-batch on a stage's first rank with the most rows.
-
-    ``graph`` is at micro-batch size. ``splits``: weight gradients are deferred.
-
-    Raises the program's error if its shapes depend on values, which fake tensors do not have.
-    """
+    """Measure the memory of a micro-batch on a stage's first rank with the most rows. ``graph`` is
+    at micro-batch size. ``splits``: weight gradients are deferred. Raises the program's error if
+    its shapes depend on values, which fake tensors do not have."""
     stage = plan.stages[stage_index]
     most = stage.shares.index(max(stage.shares)) if stage.shares else 0
     first = (most, *(0,) * (len(stage.mesh.shape) - 1))
@@ -154,7 +151,7 @@ def run_microbatch(
 
 
 class _Run:
-    """A stage's blocks on fake tensors, measured. Single use."""
+    """Measurement of one micro-batch of a stage's blocks on fake tensors. Single use."""
 
     def __init__(
         self,
@@ -178,7 +175,8 @@ class _Run:
         self._watch_gradients()
 
     def _put_off(self, position: int) -> bool:
-        """Make a block defer its weight gradients; return whether it has any."""
+        """Make a block defer its weight gradients, if the stage does; return whether the block has
+        any."""
         if self.put_off is None:
             return False
         block, declared = self.program.blocks[position], self.program.parameters
@@ -190,11 +188,12 @@ class _Run:
 
     @property
     def _sums_apart(self) -> bool:
-        """Return whether gradients are summed in another format than parameters compute in."""
+        """True if gradients are summed in another dtype than the parameters compute in."""
         return self.policy.gradient_bytes != self.policy.gathered_bytes
 
     def _watch_gradients(self) -> None:
-        """Hold gradients as the runtime does: present before a step's first micro-batch or not."""
+        """Hold parameters' gradients as the runtime does: they exist except before the first
+        micro-batch."""
         mesh = self.program.mesh
         for name, parameter in self.parameters.items():
             declared = self.program.parameters[name]
@@ -250,7 +249,9 @@ class _Run:
                 setattr(holder, attribute, buffer)
 
     def _leaves(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors that stay on the rank, and those that one micro-batch brings."""
+        """Return the tensors that stay on the rank (parameters shared by blocks, buffers,
+        constants), and the tensors that one micro-batch brings (inputs, values received from other
+        stages)."""
         mesh = self.program.mesh
         stays = dict(self.shared)
         for name, held in self.program.constants.items():
@@ -296,8 +297,8 @@ class _Run:
         return StageActivations(kept, input_bytes, forward, backward, late, weights)
 
     def _num_kept(self) -> int:
-        """Return the bytes of the micro-batch after its input gradients are computed, except parts
-        of the batch."""
+        """Return the bytes that the micro-batch holds after its input gradients are computed,
+        without parts of the batch."""
         names = (SAVED, OTHER, RECOMPUTED)
         return sum(self.live.by_category.get(name, 0) for name in names)
 
@@ -355,13 +356,14 @@ class _Run:
         return tuple(outputs)
 
     def _value(self, known: Mapping[str, Tensor], key: str) -> Tensor:
-        """Return a block's input; counts over all micro-batches are invented scalars."""
+        """Return a block's input; counts over all micro-batches, unknown here, are replaced by a
+        scalar 1."""
         found = known.get(key)
         return torch.ones(()) if found is None else found
 
     def _ends(self, outputs: Mapping[str, Tensor]) -> list[_End]:
-        """Return the starts of a backward; sent values only keep their place in autograd's graph,
-        as in ``runtime.step.executor``."""
+        """Return the outputs at which the backward starts; sent values keep only their place in
+        autograd's graph, as in ``runtime.step.executor``."""
         self.live.mark(
             (value for key, value in outputs.items() if key == self.program.loss), SAVED, over=False
         )
@@ -390,7 +392,8 @@ class _Run:
 
 
 def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:
-    """Map each block's position to the keys that are not used after it."""
+    """Map each block's position to the keys of values that no later block uses, without ``kept``
+    keys."""
     last = {
         key: position
         for position, block in enumerate(program.blocks)

@@ -52,26 +52,25 @@ LASTING = (
     "reserve",
     "communicators",
 )
-"""Memory that is held during the whole step, and so not lost to fragmentation."""
+"""Categories of memory that is held during the whole step, and so not lost to fragmentation."""
 
 
 MOST_OPS_RUN = 1000
-"""Maximum ops of a plan whose stages are run on fake tensors: some three seconds."""
+"""Most ops of a plan whose stages are executed on fake tensors: some three seconds."""
 
 
 def with_stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> Plan:
-    """Return the plan with ``memory_bytes`` of each stage, and the peak: see ``stage_memory``."""
+    """Return the plan with ``memory_bytes`` of each stage and the peak, predicted by
+    ``stage_memory``."""
     found = stage_memory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return with_memory(plan, [{k: round(size) for k, size in own.items()} for own in found])
 
 
 def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
-    """Return the plan with these bytes of its stages, and the peak of its ranks.
-
-    A rank of the pipeline may have several stages; transient bytes then count once.
-    """
+    """Return the plan with the bytes ``bytes_of`` each stage by category, and the peak of its
+    ranks. A rank of the pipeline may have several stages; transient bytes then count once."""
     ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
     peak = max(sum(combine_bytes(own, TRANSIENT).values()) for own in ranks)
     stages = tuple(
@@ -83,10 +82,8 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
 
 
 def runs_stages(plan: Plan, blocks: Blocks) -> bool:
-    """Return whether a plan's stages can be run on fake tensors in reasonable time, and faithfully.
-
-    A compiler keeps tensors according to the groups of ops that it fuses.
-    """
+    """Return whether a plan's stages can be executed on fake tensors in reasonable time, and
+    faithfully: of compiled blocks the compiler decides by its fusions which tensors are kept."""
     kinds = (blocks.kinds[block.kind] for stage in plan.stages for block in stage.blocks)
     return not plan.compiled and sum(len(kind.nodes) for kind in kinds) <= MOST_OPS_RUN
 
@@ -96,10 +93,11 @@ def stage_memory(
 ) -> tuple[Bytes, ...]:
     """Return for each stage the bytes by category at its rank's peak.
 
-    Of Chimera's two ranks with the same stages, the fuller counts. Equal stages are run once. The
-    bytes of a micro-batch come from the rules of the ops unless a stage ``runs``, or if it cannot:
-    its shapes depend on values, or an op has no fake tensors for its dtype. ``graph`` may be at any
-    batch size. ``is_gpu``: sends are kept as on GPUs, by default if the plan's devices are GPUs.
+    Of Chimera's two ranks with the same stages, the fuller counts. Equal stages are executed once.
+    ``runs``: the bytes of a micro-batch come from executing the stage on fake tensors; else, or if
+    that fails (shapes depend on values, or an op has no fake tensors for its dtype), from its ops'
+    rules. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs, by default if
+    the plan's devices are GPUs.
     """
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
@@ -112,10 +110,9 @@ def stage_memory(
 
 
 def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
-    """Map each host to the bytes of masters and optimizer states that its ranks hold in its memory.
-
-    There are none if states are on devices, or if these are CPUs, whose memory is the host's.
-    """
+    """Map each host to the bytes of offloaded masters and optimizer states of its ranks in its
+    memory. There are none if states are on devices, or if the devices are CPUs, whose memory is the
+    host's."""
     graph, found = at_microbatch(graph, plan), dict[int, float]()
     for index, stage in enumerate(plan.stages if plan.offload != "none" else ()):
         one = _Stage(plan, graph, blocks, index, (), {}, lambda: (), splits=False, runs=False)
@@ -151,10 +148,8 @@ def memory_by_action(
     is_gpu: bool | None = None,
     runs: bool = True,
 ) -> list[tuple[Action, Bytes]]:
-    """Return a pipeline rank's bytes at each action that computes or steps.
-
-    It is the whole course of ``stage_memory`` instead of its peak. Transient bytes are the fullest
-    stage's.
+    """Return a pipeline rank's bytes by category at each compute action and optimizer step: the
+    whole course of ``stage_memory`` instead of its peak. Transient bytes are the fullest stage's.
     """
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return [
@@ -169,7 +164,8 @@ def memory_by_action(
 
 
 class _PlanMemory:
-    """Data for the walks of all ranks of a plan."""
+    """Schedule, stages, messages and communicators of a plan, from which the memory of each rank
+    follows."""
 
     def __init__(
         self, plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None, runs: bool
@@ -201,12 +197,13 @@ class _PlanMemory:
     def of_rank(
         self, rank: int
     ) -> tuple[Schedule, int, Mapping[int, StageBytes], MessageBytes, int]:
-        """Return the arguments of ``action_bytes``."""
+        """Return the arguments of ``action_bytes`` for a pipeline rank."""
         held = {each: self._of(each).bytes() for each in self.schedule.stages(rank)}
         return self.schedule, rank, held, self._messages, self._most
 
     def with_reserves(self, stage: int, found: Bytes) -> Bytes:
-        """Return the bytes of a stage, as the schedule numbers it, with its device's reserves."""
+        """Return the bytes of a stage, as the schedule numbers it, with the reserves of its device
+        added."""
         return self._of(stage).with_reserves(found, self._groups)
 
     def _of(self, stage: int) -> _Stage:
@@ -214,7 +211,8 @@ class _PlanMemory:
 
 
 def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:
-    """Return the bytes of a micro-batch's messages between stages as the schedule numbers them."""
+    """Return the bytes of a micro-batch's messages between stages, by the schedule's stage
+    numbers."""
     sent: dict[tuple[int, int], float] = {}
     taken: dict[tuple[int, int], float] = {}
     if schedule.parts:
@@ -241,8 +239,9 @@ def _local_bytes(spec: TensorSpec, layout: Layout, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage of the plan. ``known`` caches runs, ``walks`` returns all stages priced block by
-    block; ``splits``: its backward is split; ``runs``: it is run on fake tensors."""
+    """Stage of the plan whose memory is computed. ``known`` caches measurements, ``walks`` returns
+    all stages priced block by block; ``splits``: its backward is split; ``runs``: it is executed on
+    fake tensors."""
 
     plan: Plan
     graph: Graph
@@ -263,7 +262,8 @@ class _Stage:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
     def bytes(self) -> StageBytes:
-        """Return the bytes of the stage, and a function for those of a micro-batch."""
+        """Return the bytes of the stage's states, and the function that returns those of a
+        micro-batch."""
         return StageBytes(
             self._states,
             self._run,
@@ -289,7 +289,8 @@ class _Stage:
 
     @cached_property
     def _carried(self) -> float:
-        """Return the additional bytes of a micro-batch in slices."""
+        """Additional bytes that a micro-batch in sequence slices keeps: keys and values of earlier
+        slices."""
         mesh, total = self.stage.mesh, 0.0
         positions = stage_ranges(self.plan)[self.index] if self.plan.slices else ()
         for position, decided in zip(positions, self.stage.blocks, strict=False):
@@ -308,7 +309,7 @@ class _Stage:
 
     @cached_property
     def _likeness(self) -> object:
-        """Return a key of the stage's run."""
+        """Key that is equal for stages whose execution on fake tensors takes the same memory."""
         stage = self.stage
         ends = tuple(
             (b.source_stage == self.index, b.spec, b.source_layout, b.target_layout)
@@ -319,7 +320,8 @@ class _Stage:
         return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
 
     def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
-        """Add the reserves of the device, its communicators and its allocator to the bytes."""
+        """Add the reserves of the device, of its communicators and of its allocator to a stage's
+        bytes. ``groups``: number of communicators by device."""
         most = max(groups[device] for device in self.stage.devices)
         found["reserve"] = float(reserve_bytes(self.kind, 0))
         found["communicators"] = float(communicator_bytes(self.kind, most))
@@ -339,7 +341,7 @@ class _Stage:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Return the bytes of masters and optimizer states in the memory of the host."""
+        """Bytes of offloaded masters and optimizer states of one rank in the memory of the host."""
         numels = (self._held(name)[0] for name in self._parameters if self._is_trained(name))
         return float(sum(numels) * self._rules.host_bytes)
 
@@ -361,7 +363,8 @@ class _Stage:
 
     @cached_property
     def _states(self) -> Bytes:
-        """Return parameters, master copies, gathered parameters, gradients and optimizer states."""
+        """Bytes of parameters, master copies, gathered parameters, gradients and optimizer
+        states."""
         rules = policy_on(self.kind, self._rules)
         categories = ("parameters", "master", GATHERED, GRADIENTS, "optimizer")
         found: Bytes = dict.fromkeys(categories, 0.0)
@@ -372,7 +375,8 @@ class _Stage:
         return found
 
     def _held(self, name: str) -> tuple[int, int]:
-        """Return a parameter's elements on the rank, and on how many ranks ZeRO shards it."""
+        """Return the number of a parameter's elements on the rank, and the number of ranks over
+        which ZeRO shards it."""
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)

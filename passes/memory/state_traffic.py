@@ -29,16 +29,15 @@ Library = Literal["gloo", "nccl"]
 GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
 BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
-"""Gradient buckets in float32, as in ``planner.gradient_buckets``: maximum bytes of a bucket, and
-bytes above which it takes no further block."""
+"""Sizes of gradient buckets in float32, as in ``planner.gradient_buckets``: the most bytes of a
+bucket, and the bytes above which it takes no further block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The parameters of a block (None: shared by blocks) that ZeRO shards, in bytes.
-
-    ``whole`` in the dtype that computes, ``reduced`` in the dtype of the sums; both padded.
-    """
+    """Bytes of a block's parameters that ZeRO shards: ``whole`` in the dtype that computes,
+    ``reduced`` in the dtype of the gradients' sums, both padded, and ``part``, this rank's shard of
+    ``reduced``."""
 
     whole: int
     reduced: int
@@ -47,7 +46,8 @@ class Shards:
 
 @dataclass
 class Owner:
-    """A block's parameters during the run."""
+    """Block, or all blocks that share parameters, with the parameters that ZeRO shards
+    (``sharded``) and those whose gradients are all-reduced (``reduced``)."""
 
     sharded: list[nn.Parameter]
     reduced: list[nn.Parameter]
@@ -55,7 +55,7 @@ class Owner:
 
 
 def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
-    """Return whether a gradient is summed over some axis besides ZeRO's."""
+    """Return whether gradients of parameters in this layout are summed over some mesh axis."""
     return any(
         size > 1 and not placement.is_shard
         for size, placement in zip(mesh.shape, layout, strict=True)
@@ -63,12 +63,9 @@ def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
 
 
 class StateTraffic:
-    """The allocations of one micro-batch. ``reduces``: its backward is the step's last.
-    ``reduces``: its backward is the step's last.
-
-    With ``library`` "gloo" a reduce-scatter receives as many bytes as it sends
-    (``runtime.messages.communicator``).
-    """
+    """Allocations for a stage's parameters and gradients in one micro-batch, recorded in ``live``.
+    ``reduces``: its backward is the step's last. With ``library`` "gloo" a reduce-scatter receives
+    as many bytes as it sends (``runtime.messages.communicator``)."""
 
     def __init__(
         self,
@@ -89,7 +86,8 @@ class StateTraffic:
         self.bucket: list[nn.Parameter] = []
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Watch the stage's parameters, whole as they compute, by name."""
+        """Set the stage's parameters by name, unsharded in the dtype that computes, before the
+        micro-batch."""
         self.owners = [self._owner(block.parameters, parameters) for block in self.program.blocks]
         declared = self.program.parameters
         self.shared = self._owner([n for n in declared if declared[n].shared], parameters)
@@ -120,7 +118,8 @@ class StateTraffic:
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:
-        """Begin a micro-batch; except in a step's first, parameters and gradients exist already."""
+        """Begin a micro-batch: hold the gathered parameters and gradients that exist unless it is
+        the step's first."""
         self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
         everybody = [*self.owners, self.shared]
         for index, owner in enumerate(everybody):
@@ -158,8 +157,8 @@ class StateTraffic:
             self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
 
     def backward_begins(self, index: int) -> None:
-        """Finish the blocks after this block, copy it out of its gathered buffer, and gather the
-        block before."""
+        """Finish the blocks after block ``index``, copy its parameters out of their gathered
+        buffer, and gather the block before."""
         if index >= self.at:
             return
         for later in range(self.at - 1, index, -1):
@@ -200,10 +199,8 @@ class StateTraffic:
             self._bucket(owner.reduced)
 
     def _bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Move gradients into a flat tensor, bucket by bucket, for their sums.
-
-        A bucket that is not full waits for the next block.
-        """
+        """Move gradients into flat tensors, bucket by bucket, to be summed. A bucket that is not
+        full waits for the next block."""
         for parameter in parameters:
             self.bucket.append(parameter)
             if self._bucket_bytes() > BUCKET_BYTES:
@@ -234,7 +231,8 @@ class StateTraffic:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return the gradient in the master's dtype, which is stored separately if that differs."""
+    """Return a parameter's gradient in the master's dtype, stored apart if the parameter has
+    another."""
     found: Tensor | None = getattr(parameter, MAIN, None)
     return parameter.grad if found is None else found
 
@@ -254,7 +252,7 @@ def forget_gradient(parameter: nn.Parameter) -> None:
 
 
 def padded_numel(shape: Sequence[int], shards: int) -> int:
-    """Return the elements of a parameter with its rows padded to a multiple of the shards.
+    """Return the elements of a parameter with its rows padded to a multiple of ``shards``.
 
     >>> padded_numel((3, 5), 2), padded_numel((), 1)
     (20, 1)

@@ -23,10 +23,11 @@ SAVED = "activations"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages of every tensor that an op makes or reads while it is entered.
+    """Dispatch mode that counts the storages of every tensor that an op makes or reads inside it.
 
-    ``resizes``: storages may be emptied and filled again under a tensor, as FSDP does with gathered
-    parameters; all sizes are then read again after every op.
+    ``step_bytes``: the allocator's granularity. ``resizes``: storages may be emptied and filled
+    again under a tensor, as FSDP does with gathered parameters; all are then read again after every
+    op.
 
     >>> import torch
     >>> with LiveBytes() as live:
@@ -51,12 +52,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Return the current bytes by category."""
+        """Bytes of live storages by category."""
         return self._categories(self._sizes)
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """Return the bytes by category at the peak. Later marks apply to it, too."""
+        """Bytes by category at the peak, by the categories that storages have now."""
         return self._categories(self._peak_sizes)
 
     def _categories(self, sizes: Mapping[int, int]) -> dict[str, int]:
@@ -67,10 +68,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def mark(self, tensors: Iterable[Tensor], category: str, *, over: bool = True) -> None:
-        """Put the storages of ``tensors`` in a category, and count them if they were not.
-
-        With ``over`` false, only storages without a category change.
-        """
+        """Put the storages of ``tensors`` in a category, and count storages not counted before.
+        With ``over`` false, only storages without a category change."""
         for tensor in tensors:
             for part in _plain(tensor):
                 number = self._add(part)
@@ -80,7 +79,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
-        """Context manager: new storages are in a category."""
+        """Put storages that are new within the ``with`` block in a category."""
         before, self._label = self._label, category
         try:
             yield
@@ -88,7 +87,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._label = before
 
     def hold(self, name: str, num_bytes: int, category: str) -> None:
-        """Count ``num_bytes`` for memory that is not allocated here; 0 frees it."""
+        """Count ``num_bytes`` for memory called ``name`` that is not allocated here; 0 frees it."""
         if name not in self._reserved:
             self._reserved[name] = len(self._labels)
             self._labels.append(category)
@@ -96,13 +95,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note()
 
     def begin_peak(self) -> None:
-        """Reset the peak."""
+        """Start to measure a new peak, from the bytes live now."""
         self.peak_bytes = 0
         self._rescan()
         self._note()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Context manager: tensors that autograd saves are in the category of saved activations."""
+        """Return a context manager in which tensors that autograd saves count as saved
+        activations."""
 
         def pack(tensor: Tensor) -> Tensor:
             self.mark((tensor,), SAVED, over=False)
@@ -164,7 +164,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _plain(tensor: Tensor) -> Iterable[Tensor]:
-    """Return a tensor, or the tensors inside of a wrapper such as a DTensor."""
+    """Return a plain tensor itself, or the tensors inside of a wrapper such as a DTensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return (tensor,)

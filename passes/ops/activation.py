@@ -21,7 +21,7 @@ _HOMES = {"functional": nn.functional, "torch": torch, "operator": operator}
 
 
 class _Tracer(fx.Tracer):
-    """A tracer that enters every module."""
+    """Tracer of ``torch.fx`` that enters every module."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
@@ -37,7 +37,8 @@ class _Function(nn.Module):
 
 
 def describe(owner: nn.Module, function: Callable[[Any], Any]) -> str | None:
-    """Return the text of a function that may use the modules of ``owner``; None if it has no text.
+    """Return a function of one tensor, which may use the modules of ``owner``, as JSON text of its
+    calls; None if it cannot be written so.
 
     >>> describe(nn.Module(), lambda x: torch.relu(x) * 2)
     '[["torch.relu", [{"at": 0}], {}], ["operator.mul", [{"at": 1}, 2], {}]]'
@@ -99,7 +100,7 @@ def _encoded(value: Any, places: dict[fx.Node, int]) -> Any:
 
 
 def activate(text: str, rows: Tensor) -> Tensor:
-    """Apply the function that ``text`` describes to rows."""
+    """Apply the function that ``text`` describes, as ``describe`` returned it, to ``rows``."""
     values: list[Any] = [rows]
     for target, args, kwargs in _calls(text):
         options = {key: _decoded(arg, values) for key, arg in kwargs.items()}

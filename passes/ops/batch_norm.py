@@ -38,11 +38,9 @@ Specs = tuple[TensorSpec, ...]
 def batch_norm_call(
     path: str, args: tuple[Any, ...], outputs: Specs, spec_of: Callable[[Ref], TensorSpec]
 ) -> tuple[str, tuple[Any, ...], Specs]:
-    """Return the path, arguments and outputs of a captured batch normalization in canonical form.
-
-    With running buffers in training: the functional op and its five outputs. Else
-    ``batch_norm`` and one output.
-    """
+    """Return the op path, arguments and outputs of a captured batch normalization in canonical
+    form. With running buffers in training: the functional op and its five outputs. Else
+    ``batch_norm`` and one output."""
     if path == "aten._native_batch_norm_legit.no_stats":
         tensor, weight, bias, _, momentum, eps = args
         called = (tensor, weight, bias, None, None, True, momentum, eps, False)
@@ -64,7 +62,8 @@ def batch_norm(
     eps: float,
     axes: tuple[int, ...],
 ) -> Tensor:
-    """Normalize rows that are split over the mesh axes ``axes``, in training mode."""
+    """Compute a batch normalization in training mode of a batch that is split over the mesh axes
+    ``axes``."""
     return _normalize(rank, tensor, weight, bias, eps=eps, axes=axes)[0]
 
 
@@ -80,7 +79,9 @@ def batch_norm_with_buffers(  # noqa: PLR0913
     eps: float,
     axes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, the batch's mean and 1/σ, and the new running mean and variance."""
+    """Compute a batch normalization in training mode that updates running buffers, of a batch split
+    over the mesh axes ``axes``. Return the result, the batch's mean and 1/σ, and the new running
+    mean and variance."""
     if not axes and tensor.dtype == running_mean.dtype:
         made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _WHOLE(
             tensor, weight, bias, running_mean, running_var, True, momentum, eps
@@ -107,7 +108,8 @@ def _normalize(
     eps: float,
     axes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, and the mean and the biased variance of the whole batch, by channel."""
+    """Return the normalized tensor, and the mean and biased variance by channel of the whole
+    batch."""
     with torch.no_grad():
         mean, variance = _statistics(rank, tensor, axes)
     normal: Tensor = _Normal.apply(tensor, mean, (variance + eps).rsqrt(), rank, axes)  # type: ignore[no-untyped-call]
@@ -129,7 +131,8 @@ def _statistics(rank: Rank, tensor: Tensor, axes: tuple[int, ...]) -> tuple[Tens
 
 
 class _Normal(torch.autograd.Function):
-    """(x − m) / σ by channel (dimension 1), with m and σ of the whole batch."""
+    """Autograd function for (x − m) / σ by channel (dimension 1), with m and σ of the whole
+    batch."""
 
     @staticmethod
     def forward(

@@ -25,29 +25,27 @@ from .random_ops import Draws
 
 
 class Communicator(Protocol):
-    """Collectives among the ranks that differ only in their coordinate on one mesh axis.
-
-    They do not record autograd; each returns a new tensor.
-    """
+    """Interface of collectives among the ranks that differ only in their coordinate on one mesh
+    axis. They do not record autograd; each returns a new tensor."""
 
     def size(self, axis: int) -> int:
-        """Return the number of ranks of the axis."""
+        """Return the number of ranks along mesh axis ``axis``."""
         ...
 
     def coordinate(self, axis: int) -> int:
-        """Return this rank's position on the axis."""
+        """Return this rank's position along mesh axis ``axis``."""
         ...
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Return the sum (or maximum) over the axis, on every rank."""
+        """Return the sum (or maximum) of the ranks' tensors along the axis, on every rank."""
         ...
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """Return every rank's tensor, concatenated along ``dim`` by coordinate."""
+        """Return the tensors of the axis's ranks, concatenated along ``dim`` by coordinate."""
         ...
 
     def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """Return this rank's part, along ``dim``, of the sum over the axis."""
+        """Return this rank's part, along ``dim``, of the sum of the tensors of the axis's ranks."""
         ...
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
@@ -55,15 +53,13 @@ class Communicator(Protocol):
         ...
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return the tensor of the rank at the other end of the axis: of n - 1 - i for rank i.
-
-        Both have the same shape and dtype.
-        """
+        """Return the tensor of the rank at the mirrored position on the axis: of n - 1 - i for rank
+        i of n. Both have the same shape and dtype."""
         ...
 
 
 class Alone:
-    """The communicator of a mesh of one rank, which never sends anything."""
+    """Communicator of a mesh of one rank, which never sends anything."""
 
     def size(self, axis: int) -> int:
         return 1
@@ -89,13 +85,8 @@ class Alone:
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """The running rank: its position on a mesh, its communicator, and its random draws.
-
-    ``share`` are its rows if the batch is split unevenly on axis 0.
-
-    ``bound`` gives a function its first argument; generated code calls the result by the
-    function's own name.
-    """
+    """Rank that executes a program: its position on a mesh, its communicator, its state of random
+    numbers. ``share`` are its rows if the batch is split unevenly on axis 0."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -105,7 +96,8 @@ class Rank:
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with this rank as its first argument."""
+        """Return ``function`` with this rank as its first argument, under the same name for
+        generated code."""
         if function not in self._bound:
             call = partial(function, self)
             call.__name__ = function.__name__  # type: ignore[attr-defined]
@@ -165,7 +157,8 @@ MOVES: dict[tuple[Kind, Kind], tuple[Move, Move]] = {
     ("P", "R"): (_reduced, _reduced),
     ("P", "S"): (_scattered, _gathered),
 }
-"""Moves of (the value, the gradient) in each change of placement except S(i)→S(j)."""
+"""Operations on (the value, its gradient) that change the placement on one axis, for every change
+except S(i)→S(j)."""
 
 
 def _value_of(tensor: Tensor, step: Step, communicator: Communicator) -> Tensor:
@@ -196,11 +189,9 @@ class _Conversion(torch.autograd.Function):
 
 
 def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
-    """Convert a local tensor to another layout, differentiably.
-
-    ``steps`` come from ``planner.layout.conversion_steps``. Integers and booleans have no gradient
-    and are converted forward only. On an axis of one rank all placements are the same.
-    """
+    """Convert a local tensor to another layout, differentiably. ``steps`` come from
+    ``planner.layout.conversion_steps``. Integers and booleans have no gradient and are converted
+    forward only. On an axis of one rank all placements are the same."""
     for step in steps:
         if communicator.size(step.axis) == 1:
             continue
@@ -223,14 +214,14 @@ class _Swap(torch.autograd.Function):
 
 
 def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> Tensor:
-    """The tensor of the rank at the other end of each axis, differentiably: its own inverse."""
+    """Return the tensor of the rank at the mirrored position on each mesh axis, differentiably."""
     for axis in axes:
         tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
-    """Format a conversion as generated code shows it.
+    """Format the steps of a layout conversion as text for generated code.
 
     >>> format_steps((Step(1, Placement("P"), Placement("S", 0)),), ("dp", "tp"))
     'tp: P -> S(0)'
@@ -240,7 +231,7 @@ def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
 
 @cache
 def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
-    """Parse the text of a conversion; the inverse of ``format_steps``."""
+    """Parse the steps of a layout conversion from the text of ``format_steps``."""
     steps = []
     for part in text.split(", "):
         axis, change = part.split(": ")
@@ -250,7 +241,8 @@ def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
 
 
 def apply_steps(rank: Rank, tensor: Tensor, steps: str) -> Tensor:
-    """Call ``convert`` from generated code: ``apply_steps(x, "tp: P -> I")``."""
+    """Convert a tensor to another layout by steps given as text: ``apply_steps(x, "tp: P ->
+    I")``."""
     return convert(tensor, parse_steps(steps, rank.mesh.axes), rank.communicator)
 
 

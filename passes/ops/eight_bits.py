@@ -24,14 +24,14 @@ from torch import Tensor
 from ...planner.errors import MachineError
 
 MULTIPLE = 16
-"""Divisor that the sides of an 8-bit product must have, for torch's kernels."""
+"""Number that must divide the sides of an 8-bit matrix product, for torch's kernels."""
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class _Torchao:
-    """The used parts of torchao, with one configuration."""
+    """Functions of torchao that compute 8-bit products, with one configuration."""
 
     product: Any
     cast: Any
@@ -66,7 +66,8 @@ class _Torchao:
 
 @cache
 def load_torchao(emulate: bool) -> _Torchao:
-    """Return torchao's products with one scale per tensor. Raises MachineError AP413 if missing."""
+    """Return torchao's 8-bit products with one scale per tensor. Raises MachineError AP413 without
+    torchao."""
     try:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -98,11 +99,9 @@ def load_torchao(emulate: bool) -> _Torchao:
 
 
 def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors.
-
-    A product with a side that is no multiple of ``MULTIPLE`` keeps its factors unchanged: the
-    kernels take no others. Raises MachineError AP413 if torchao is not installed.
-    """
+    """Compute the linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors. A
+    product with a side that is no multiple of ``MULTIPLE`` keeps its factors unchanged: the kernels
+    take no others. Raises MachineError AP413 if torchao is not installed."""
     if not _fits(data, weight):
         plain: Tensor = aten.linear.default(data, weight, bias)
         return plain
@@ -111,7 +110,8 @@ def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any]) -> Tensor:
-    """Return the gradient of ``eight_bit_linear``'s data; ``rest`` is not read (``SplitOp``)."""
+    """Return the gradient of the data (first argument) of ``eight_bit_linear``; ``rest`` is
+    unused."""
     if not _fits(data, weight):
         return gradient @ weight
     eight_bits = _torchao(data)
@@ -122,7 +122,8 @@ def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any])
 def of_weights(
     gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of its weight and bias, of these shapes; None for an absent bias."""
+    """Return the gradients, of these ``shapes``, of the weight and bias of ``eight_bit_linear``;
+    None for an absent bias."""
     rows, own = _rows(gradient), _rows(data)
     bias = rows.sum(0).reshape(shapes[1]) if len(shapes) > 1 and shapes[1] is not None else None
     if _are_multiples(*rows.shape, own.shape[-1]):

@@ -42,10 +42,9 @@ def run_experts(
     transposed: bool,
     first: int = 0,
 ) -> Tensor:
-    """Return the sum of the experts from ``first`` on per token: x (T, in), ids (T, k) to (T, out).
-
-    ``weights`` are up (E, in, width), down (E, width, out) and their biases or None.
-    """
+    """Return for each token the weighted sum of the outputs of its experts, of those from ``first``
+    on. ``x`` is (T, in), ``ids`` and ``scores`` (T, k), the result (T, out). ``weights`` are up (E,
+    in, width), down (E, width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
     assert up is not None
     assert down is not None
@@ -65,7 +64,8 @@ def run_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """N rows sorted by expert: rows of E experts, then rows of experts elsewhere.
+    """Grouping of N rows sorted by expert: rows of this rank's E experts, then rows of other
+    experts.
 
     ``experts`` (N) has each row's expert, E - 1 for rows of others, which ``absent`` (N, 1) marks;
     ``ends`` (E, int32) are the ends of each expert's rows. The host never reads these: it would
@@ -79,13 +79,15 @@ class _Groups:
 
     @staticmethod
     def of(of_row: Tensor, count: int) -> _Groups:
-        """Build groups of rows sorted by ``of_row`` (N), which is ``count`` for other experts."""
+        """Build the grouping of rows sorted by expert; ``of_row`` (N) has each row's expert,
+        ``count`` for experts of other ranks."""
         every = torch.arange(count, device=of_row.device, dtype=of_row.dtype)
         ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
         return _Groups(of_row.clamp(max=count - 1), (of_row == count).unsqueeze(-1), ends)
 
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply rows (N, in) by their expert's ``weight`` (E, in, out), and add its bias."""
+        """Multiply each row of ``rows`` (N, in) by its expert's ``weight`` (E, in, out), and add
+        its bias."""
         if _has_kernel(rows, weight):
             made = functional.grouped_mm(rows, weight, offs=self.ends)
         else:
@@ -95,11 +97,9 @@ class _Groups:
         return made.masked_fill_(self.absent, 0)
 
     def _product_of_blocks(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Multiply blocks of B = ceil(N / E) rows in a batch, each block of one expert.
-
-        Every group is padded to whole blocks, so at most E + ceil(N / B) <= 2E blocks are needed
-        for any distribution of rows: shapes depend on no value.
-        """
+        """Multiply each row by its expert's weight, as a batch of blocks of B = ceil(N / E) rows.
+        Every expert's rows are padded to whole blocks, so at most E + ceil(N / B) <= 2E blocks are
+        needed for any distribution of rows: shapes depend on no value."""
         num_rows, count = rows.shape[0], weight.shape[0]
         size = max(1, -(-num_rows // count))
         num_blocks = count + -(-num_rows // size)
@@ -117,10 +117,9 @@ class _Groups:
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether ``grouped_mm`` takes these without asking the device for the sizes of groups.
-
-    On CUDA that holds for bfloat16; on the CPU nothing is asked. Rows are multiples of 16 bytes.
-    """
+    """Return whether torch's ``grouped_mm`` can be used, without the host waiting for sizes of
+    groups. On CUDA that holds for bfloat16; on the CPU the host never waits. Rows are multiples of
+    16 bytes."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(size * rows.itemsize % 16 == 0 for size in weight.shape[1:])
     return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
@@ -135,7 +134,8 @@ def split_experts(
     axes: tuple[int, ...],
     **options: Any,
 ) -> Tensor:
-    """The addition of this rank's part of the experts, split over ``axes``, to each token (P)."""
+    """Compute the sum of this rank's experts for each token, a partial sum. The experts are split
+    over the mesh axes ``axes``."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)
@@ -155,7 +155,7 @@ def experts(  # noqa: PLR0913 - the schema
     num_experts: int,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute the op on whole tensors."""
+    """Compute a layer of experts on whole tensors, as the module describes."""
     return run_experts(
         x, ids, scores, up, down, up_bias, down_bias, activation=activation, transposed=transposed
     )
@@ -176,7 +176,7 @@ def _remember(
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradient by running the layer again."""
+    """Compute the gradients of a layer of experts, by computing the layer again."""
     copies = [
         None if t is None else t.detach().requires_grad_(needed)
         for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)

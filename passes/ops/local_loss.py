@@ -29,7 +29,8 @@ MEAN, SUM = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Classes:
-    """The classes of a rank: from ``start``, among ``total``, split over ``axes``."""
+    """Classes that a rank holds: from ``start`` on, of ``total``, split over the mesh axes
+    ``axes``."""
 
     start: int
     total: int
@@ -54,8 +55,9 @@ def cross_entropy(  # noqa: PLR0913
 
     ``count`` is the divisor of the mean, if it is not the number of these rows.
 
-    ``axes`` are the mesh axes that split the rows, and those that split the classes. The
-    result is I on the latter; on the former P when reduced, else split as the rows are.
+    ``axes`` are the mesh axes that split the rows, and those that split the classes. The result is
+    whole (I) on the latter; on the former a partial sum (P) when reduced, else split as the rows
+    are.
     """
     row_axes, class_axes = axes
     if class_axes:
@@ -92,8 +94,8 @@ def nll_loss(
     row_axes: tuple[int, ...],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean negative log likelihood of rows split over ``row_axes``: this rank's part
-    (P)."""
+    """Compute this rank's summand of the mean negative log likelihood of rows split over
+    ``row_axes``. ``count``: the mean's divisor, if known."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:
         count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
@@ -108,10 +110,8 @@ def _denominator(
     ignore_index: int,
     row_axes: tuple[int, ...],
 ) -> Tensor:
-    """Return the divisor of the mean: the (weighted) number of rows, over all ranks.
-
-    It is float32 or better: half precision cannot count beyond a few hundred.
-    """
+    """Return the divisor of a loss's mean: the (weighted) number of rows that count, over all
+    ranks. It is float32 or better: half precision cannot count beyond a few hundred."""
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     if target.is_floating_point():
         classes = logits.shape[min(1, logits.dim() - 1)]
@@ -128,7 +128,8 @@ def _denominator(
 def count_targets(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the number of targets that are not ignored, weighted by class."""
+    """Return the number of targets that are not ignored, each weighted by the ``weight`` of its
+    class."""
     kept = target != ignore_index
     if weight is None:
         return kept.sum().to(dtype)
@@ -146,10 +147,8 @@ def _classes(
 def part_of(
     rank: Rank, local_size: int, axes: tuple[int, ...], *, mirrored: tuple[int, ...] = ()
 ) -> tuple[int, int]:
-    """Return the start of a rank's part of a dimension split over ``axes``, and the whole size.
-
-    With ``mirrored``, of the rank at the other end of these axes.
-    """
+    """Return the start of a rank's part of a dimension split over ``axes``, and the dimension's
+    whole size. On the axes ``mirrored`` the rank at the opposite position counts instead."""
     position, parts = 0, 1
     for axis in axes:
         size, own = rank.communicator.size(axis), rank.communicator.coordinate(axis)
@@ -166,7 +165,7 @@ def _split_class_rows(rank: Rank, logits: Tensor, target: Tensor, classes: _Clas
 
 
 class _SplitClassLoss(torch.autograd.Function):
-    """The loss of each row; logits (..., C / n) and targets (...) to losses (...)."""
+    """Autograd function for the loss of each row: of logits (..., C / n) and targets (...)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, classes: _Classes, rank: Rank) -> Tensor:
@@ -205,8 +204,8 @@ class _SplitClassLoss(torch.autograd.Function):
 
 
 def _local_target(target: Tensor, classes: _Classes, size: int) -> tuple[Tensor, Tensor]:
-    """Return targets counted from this rank's first class (0 for other ranks' classes), and which
-    are its own."""
+    """Return targets counted from this rank's first class (0 for other ranks' classes), and a mask
+    of the targets that are its own."""
     index = target - classes.start
     held = (index >= 0) & (index < size)
     return torch.where(held, index, 0), held

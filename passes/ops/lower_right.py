@@ -37,7 +37,8 @@ def lower_right_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend from queries (..., L, D) at the last L of S positions to keys, values (..., S, E)."""
+    """Compute causal attention of queries (..., L, D), at the last L of S positions, with keys and
+    values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
     if isinstance(query, FakeTensor):  # no values to hide, and no mask on a GPU
@@ -78,24 +79,22 @@ def balanced_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend in two halves of the queries: the first, larger half ends at ``ends[0]``, the other at
-    ``ends[1]``."""
+    """Compute causal attention for two halves of the queries (the first is larger): the last query
+    of each half is at position ``ends[0]`` - 1 or ``ends[1]`` - 1 of the keys."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
     halves = zip(split_in_half(query), ends, strict=True)
     return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)
 
 
 def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
-    """Split queries in two halves along their positions; the first is no shorter."""
+    """Split queries in two halves along their positions; the first is the longer if they differ."""
     length = query.shape[-2]
     return torch.split(query, [length - length // 2, length // 2], -2)
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute causal attention of queries with the last at position ``end`` - 1.
-
-    No query sees a later key, so later keys are cut off.
-    """
+    """Compute causal attention of queries whose last is at position ``end`` - 1. No query sees a
+    later key, so later keys are cut off."""
     result: Tensor = torch.ops.autoparallel.lower_right_attention(
         query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **options
     )

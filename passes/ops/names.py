@@ -11,7 +11,7 @@ _NUMBERED = re.compile(r"(.+?)(?:_\d+)?")
 
 
 def base_name(name: str) -> str:
-    """Return a node's name without its number.
+    """Return a node's name without its trailing number.
 
     >>> base_name("linear_7"), base_name("linear"), base_name("relu_")
     ('linear', 'linear', 'relu_')
@@ -22,7 +22,7 @@ def base_name(name: str) -> str:
 
 
 class Names:
-    """Generator of numbered names, in the order of requests.
+    """Generator of unique node names, numbered in the order of requests.
 
     >>> names = Names(["add_1"])
     >>> [names.next(base) for base in ("add", "add", "pow", "add")]
@@ -41,7 +41,8 @@ class Names:
         return name
 
     def next(self, base: str) -> str:
-        """The next name of an op; as in ``torch.fx``, Python's own words start with a number."""
+        """Return the next name of an op; as in ``torch.fx``, Python's own words start with a
+        number."""
         number = self._counts.get(base)
         if number is None:
             number = int(keyword.iskeyword(base) or hasattr(builtins, base))

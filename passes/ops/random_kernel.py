@@ -28,7 +28,7 @@ def _mixed(value):  # type: ignore[no-untyped-def] # splitmix64
 
 @triton.jit
 def _along(rows, rest, size, start):  # type: ignore[no-untyped-def]
-    """Add the coordinate of the fastest dimension of ``rest`` to the rows' hash."""
+    """Add the index in the fastest dimension of ``rest`` to the hash of each row."""
     return _mixed(rows ^ (rest % size + start) * -7046029254386353131)
 
 
@@ -59,7 +59,7 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tu
     drops: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Draw with ``leading`` dimensions of starts f0, f1, ..., sizes (any), s1, ...; and columns."""
+    """Compute random numbers or dropout for a box that starts at (f0, f1, …) of a global tensor."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < numel
     row = at // columns
@@ -107,7 +107,8 @@ def draw(
     drops: bool,
     width: int = 24,
 ) -> Tensor:
-    """Compute dropout of ``like`` (``drops``) or numbers of its shape in [0, 1), for a box.
+    """Compute dropout of ``like`` (``drops``), or random numbers of its shape in [0, 1), for a box
+    that begins at ``start`` of a global tensor.
 
     Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at
     most 32 bits per element. ``seeds`` belong to rows and to columns; elements whose bits are below

@@ -42,14 +42,14 @@ _UNIFORM_BITS = 24
 
 @dataclass(slots=True)
 class Draws:
-    """State of a rank's draws: the step's key and the current micro-batch."""
+    """State of a rank's random numbers: the key of the step and the number of the micro-batch."""
 
     key: int = 0
     microbatch: int = 0
 
     @contextmanager
     def repeated(self, key: int, microbatch: int) -> Iterator[None]:
-        """Context manager: draw as in an earlier forward."""
+        """Draw, within a ``with`` block, the random numbers of another step key and micro-batch."""
         before = self.key, self.microbatch
         self.key, self.microbatch = key, microbatch
         try:
@@ -68,7 +68,7 @@ def step_key(seed: int, step: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Return splitmix64 of a number, unsigned."""
+    """Return the splitmix64 hash of a number, unsigned."""
     value = (value + _GAMMA) % _WORD
     value = (value ^ value >> 30) * _FIRST % _WORD
     value = (value ^ value >> 27) * _SECOND % _WORD
@@ -80,12 +80,12 @@ def _signed(value: int) -> int:
 
 
 def _shifted(value: Tensor, bits: int, width: int) -> Tensor:
-    """Shift logically to the right."""
+    """Shift each element right by ``bits`` as an unsigned number of ``width`` bits."""
     return (value >> bits).bitwise_and_((1 << width - bits) - 1)
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Compute splitmix64 of each element of a fresh int64 tensor, in place."""
+    """Compute the splitmix64 hash of each element of a fresh int64 tensor, in place."""
     value += _signed(_GAMMA)
     value.bitwise_xor_(_shifted(value, 30, 64)).mul_(_signed(_FIRST))
     value.bitwise_xor_(_shifted(value, 27, 64)).mul_(_signed(_SECOND))
@@ -93,17 +93,16 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _seeds(number: int, key: int) -> tuple[int, int]:
-    """Return the seeds of the hashes of rows and of columns, as signed 64-bit numbers."""
+    """Return the seeds of the hashes of rows and of columns for random call ``number`` of a
+    forward."""
     seed = _mix(key % _WORD ^ _mix(number))
     return _signed(seed), _signed(_mix(seed))
 
 
 def one_kernel(like: Tensor) -> Callable[..., Tensor] | None:
-    """Return ``random_kernel.draw`` if it supports the tensor; None if ``random_bits`` must draw.
-
-    ``random_bits`` takes some 60 kernels. Triton comes with PyTorch for CUDA; it needs a C
-    compiler. In float64, which only verification uses, its scale would be rounded to 32 bits.
-    """
+    """Return ``random_kernel.draw`` if it supports the tensor; None if ``random_bits`` must be
+    used. ``random_bits`` takes some 60 kernels. Triton comes with PyTorch for CUDA; it needs a C
+    compiler. In float64, which only verification uses, its scale would be rounded to 32 bits."""
     is_taken = like.is_cuda and like.is_contiguous() and like.dim() <= 6 and like.itemsize <= 4
     return _kernel() if is_taken else None
 
@@ -125,10 +124,9 @@ def random_bits(
     key: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the 32 random bits (int32) of each element of a box of a global tensor.
-
-    ``shape`` is the box's, ``start`` its first element's coordinates (default: zeros).
-    """
+    """Return the 32 random bits (int32) of each element of a box of a global tensor. ``shape`` is
+    the box's, ``start`` the coordinates of its first element (default: zeros); ``number`` is the
+    call's in the forward, ``key`` the step's."""
     sizes, first = list(shape) or [1], list(start or ()) or [0] * max(len(shape), 1)
     row_seed, column_seed = _seeds(number, key)
 
@@ -150,7 +148,7 @@ def random_bits(
 def counter_dropout(
     x: Tensor, p: float, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Apply dropout to a box of a global tensor: zero a share ``p``, scale the others up."""
+    """Apply dropout to a box of a global tensor: set a share ``p`` to zero, scale the others up."""
     threshold = min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
     scale = 1 / (1 - p) if p < 1 else 0.0
     draw = one_kernel(x)
@@ -211,7 +209,8 @@ def dropout_part(
     start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:
-    """Compute a rank's part of a dropout; arguments as in ``_place``."""
+    """Compute dropout of a rank's part ``x`` of a tensor; ``start`` and ``batch`` as in
+    ``_place``."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, number=number, **options)
     return result
@@ -225,18 +224,17 @@ def uniform_part(
     start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:
-    """Draw a rank's part of a uniform tensor."""
+    """Draw the random numbers in [0, 1) of a rank's part of a tensor; ``start``, ``batch``: see
+    ``_place``."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_uniform(like, number=number, **options)
     return result
 
 
 def _place(rank: Rank, start: tuple[int, ...], batch: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the step's key, and the position of a part in the whole batch's tensor.
-
-    ``start`` is its position in the micro-batch's tensor, ``batch`` the dimension that counts the
-    batch and its size in a micro-batch.
-    """
+    """Return the step's key, and the coordinates of a rank's part in the whole batch's tensor.
+    ``start`` are its coordinates in the micro-batch's tensor, ``batch`` the dimension that counts
+    the batch and its size in a micro-batch."""
     place = list(start)
     if batch is not None:
         dim, rows = batch

@@ -25,12 +25,13 @@ SPLIT = ("split", "split_with_sizes", "unsafe_split")
 SIZED_BY_OUTPUT = frozenset(
     (*FILLED, *RESHAPED, *SPLIT, "unflatten", "repeat", "tile", "one_hot", "repeat_interleave")
 )
-"""Ops whose sizes are taken from the shape of their output when they run."""
+"""Names of ops whose size arguments are taken from the shape of their output when they are
+executed."""
 
 
 @cache
 def resolve(path: str) -> OpOverload:
-    """Return the op that ``path`` names.
+    """Return the op of ``torch.ops`` that ``path`` names.
 
     >>> resolve("aten.linear.default") is torch.ops.aten.linear.default
     True
@@ -42,13 +43,13 @@ def resolve(path: str) -> OpOverload:
 
 
 def path_of(op: OpOverload) -> str:
-    """Return the path of an op; the inverse of ``resolve``."""
+    """Return the path that names an op of ``torch.ops``; the inverse of ``resolve``."""
     return str(op)
 
 
 @cache
 def mutated_argument(path: str) -> str | None:
-    """Return the name of the argument that the op writes to, or None."""
+    """Return the name of the argument that the op ``path`` writes to, or None."""
     for argument in resolve(path)._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             return str(argument.name)
@@ -57,7 +58,7 @@ def mutated_argument(path: str) -> str | None:
 
 @cache
 def is_view(path: str) -> bool:
-    """Return whether an output may share memory with an input without writing to it."""
+    """Return whether an output of the op may share memory with an input without writing to it."""
     schema = resolve(path)._schema
     return any(
         result.alias_info is not None and not result.alias_info.is_write
@@ -73,16 +74,14 @@ def has_argument(path: str, name: str) -> bool:
 
 @cache
 def is_random(path: str) -> bool:
-    """Return whether the op draws from the random generator (dropout counts at any rate)."""
+    """Return whether the op draws random numbers; any dropout counts, and counter-based ops."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
 
 def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws from a generator of torch, not counted numbers.
-
-    Dropout of a rate of 0, or not in training, draws nothing.
-    """
+    """Return whether a call draws from one of torch's random generators instead of counter-based
+    numbers. Dropout of a rate of 0, or not in training, draws nothing."""
     schema = resolve(path)._schema
     has_generator = any(str(each.type) == "Optional[Generator]" for each in schema.arguments)
     if "counter_" in path or not (is_random(path) or has_generator):
@@ -103,7 +102,7 @@ def is_pointwise(path: str) -> bool:
 
 
 def forget() -> None:
-    """Clear the caches: a user's op was registered anew."""
+    """Clear the caches of this module after a user registered an op anew."""
     for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
         cached.cache_clear()
 

@@ -29,29 +29,27 @@ from torch.utils._pytree import (
 from ...planner.errors import UsageError
 
 Batch = Any
-"""A dict, list or tuple: the arguments of a forward by name, or by position."""
+"""Arguments of a model's forward: a dict by name, or a list or tuple by position."""
 
 LeafPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """The place of a program's input in a batch, and the dimension that counts its rows."""
+    """Place of a program's input in a batch: its path, and the dimension that counts its rows."""
 
     path: LeafPath
     dim: int = 0
 
     @property
     def name(self) -> str:
-        """The input's name in the graph: its path, which in a tuple begins with ``input``."""
+        """Name of the input in the graph: its path, which in a tuple begins with ``input``."""
         path = self.path if isinstance(self.path[0], str) else ("input", *self.path)
         return "_".join(map(str, path))
 
     def read(self, batch: Batch) -> Any:
-        """Return the part of ``batch`` that is here, as the program takes it.
-
-        Raises KeyError, IndexError, TypeError or AttributeError for a batch of another form.
-        """
+        """Return the value at this place of ``batch``, as the program takes it. Raises KeyError,
+        IndexError, TypeError or AttributeError for a batch of another form."""
         return self.taken(leaf_at(batch, self.path))
 
     def taken(self, value: Any) -> Any:
@@ -62,27 +60,30 @@ class InputPlace:
         return dense.movedim(self.dim, 0) if self.dim else dense
 
     def given(self, value: Tensor) -> Tensor:
-        """Return a tensor of the program with its rows in the batch's dimension."""
+        """Return a tensor of the program with its rows moved to the dimension that the batch has
+        them in."""
         return value.movedim(0, self.dim) if self.dim else value
 
 
 @dataclass(frozen=True)
 class Example:
-    """A batch of a model's arguments; ``dims`` maps its tensors to their row dimensions."""
+    """Example batch of a model's arguments; ``dims`` maps its tensors' paths to their row
+    dimensions."""
 
     batch: Batch
     dims: Mapping[LeafPath, int]
 
     @classmethod
     def of(cls, batch: Batch) -> Example:
-        """Make the example of a batch whose rows are the first dimension of its first tensor."""
+        """Make an example of a batch with rows in the first dimension, as many as in the first
+        tensor."""
         tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         rows = next((leaf.shape[0] for _, leaf in tensors if leaf.dim()), None)
         return cls(batch, {path: 0 for path, leaf in tensors if leaf.shape[:1] == (rows,)})
 
     @cached_property
     def places(self) -> tuple[InputPlace, ...]:
-        """Return the places of its tensors."""
+        """Places of the batch's tensors."""
         return tuple(
             InputPlace(path, self.dims.get(path, 0))
             for path, leaf in leaves(self.batch)
@@ -91,22 +92,22 @@ class Example:
 
     @cached_property
     def rows(self) -> int | None:
-        """Return the number of its rows; None if no tensor has rows."""
+        """Number of rows of the batch; None if no tensor has rows."""
         found = next(iter(self.dims.items()), None)
         return None if found is None else int(leaf_at(self.batch, found[0]).shape[found[1]])
 
     @property
     def fixed(self) -> dict[LeafPath, Any]:
-        """Return its leaves that are no tensors."""
+        """Values in the batch that are not tensors, by their paths."""
         return {path: leaf for path, leaf in leaves(self.batch) if not isinstance(leaf, Tensor)}
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors in the order of ``places``, as the program takes them."""
+        """Return the batch's tensors in the order of ``places``, as the program takes them."""
         return [place.read(self.batch) for place in self.places]
 
     @property
     def inputs(self) -> dict[str, InputPlace]:
-        """Return the places by the names that the inputs have in a graph."""
+        """Places of the batch's tensors by the names that the inputs have in a graph."""
         found: dict[str, InputPlace] = {}
         for place in self.places:
             name = place.name
@@ -116,10 +117,8 @@ class Example:
         return found
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> Batch:
-        """Return a batch of its form with a program's inputs, by their names.
-
-        Tensors that the program does not read are zeros, of as many rows.
-        """
+        """Return a batch of the example's form that holds a program's inputs, given by name.
+        Tensors that the program does not read are zeros, of as many rows."""
         known = [name for name, place in self.inputs.items() if place.path in self.dims]
         rows = next((inputs[name].shape[0] for name in known if name in inputs), None)
         made = {}
@@ -133,7 +132,8 @@ class Example:
         return fill_batch(self.batch, made)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """Return a batch of its form with all of a program's inputs, in the order of places."""
+        """Return a batch of the example's form that holds ``tensors`` in the order of
+        ``places``."""
         flat, structure = self._flat
         given = iter([place.given(each) for place, each in zip(self.places, tensors, strict=True)])
         made = [next(given) if is_tensor else leaf for leaf, is_tensor in flat]
@@ -141,7 +141,7 @@ class Example:
 
     @cached_property
     def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:
-        """Return its leaves, each with whether it is a tensor, and its structure."""
+        """Values in the batch, each with whether it is a tensor, and the batch's tree structure."""
         flat, structure = tree_flatten(self.batch)
         return [(leaf, isinstance(leaf, Tensor)) for leaf in flat], structure
 
@@ -157,10 +157,8 @@ def leaf_at(batch: Batch, path: LeafPath) -> Any:
 
 
 def leaves(batch: Batch) -> list[tuple[LeafPath, Any]]:
-    """Return all leaves of a batch with their paths, in its own order.
-
-    Raises UsageError AP110 for a batch that is neither a dict nor a sequence.
-    """
+    """Return all values in a batch with their paths, in the batch's order. Raises UsageError AP110
+    for a batch that is neither a dict nor a sequence."""
     if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence):
         raise UsageError(
             "AP110",
@@ -171,7 +169,7 @@ def leaves(batch: Batch) -> list[tuple[LeafPath, Any]]:
 
 
 def parts(value: Any) -> list[tuple[LeafPath, Any]]:
-    """Return all leaves of a tree with their paths; a leaf itself has an empty path."""
+    """Return all leaves of a tree of containers with their paths; a bare leaf has an empty path."""
     return [(tuple(map(_step, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
 
 
@@ -200,7 +198,8 @@ def fill_batch(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
 
 
 def row_dims(few: Batch, more: Batch) -> dict[LeafPath, int]:
-    """Return the dimension in which each tensor counts rows, of two batches of different rows."""
+    """Return by path the dimension in which each tensor counts rows: the first whose size differs
+    between two batches with different numbers of rows."""
     larger = dict(leaves(more))
     found = {}
     for path, leaf in leaves(few):
@@ -214,7 +213,7 @@ def row_dims(few: Batch, more: Batch) -> dict[LeafPath, int]:
 
 
 def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return the first dimension of each tensor whose size is ``rows``."""
+    """Return, by the path of each tensor, its first dimension of size ``rows``, if there is one."""
     return {
         path: list(leaf.shape).index(rows)
         for path, leaf in leaves(batch)
@@ -225,10 +224,8 @@ def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
 def resize_batch(
     batch: Batch, dims: Mapping[LeafPath, int], size: Callable[[LeafPath, int], int]
 ) -> Batch:
-    """Return a batch whose tensors have another size in their dimension of ``dims``, on ``meta``.
-
-    ``size`` computes it from a path and the current size.
-    """
+    """Return a batch on ``meta`` whose tensors have another size in their dimension of ``dims``.
+    ``size`` computes it from a path and the current size."""
     made = {}
     for path, dim in dims.items():
         leaf = leaf_at(batch, path)
@@ -240,7 +237,7 @@ def resize_batch(
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two leaves that are no tensors are equal."""
+    """Return whether two values of a batch that are not tensors are equal."""
     try:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):
@@ -248,7 +245,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def register_dataclasses(tree: Any) -> None:
-    """Register the dataclasses in ``tree`` that hold tensors as structures of torch."""
+    """Register the dataclasses in ``tree`` that hold tensors as containers of torch's pytrees."""
     while kinds := {type(leaf) for leaf in tree_leaves(tree) if _is_structure(leaf)}:
         for kind in kinds:
             register_dataclass(kind)

@@ -19,11 +19,9 @@ def evaluate(
     device: str = "cpu",
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the global values of the constants ``names``, at the program's batch size.
-
+    """Compute the values of a program's constants ``names``, at the program's batch size.
     ``buffers`` has the values of the buffers that the constants read, as the model holds them (in
-    float64, cast to float64).
-    """
+    float64, cast to float64)."""
     given = {name: value.to(device) for name, value in program.literals.items()}
     given.update({name: value.to(device) for name, value in (buffers or {}).items()})
     return evaluate_constants(program.graph, names, device=device, buffers=given)
@@ -32,7 +30,8 @@ def evaluate(
 def evaluate_constants(
     graph: Graph, names: Iterable[str], *, device: str, buffers: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Compute ``evaluate`` on a graph; ``buffers`` has every buffer that is read, on ``device``."""
+    """Compute the values of a graph's constants; ``buffers`` has all that they read, on
+    ``device``."""
     wanted = tuple(names)
     order = ancestors(graph, wanted)
     nodes = [node for node in graph.nodes if node.name in order and node.kind == "constant"]
@@ -42,7 +41,7 @@ def evaluate_constants(
 
 
 def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
-    """Return ``names`` and every node that they depend on."""
+    """Return ``names`` and the names of all nodes that they depend on."""
     found: set[str] = set()
     pending = list(names)
     while pending:
@@ -54,10 +53,9 @@ def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
 
 
 def _at_batch(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Convert a constant captured at one batch size to another: its equal parts are repeated.
-
-    A dimension of ``k`` rows per row of the batch has parts of ``k``, or of a multiple of it.
-    """
+    """Return a constant captured at one batch size in ``shape``, of another: equal parts are
+    repeated. A dimension of ``k`` rows per row of the batch has parts of ``k``, or of a multiple of
+    it."""
     for dim, size in enumerate(shape):
         if value.shape[dim] != size:
             part = value.narrow(dim, 0, gcd(value.shape[dim], size))

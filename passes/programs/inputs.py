@@ -35,7 +35,8 @@ def integer_bounds(graph: Graph) -> dict[str, int]:
 
 
 def _bound(graph: Graph, node: Node, position: int) -> int | None:
-    """Return how many values the ``position``-th tensor argument of ``node`` may take."""
+    """Return the number of values that ``node``'s tensor argument ``position`` may take; None if
+    any."""
     family = node.op.removeprefix("aten.").split(".")[0]
     if family == "embedding" and position == 1:
         return graph.spec(node.inputs[0]).shape[0]
@@ -53,10 +54,8 @@ def _bound(graph: Graph, node: Node, position: int) -> int | None:
 
 
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
-    """Return a random batch by input name, of the graph's shapes, equal for equal seeds.
-
-    ``dtype`` replaces the dtype of floating inputs.
-    """
+    """Return a random batch by input name, of the graph's shapes, equal for equal seeds. ``dtype``
+    replaces the dtype of floating inputs."""
     generator = torch.Generator().manual_seed(seed)
     bounds = integer_bounds(graph)
     batch = {}

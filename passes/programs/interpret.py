@@ -23,11 +23,8 @@ _SIZED = frozenset(
 
 
 def run(graph: Graph, values: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
-    """Compute the loss of ``graph``.
-
-    ``values`` holds the inputs, parameters and buffers by name, and any known constants; the others
-    are computed. Differentiable by autograd.
-    """
+    """Compute the loss of ``graph``, differentiable by autograd. ``values`` holds the inputs,
+    parameters and buffers by name, and any known constants; other constants are computed."""
     loss = graph.loss
     outputs = run_nodes(graph, graph.nodes, values, keep=(loss.name,), device=device)
     return outputs[loss.name][loss.index]
@@ -41,10 +38,8 @@ def run_nodes(
     keep: Iterable[str],
     device: str = "cpu",
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Run ``nodes`` (in topological order) and return the outputs of the nodes named in ``keep``.
-
-    A value is freed after its last use.
-    """
+    """Execute ``nodes`` (in topological order) and return the outputs of the nodes named in
+    ``keep``. ``values`` has known values by name. A value is freed after its last use."""
     order = list(nodes)
     last_use = {ref.name: position for position, node in enumerate(order) for ref in node.inputs}
     kept = set(keep)
@@ -76,7 +71,7 @@ def run_node(
 
 
 LITERAL = "autoparallel.literal.default"
-"""The op of a constant whose value is written in its first argument as nested lists."""
+"""Op name of a constant whose value is written in its first argument as nested lists."""
 
 
 def _on(device: str, value: Any) -> Any:
@@ -84,7 +79,8 @@ def _on(device: str, value: Any) -> Any:
 
 
 def _sized(node: Node) -> tuple[Any, ...]:
-    """The arguments with the size taken from the output's shape, right for any batch size."""
+    """Return a node's arguments with sizes taken from its output's shape, right for any batch
+    size."""
     if node.op not in _SIZED:
         return node.args
     return (node.args[0], list(node.outputs[0].shape), *node.args[2:])

@@ -20,8 +20,8 @@ from .program import Program
 
 
 def find_length_number(program: Program, shorter: Program) -> Node | None:
-    """Return the first node of ``program`` that differs from ``shorter`` in more than sizes; None
-    if there is none."""
+    """Return the first node of ``program`` that differs in more than sizes from ``shorter``, the
+    program at a shorter sequence length; None if there is none."""
     nodes, others = program.graph.nodes, shorter.graph.nodes
     for node, twin in zip(nodes, others, strict=False):
         if (node.name, node.op) != (twin.name, twin.op):
@@ -39,7 +39,8 @@ def find_length_number(program: Program, shorter: Program) -> Node | None:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """The arguments of an op that are numbers by its schema; sizes and positions are none."""
+    """Return the arguments of an op that its schema calls numbers, which sizes and positions are
+    not."""
     if not node.op.startswith("aten."):
         return []
     arguments = resolve(node.op)._schema.arguments
@@ -62,7 +63,7 @@ def _is_known(program: Program, node: Node) -> bool:
 
 
 def _begins(value: Tensor, shorter: Tensor) -> bool:
-    """Return whether a tensor begins, in every dimension, with the shorter tensor."""
+    """Return whether ``value`` begins with the entries of ``shorter`` in every dimension."""
     if value.dim() != shorter.dim():
         return False
     sizes = [min(pair) for pair in zip(value.shape, shorter.shape, strict=True)]

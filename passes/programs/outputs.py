@@ -24,11 +24,9 @@ LeafKind = Literal["loss", "tensor", "value"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a model's outputs.
-
-    ``kind``: the loss, another tensor, or a plain value. ``value`` is the plain value (None for an
-    object of the model's own, such as a cache of keys), for the loss it is its shape.
-    """
+    """Value in a model's outputs. ``kind``: the loss, another tensor, or a plain value. ``value``:
+    the plain value (None for an object of the model's own, such as a cache of keys); the loss's
+    shape."""
 
     kind: LeafKind
     value: Any = None
@@ -37,18 +35,19 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """The structure of a model's outputs, leaf by leaf."""
+    """Tree structure of a model's outputs, with the kind of each leaf."""
 
     structure: TreeSpec
     leaves: tuple[Leaf, ...]
 
     @property
     def num_tensors(self) -> int:
-        """Return the number of its tensors besides the loss."""
+        """Number of the outputs' tensors besides the loss."""
         return sum(leaf.kind == "tensor" for leaf in self.leaves)
 
     def build(self, loss: Tensor | None, tensor: Callable[[int], Tensor]) -> Any:
-        """Build outputs of this structure: ``loss``, and ``tensor(i)`` for other tensor i."""
+        """Build outputs of this structure from ``loss``, and from ``tensor(i)`` for the i-th other
+        tensor."""
         made: list[Any] = []
         position = 0
         for leaf in self.leaves:
@@ -62,21 +61,20 @@ class OutputForm:
 
 
 def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the loss in the model's own shape; if it has that, return it itself."""
+    """Return the loss in the shape that the model returns it in."""
     return loss if loss.shape == shape else loss.reshape(shape)
 
 
 def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
-    """Return the form of ``outputs``; ``loss`` is the output that training minimizes, if any."""
+    """Return the structure of ``outputs``; ``loss`` is the output that training minimizes, if
+    any."""
     flat, structure = tree_flatten(with_dataclasses(outputs))
     return OutputForm(structure, tuple(_leaf(value, loss) for value in flat))
 
 
 def with_dataclasses(outputs: Any) -> Any:
-    """Return the outputs, with the dataclasses in them registered as structures.
-
-    Raises CaptureError AP209 for outputs in an object that cannot be rebuilt.
-    """
+    """Return the outputs, after registering their dataclasses as containers of torch's pytrees.
+    Raises CaptureError AP209 for outputs in an object that cannot be rebuilt."""
     register_dataclasses(outputs)
     if tree_is_leaf(outputs) and not isinstance(outputs, Tensor) and holds_tensors(outputs):
         raise CaptureError(
@@ -105,9 +103,7 @@ def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
 
 def scalar_losses(outputs: Any) -> list[Tensor]:
     """Return the differentiable scalars in a tuple or list of outputs: the candidates for its loss.
-
-    Without gradients these are all floating scalars, or those among them without dimensions.
-    """
+    Without gradients these are all floating scalars, or those among them without dimensions."""
     scalars = [
         value
         for value in tree_flatten(outputs)[0]
@@ -148,10 +144,8 @@ def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
 
 
 def mean_inputs(graph: Graph, count: int) -> tuple[Ref, ...]:
-    """Return the values that a graph's loss averages, in the order of the outputs.
-
-    The loss must come from ``mean_of_outputs`` of ``count`` outputs.
-    """
+    """Return the outputs whose means a graph's loss sums, in the order of the outputs. The loss
+    must come from ``mean_of_outputs`` of ``count`` outputs."""
     found: list[Ref] = []
     ref = graph.loss
     for _ in range(count - 1):

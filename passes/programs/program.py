@@ -17,7 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 @dataclass(frozen=True)
 class Program:
-    """A model's forward and loss as a graph cut into blocks.
+    """Captured model: its forward and loss as a graph cut into blocks.
 
     ``model`` is the model that was captured, on the ``meta`` device. ``inputs`` maps each input's
     name to its place in the batch; inputs of floating dtype must be cast to their nodes' dtypes.
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Return the names of the buffers that the graph reads, without the literals."""
+        """Names of the buffers that the graph reads, without the literals."""
         return tuple(
             node.name
             for node in self.graph.nodes
@@ -51,15 +51,14 @@ class Program:
         )
 
     def batch(self, inputs: Mapping[str, Tensor]) -> Batch:
-        """Return a batch that holds ``inputs``, in the form of the example batch."""
+        """Return a batch that holds ``inputs``, by name, in the form of the example batch."""
         assert self.example is not None
         return self.example.with_inputs(inputs)
 
     def of_global_batch(self, rows: int) -> Program | None:
-        """Capture the model for a global batch of ``rows``: its numbers may follow the rows.
-
-        Returns None if the model takes another path for ``rows`` than for the planned batch.
-        """
+        """Capture the model for a global batch of ``rows``, on which numbers in its graph may
+        depend. Returns None if the model takes another path for ``rows`` than for the planned
+        batch."""
         if self.recapture is None:
             return self
         found, planned = self.recapture(rows), self.graph
@@ -68,6 +67,6 @@ class Program:
         return replace(found, recapture=self.recapture) if is_same else None
 
     def with_batch_size(self, batch_size: int) -> Program:
-        """Rescale the program to micro-batches of ``batch_size`` rows; its numbers stay those of
-        its global batch."""
+        """Rescale the program to micro-batches of ``batch_size`` rows; numbers in its graph that
+        depend on the global batch stay."""
         return replace(self, graph=self.graph.with_batch_size(batch_size))

@@ -31,7 +31,8 @@ from ..programs.outputs import OutputForm
 from .locate import user_source
 
 Place = tuple[int, int]
-"""A number's call, and its position among the numbers of that call."""
+"""Place of a number in a trace: the number of its call, and its position among the call's
+numbers."""
 
 _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _DATA = ("data", "obj")
@@ -58,19 +59,16 @@ _NUMBER, _TENSOR = "a number", "a tensor"
 
 @dataclass
 class CallTrace:
-    """Trace of a forward.
-
-    ``calls`` are the functions with all facts that decide their results, except the ``numbers`` (by
-    place) and the values of ``tensors``, which the model's code makes. ``outputs`` is the form of
-    the model's outputs.
-    """
+    """Trace of the calls of torch in a forward. ``calls`` are the functions with all facts that
+    decide their results, except the ``numbers`` (by place) and the values of ``tensors``, which the
+    model's code makes. ``outputs`` is the form of the model's outputs."""
 
     calls: list[Any] = field(default_factory=list)
     numbers: dict[Place, float] = field(default_factory=dict)
     tensors: list[np.ndarray[Any, Any]] = field(default_factory=list)
     outputs: OutputForm | None = None
     source: str = ""
-    """The user's line of the call that ``tracing_calls`` watches."""
+    """Line of the user's code of the call that ``tracing_calls`` watches."""
 
     def is_like(self, other: CallTrace) -> bool:
         """Return whether two traces differ at most in numbers and in the values of tensors."""
@@ -82,17 +80,19 @@ class CallTrace:
         )
 
     def changed_numbers(self, other: CallTrace) -> set[Place]:
-        """Return the places of the numbers that differ from an equivalent trace."""
+        """Return the places of the numbers that differ from those of an equivalent trace."""
         return {place for place, value in self.numbers.items() if other.numbers[place] != value}
 
     def changed_tensors(self, other: CallTrace) -> set[int]:
-        """Return the positions of the tensors that differ from an equivalent trace."""
+        """Return the positions of the tensors whose values differ from those of an equivalent
+        trace."""
         pairs = enumerate(zip(self.tensors, other.tensors, strict=True))
         return {at for at, (one, another) in pairs if one.tobytes() != another.tobytes()}
 
 
 def _kinds(trace: CallTrace) -> tuple[Any, ...]:
-    """Return the form of outputs without plain values, which come from the last trace."""
+    """Return the structure of a trace's outputs and the kind of each leaf (loss, tensor, plain
+    value), without the values, which come from the last trace."""
     assert trace.outputs is not None
     leaves = [(leaf.kind, leaf.is_differentiable) for leaf in trace.outputs.leaves]
     return trace.outputs.structure, leaves
@@ -104,7 +104,8 @@ def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _TraceRequest:
-    """A trace that the next forward fills, and the values that it computes with."""
+    """Request for a trace: the ``trace`` that the next forward fills, and the values it computes
+    with."""
 
     trace: CallTrace
     numbers: Mapping[Place, float]
@@ -123,11 +124,9 @@ def tracing_calls(
     before: Callable[[], None] = lambda: None,
     watched: int | None = None,
 ) -> Iterator[CallTrace]:
-    """Context manager: forwards fill a trace, each anew, and compute with replaced values.
-
-    Replaced are ``numbers`` by place and ``tensors`` by position; ``before`` is called before each
-    forward. The source of the call number ``watched`` is recorded.
-    """
+    """Trace the forwards within a ``with`` block into one trace, each anew, with some values
+    replaced. Replaced are ``numbers`` by place and ``tensors`` by position; ``before`` is called
+    before each forward. The source line of the call number ``watched`` is recorded."""
     trace = CallTrace()
     token = _WANTED.set(_TraceRequest(trace, numbers or {}, tensors or {}, before, watched))
     try:
@@ -138,7 +137,7 @@ def tracing_calls(
 
 @contextmanager
 def traced_if_wanted() -> Iterator[None]:
-    """Trace the forward inside if ``tracing_calls`` is active."""
+    """Trace the forward in the ``with`` block if ``tracing_calls`` is active."""
     wanted = _WANTED.get()
     if wanted is None:
         yield
@@ -152,13 +151,13 @@ def traced_if_wanted() -> Iterator[None]:
 
 
 def replaces_values() -> bool:
-    """Return whether forwards compute with replaced values."""
+    """Return whether forwards compute with values replaced by ``tracing_calls``."""
     wanted = _WANTED.get()
     return wanted is not None and bool(wanted.numbers or wanted.tensors)
 
 
 class _Recorder(TorchFunctionMode):
-    """Recorder of a trace, which also replaces values."""
+    """Mode that records the calls of a forward in a trace, and replaces values."""
 
     def __init__(self, wanted: _TraceRequest) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ class _Recorder(TorchFunctionMode):
     def _make(
         self, func: Callable[..., Any], data: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make a tensor of numbers, with replaced values if any."""
+        """Make a tensor of numbers in the model's code, replaced if requested, and record it."""
         position = len(self._trace.tensors)
         value = np.asarray(data)
         if position in self._wanted.tensors:
@@ -240,7 +239,7 @@ class _Recorder(TorchFunctionMode):
         return kind, value
 
     def _hold_real(self, tensor: Tensor) -> None:
-        """Record a tensor with values that belongs neither to the batch nor to the model state."""
+        """Record a real tensor that belongs neither to the batch nor to the model's state."""
         if tensor.is_meta or tensor.layout != torch.strided:
             return
         position = len(self._trace.tensors)
@@ -260,7 +259,7 @@ def _data(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_free(value: float, takes_any: bool) -> bool:
-    """Return whether a number may take other values on the same path through torch's functions."""
+    """Return whether a number may have other values on the same path through torch's functions."""
     return math.isfinite(value) and (takes_any or value not in _OWN_PATHS)
 
 

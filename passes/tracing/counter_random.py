@@ -30,7 +30,8 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 
 class counter_random(TorchFunctionMode):  # noqa: N801
-    """Context manager: random calls are numbered from 0 and drawn for ``key`` (``step_key``).
+    """Mode that replaces random calls of torch by counter-based ones, numbered from 0, for a step's
+    ``key`` (``step_key``).
 
     ``microbatch`` is the number of the forward's micro-batch; ``batch_dims`` has the dimension that
     counts the batch, by the number of the call (see ``batch_dims``).
@@ -63,12 +64,13 @@ class counter_random(TorchFunctionMode):  # noqa: N801
         return replacement(self, *args, **kwargs)
 
     def dropped(self, x: Tensor, p: float) -> Tensor:
-        """Return the next dropout of the forward."""
+        """Return the dropout of ``x`` with rate ``p`` as the forward's next random call."""
         result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, **self._next(x))
         return result
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Return the next numbers in [0, 1), of the shape and dtype of ``like``."""
+        """Return random numbers in [0, 1) of the shape and dtype of ``like`` as the next random
+        call."""
         if like.is_complex():
             raise _refused("a function of complex numbers")
         options = self._next(like)
@@ -86,12 +88,14 @@ class counter_random(TorchFunctionMode):  # noqa: N801
 
 
 def _refused(function: str) -> CaptureError:
-    """Return error AP211 for a call that cannot be counted, at the user's current line."""
+    """Return error AP211 for a random call that cannot be counter-based, at the user's current
+    line."""
     return uncounted_error(function, user_source("".join(traceback.format_stack())))
 
 
 def batch_dims(graph: Graph) -> dict[int, int]:
-    """Map each counted random call of a graph to the dimension that counts the batch, if any."""
+    """Map the number of each random call of a graph to the dimension that counts the batch, if
+    any."""
     return {
         node.kwargs["number"]: dim
         for node in graph
@@ -116,8 +120,8 @@ def _dropout(
 
 
 def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
-    """Return the dropout of whole channels; inputs with one dimension less than ``batched_dims``
-    are one row."""
+    """Return the function for dropout of whole channels; an input with fewer dimensions than
+    ``batched_dims`` is one row without a batch dimension."""
 
     def drop(
         mode: counter_random,
@@ -148,7 +152,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute attention; with dropout it is written out, so that weights are dropped one by one."""
+    """Compute attention; with dropout it is written out, so that each weight can be dropped."""
     if not dropout_p:
         return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     if options.get("enable_gqa"):
@@ -168,7 +172,7 @@ def _attention(
 
 
 def _multihead(mode: counter_random, *args: Any, **kwargs: Any) -> Any:
-    """Call the function of ``nn.MultiheadAttention``, whose own calls no mode sees."""
+    """Call the function of ``nn.MultiheadAttention``, whose inner calls no mode sees."""
     with _patched(
         functional,
         {

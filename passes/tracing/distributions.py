@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 
 _STEP = 2.0**-24
-"""The distance of neighbouring uniform numbers."""
+"""Distance between neighbouring uniform random numbers."""
 _FINE_ABOVE = 2**16
-"""Range above which two uniform numbers are drawn per integer, so that all are equally likely."""
+"""Size of a range of integers above which two uniform numbers are drawn for each integer, so that
+all are equally likely."""
 
 
 class Source(Protocol):
-    """Source of numbers in [0, 1) of the shape and dtype of a tensor, different at each call."""
+    """Source of random numbers in [0, 1) of the shape and dtype of a tensor, different at each
+    call."""
 
     def uniform(self, like: Tensor) -> Tensor: ...
 
@@ -32,8 +34,8 @@ def _uniform(source: Source, like: Tensor, low: float = 0.0, high: float = 1.0) 
 
 
 def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
-    """Draw normal numbers of the shape of ``like`` (Box and Muller 1958), from two uniform ones
-    each."""
+    """Draw normal random numbers of the shape of ``like``, each from two uniform ones (Box and
+    Muller 1958)."""
     floats = _floats(like)
     radius = (-2 * torch.log1p(-source.uniform(floats))).sqrt()
     standard = radius * torch.cos(2 * math.pi * source.uniform(floats))
@@ -42,7 +44,7 @@ def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Ten
 
 
 def _exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
-    """Draw exponential numbers above 0, so that a quotient by them is finite."""
+    """Draw exponential random numbers above 0, so that a quotient by them is finite."""
     return (-torch.log1p(-source.uniform(_floats(like)))).clamp_min(_STEP / 2) / lambd
 
 
@@ -60,7 +62,7 @@ def _geometric(source: Source, like: Tensor, p: float) -> Tensor:
 
 
 def _integers(source: Source, like: Tensor, low: Any, high: Any = None) -> Tensor:
-    """Draw integers from ``low`` to ``high - 1``, or from 0 to ``low - 1``, in float64."""
+    """Draw random integers from ``low`` to ``high - 1``, or from 0 to ``low - 1``, in float64."""
     low, high = (0, low) if high is None else (low, high)
     doubles = torch.zeros_like(like, dtype=torch.float64)
     drawn = source.uniform(doubles)
@@ -71,7 +73,7 @@ def _integers(source: Source, like: Tensor, low: Any, high: Any = None) -> Tenso
 
 
 def _floats(like: Tensor) -> Tensor:
-    """Return zeros of the shape of ``like`` in the precision of the computation."""
+    """Return zeros of the shape of ``like`` in the dtype in which random numbers are computed."""
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -87,7 +89,8 @@ def _without_generator(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_(source: Source, input: Tensor, *bounds: Any, **options: Any) -> Tensor:
-    """Implement ``Tensor.random_(from, to)``; the full range of a dtype is not supported."""
+    """Fill ``input`` as ``Tensor.random_(from, to)``; the full range of a dtype is not
+    supported."""
     named = [options[name] for name in ("from", "to") if name in options]
     if not bounds and not named:
         return input.random_()
@@ -113,7 +116,7 @@ def _randn_like(source: Source, input: Tensor, **options: Any) -> Tensor:
 
 
 def _randint(source: Source, *args: Any, **options: Any) -> Tensor:
-    """Implement ``randint(low=0, high, size)``."""
+    """Draw random integers as ``randint(low=0, high, size)``."""
     given, named = list(args), _without_generator(options)
     size = named.pop("size") if "size" in named else given.pop()
     high = named.pop("high") if "high" in named else given.pop()
@@ -163,11 +166,9 @@ def _normal(
 def _multinomial(
     source: Source, input: Tensor, num_samples: int, replacement: bool = False, **options: Any
 ) -> Tensor:
-    """Draw indices along the last dimension, with probabilities in proportion to weights.
-
+    """Draw random indices along the last dimension, with probabilities in proportion to ``input``.
     Without replacement: the smallest of exponential numbers divided by the weights, in order
-    (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
-    """
+    (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir")."""
     weights = input.detach().to(torch.float64)
     if not replacement or num_samples == 1:
         keys = _exponential(source, weights) / weights

@@ -26,7 +26,7 @@ from .locate import user_source
 
 _DETACH = torch.ops.aten.detach.default
 _CAST = torch.ops.aten._to_copy.default
-"""The op that captures record for ``x.to(dtype)``, even if the result is ``x`` itself."""
+"""Op that captures record for ``x.to(dtype)``, even if the result is ``x`` itself."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 SWITCH = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
@@ -34,7 +34,7 @@ AUTOCAST = "wrap_with_autocast"
 
 @torch.library.custom_op("autoparallel::without_gradient", mutates_args=())
 def without_gradient(x: Tensor) -> Tensor:
-    """Return a copy of ``x`` without a gradient."""
+    """Return a copy of ``x`` through which no gradient flows."""
     return x.clone()
 
 
@@ -47,7 +47,7 @@ WITHOUT_GRADIENT: OpOverload = torch.ops.autoparallel.without_gradient.default
 
 
 def inline_regions(exported: ExportedProgram) -> None:
-    """Replace the regions of a program by their ops. Changes ``exported``.
+    """Replace the regions of a program without gradients by their ops. Changes ``exported``.
 
     Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
 
@@ -66,7 +66,8 @@ def inline_regions(exported: ExportedProgram) -> None:
 
 
 def is_region(node: fx.Node) -> bool:
-    """Return whether a node is a region of ops that are to be inlined."""
+    """Return whether a node is a region whose ops are to be inlined: gradients set, or autocast
+    off."""
     name = str(node.target)
     return name == SWITCH or (name == AUTOCAST and node.args[2] is False)
 
@@ -75,9 +76,9 @@ class _Inlining:
     """Inliner of a program's regions, which tracks the values with a gradient.
 
     ``_base`` maps a view to its base, and a list's element without base to the list. A view made
-    while gradients are off has no gradient, even if its base has one: its readers read it cut. An
-    op that returns its argument itself, as ``x.float()`` may, keeps its gradient. ``_shown`` has
-    the bases of a list's elements.
+    while gradients are off has no gradient, even if its base has one: ops read it through
+    ``without_gradient``. An op that returns its argument itself, as ``x.float()`` may, keeps its
+    gradient. ``_shown`` has the bases of a list's elements.
     """
 
     def __init__(self, exported: ExportedProgram) -> None:
@@ -93,7 +94,7 @@ class _Inlining:
         }
 
     def inline(self, region: fx.Node, owner: fx.GraphModule, *, is_enabled: bool) -> None:
-        """Replace a region by its ops."""
+        """Replace a region of the graph by its ops. ``owner``: the module that holds its body."""
         with self._graph.inserting_before(region):
             results = self._copied(region, list(region.args), owner, is_enabled=is_enabled)
         for user in list(region.users):
@@ -104,7 +105,7 @@ class _Inlining:
     def _copied(
         self, region: fx.Node, args: list[Any], owner: fx.GraphModule, *, is_enabled: bool
     ) -> Sequence[Any]:
-        """Copy a region's ops to the graph's insertion point; return its results."""
+        """Copy a region's ops to the graph's insertion point; return the region's results."""
         if str(region.target) == SWITCH:
             is_enabled, body, given = bool(args[0]), args[1], args[2:]
         else:
@@ -131,7 +132,8 @@ class _Inlining:
         raise AssertionError("a region without an output")
 
     def see(self, node: fx.Node, *, is_enabled: bool) -> None:
-        """Record whether a value has a gradient; cut its inputs if gradients are off."""
+        """Record whether a node's value has a gradient; cut its inputs' gradients if gradients are
+        off."""
         if node.op != "call_function":
             return
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
@@ -167,7 +169,7 @@ class _Inlining:
             self._has_gradient.add(self._base_of(written))
 
     def _note_shown(self, node: fx.Node, shown: SharedArg, *, is_enabled: bool) -> None:
-        """Record a value's base; a view of a cut value is cut, too."""
+        """Record the base of a view; a view of a value with a cut gradient is cut, too."""
         self._base[node] = self._base_of(shown.argument)
         if node.target is _DETACH or shown.argument in self._detached:
             self._detached.add(node)
@@ -190,7 +192,7 @@ class _Inlining:
         return cut
 
     def _check_written(self, value: fx.Node) -> None:
-        """Raise for a write to a value with a gradient, unless it is a parameter (AP213)."""
+        """Raise AP212 for a write to a value with a gradient, unless it is a parameter (AP213)."""
         if self._base_of(value).op != "placeholder":
             raise CaptureError(
                 "AP212",
@@ -204,7 +206,8 @@ class _Inlining:
 
 @dataclass(frozen=True, slots=True)
 class SharedArg:
-    """The argument whose memory an op's output shares; ``is_itself`` if it is returned itself."""
+    """Argument whose memory an op's output shares; ``is_itself``: the argument itself is
+    returned."""
 
     argument: fx.Node
     is_itself: bool
@@ -213,8 +216,8 @@ class SharedArg:
 def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
     """Return the arguments whose memory the outputs of an op share; None if an output has its own.
 
-    The op runs on fake tensors: whether ``x.reshape(...)`` copies and whether ``x.contiguous()``
-    is ``x`` itself depends on the strides and the dtype, not on the op's schema.
+    The op is executed on fake tensors: whether ``x.reshape(...)`` copies and whether
+    ``x.contiguous()`` is ``x`` itself depends on the strides and the dtype, not on the op's schema.
     """
     if not _may_show(node.target):
         return None
@@ -236,7 +239,8 @@ def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
 
 @cache
 def _may_show(op: OpOverload) -> bool:
-    """Return whether an output may share an argument's memory, by its schema or as a composite."""
+    """Return whether an op's output may share an argument's memory, by its schema or as a composite
+    op."""
     is_said = any(made.alias_info is not None for made in op._schema.returns)
     return is_said or op is _CAST or op.has_kernel_for_dispatch_key(_COMPOSITE)
 

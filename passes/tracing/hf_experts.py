@@ -24,7 +24,8 @@ _MODULE = "transformers.integrations.moe"
 
 @contextmanager
 def capturable_experts() -> Iterator[None]:
-    """Context manager: experts modules of transformers run as one op."""
+    """Replace experts modules of transformers by the op ``autoparallel::experts`` in a ``with``
+    block."""
     library = sys.modules.get(_MODULE)
     interface: Any = getattr(library, "ExpertsInterface", None)
     if library is None or interface is None:
@@ -48,7 +49,7 @@ def capturable_experts() -> Iterator[None]:
 
 
 def _forward(library: Any, module: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
-    """Call the op, or transformers' copy of weights per token if a module does more than the op."""
+    """Call the op of experts, or transformers' own forward if a module does more than the op."""
     gated = module.has_gate
     activation = describe(module, module._apply_gate if gated else module.act_fn)
     if activation is None or module.has_post_expert_norm or x.dim() != 2 or ids.dim() != 2:

@@ -26,18 +26,19 @@ _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
 class InnerGradientError(Exception):
-    """Signals that a forward takes a gradient outside ``inner_gradients``."""
+    """Error of a forward that takes a gradient outside of ``inner_gradients``."""
 
 
 def _is_differentiating() -> bool:
-    """Return whether an op runs inside of a derivative of ``torch.func``."""
+    """Return whether the current op is called inside of a derivative of ``torch.func``."""
     interpreter = functorch.peek_interpreter_stack()
     kinds = functorch.TransformType
     return interpreter is not None and interpreter.key() in (kinds.Grad, kinds.Jvp)
 
 
 class _Watched(TorchFunctionMode):
-    """Mode that records gradients if ``is_ready``; otherwise the first gradient ends the export."""
+    """Mode that lets a forward take gradients if ``is_ready``; otherwise the first one ends the
+    export."""
 
     def __init__(self, *, is_ready: bool) -> None:
         super().__init__()
@@ -77,14 +78,15 @@ class _Watched(TorchFunctionMode):
 
 @contextmanager
 def watched_gradients() -> Iterator[None]:
-    """Context manager: a forward that takes a gradient ends with InnerGradientError."""
+    """Raise InnerGradientError if a forward in the ``with`` block takes a gradient."""
     with _Watched(is_ready=False):
         yield
 
 
 @contextmanager
 def inner_gradients() -> Iterator[None]:
-    """Context manager: gradients that a forward takes are recorded."""
+    """Record the gradients that a forward takes in the ``with`` block as ops of the traced
+    graph."""
     mode = get_proxy_mode()
     if mode is None:  # nothing is recorded
         yield
@@ -94,11 +96,9 @@ def inner_gradients() -> Iterator[None]:
 
 
 class _Recorded(dict[Any, Any]):
-    """A table of decompositions with every op: the replacement of an op records it.
-
-    ``mode`` records. A dict is asked for an op before each call of it; while one is recorded, it
-    is not in the table, so that the mode records the call.
-    """
+    """Table of decompositions that has every op: the replacement of an op records the op. ``mode``
+    records. A dict is asked for an op before each call of it; while one is recorded, it is not in
+    the table, so that the mode records the call."""
 
     def __init__(self, mode: Any) -> None:
         super().__init__({None: None})  # an empty table is replaced by another
@@ -128,7 +128,7 @@ class _Recorded(dict[Any, Any]):
         return self._made.setdefault(_memory(tensor), tensor)
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """Return the recorded tensor of the same memory."""
+        """Return the recorded tensor with the memory of ``tensor``, if there is one."""
         if get_proxy_slot(tensor, self._mode.tracer, None) is not None:
             return tensor
         return self._made.get(_memory(tensor), tensor)
@@ -140,7 +140,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Return whether autograd sees the ops that an op consists of, and not the op."""
+    """Return whether autograd sees the ops that an op consists of, and not the op itself."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return (
         op.namespace == "aten"

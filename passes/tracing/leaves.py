@@ -13,20 +13,19 @@ from torch import nn
 from .locate import failing_module
 
 LARGEST_SHARE = 0.5
-"""Maximum share of the parameters in a leaf, which runs whole on every rank."""
+"""Largest share of the model's parameters in an opaque leaf, which is computed whole on every
+rank."""
 
 
 class LeafError(Exception):
-    """No further submodule can be a leaf."""
+    """Error if no further submodule can be an opaque leaf."""
 
 
 def widen(
     model: nn.Module, leaves: Mapping[str, nn.Module], error: BaseException
 ) -> dict[str, nn.Module]:
-    """Add the submodule of ``error`` to ``leaves``; if it is a leaf already, the module around it.
-
-    Raises LeafError if that is the model itself, or most of it.
-    """
+    """Add the submodule that raised ``error`` to the opaque ``leaves``; if it is a leaf, the module
+    around it. Raises LeafError if that is the model itself, or most of it."""
     path = failing_module(error, model)
     while path and any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
         path = path.rpartition(".")[0]

@@ -22,7 +22,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _ROOT = Path(__file__).parents[2]
 _PARTS = ("api", "cost_model", "passes", "planner", "runtime")
 _OURS = tuple(f"{_ROOT / part}" for part in (_PARTS if _ROOT.name != "autoparallel" else ("",)))
-"""The folders of this package, installed or in a checkout."""
+"""Folders of this package, installed or in a checkout."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
@@ -40,7 +40,7 @@ _FIXES = {
     "positional arguments but": "let example_batch be a dict: what forward does not take is given "
     "to loss_fn(outputs, batch) alone",
 }
-"""Fixes for errors whose text contains these words."""
+"""Remedies for errors, by words that an error's text contains."""
 _OTHER_FIX = (
     "call the model with the example batch on the CPU, without autoparallel; the same error there "
     "is the model's own"
@@ -48,7 +48,7 @@ _OTHER_FIX = (
 
 
 def user_source(stack_trace: str | None) -> str:
-    """Return the ``file:line`` of the innermost frame outside torch in a node's stack trace.
+    """Return the ``file:line`` of the innermost frame of the user's code in a stack trace, or "".
 
     >>> user_source('  File "model.py", line 12, in forward')
     'model.py:12'
@@ -66,11 +66,9 @@ def _is_users(file: str) -> bool:
 
 
 class _UserFrames:
-    """Replacement of torch's ``CapturedTraceback``, which records the call stack of an op.
-
-    It keeps the calls within the outermost ``forward`` in users' files and in a ``forward``.
-    torch keeps all calls and the text of their lines, which takes a seventh of a capture.
-    """
+    """Replacement of torch's ``CapturedTraceback``, which records the call stack of an op. It keeps
+    the calls within the outermost ``forward`` in users' files and in a ``forward``. torch keeps all
+    calls and the text of their lines, which takes a seventh of a capture."""
 
     def __init__(self, frames: list[FrameSummary]) -> None:
         self._frames = frames
@@ -92,7 +90,8 @@ class _UserFrames:
 
 @contextmanager
 def noting_user_frames() -> Iterator[None]:
-    """Context manager: tracers record for each op only the frames that ``user_source`` reads."""
+    """Let tracers record for each op only the frames that ``user_source`` reads, in a ``with``
+    block."""
     tracers: Any = proxy
     before, tracers.CapturedTraceback = tracers.CapturedTraceback, _UserFrames
     try:
@@ -102,10 +101,8 @@ def noting_user_frames() -> Iterator[None]:
 
 
 def capture_error(error: BaseException, model: nn.Module, prefix: str) -> CaptureError:
-    """Convert an exception of ``torch.export`` to an error for the user.
-
-    ``prefix`` is the attribute under which ``model`` wraps the user's model.
-    """
+    """Convert an exception of ``torch.export`` to an error for the user. ``prefix`` is the
+    attribute under which ``model`` wraps the user's model."""
     text = _first_lines(str(error))
     where = _where(error, model, prefix)
     if any(mark in f"{type(error).__name__} {error}" for mark in _DATA_DEPENDENT):
@@ -126,7 +123,8 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
 
 
 def uncounted_error(function: str, where: str) -> CaptureError:
-    """The error for a random function whose numbers cannot be counted (see ``random_ops``)."""
+    """Return the error for a random function that cannot be made counter-based (see
+    ``random_ops``)."""
     return CaptureError(
         "AP211",
         f"the model draws random numbers with {function}, which is not supported",
@@ -173,7 +171,7 @@ def _where(error: BaseException, model: nn.Module, prefix: str) -> str:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield every frame of the error, after the frames of its causes, outermost first."""
+    """Yield every frame of an error with its line, after those of its causes, outermost first."""
     chain: list[BaseException] = []
     current: Any = error
     while current is not None and current not in chain:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from ...planner.errors import CaptureError
 
 LEFT_OUT = 0.5
-"""Replacement of skipped elements: its logarithms, roots and quotients are finite."""
+"""Number in place of elements that a mask skips: its logarithms, roots and quotients are finite."""
 
 _POINTWISE = frozenset(
     {
@@ -43,12 +43,13 @@ _LOSSES = frozenset(
 _ROWWISE = frozenset({"sum", "mean", "softmax", "log_softmax", "logsumexp", "amax", "amin"})
 _SAME = ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
 _OPERATORS = {**dict.fromkeys(_SAME), "truediv": "div", "radd": "add", "rmul": "mul"}
-"""Functions of torch by the operators that call them; None if the names are equal."""
+"""Names of torch's functions by the Python operators that call them; None if the names are
+equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """The elements of ``values`` where ``mask``, of its first dimensions, is true."""
+    """Selection of the elements of ``values`` where ``mask``, of its first dimensions, is true."""
 
     values: Tensor
     mask: Tensor
@@ -94,7 +95,7 @@ for _name, _function in _OPERATORS.items():
 
 
 def select_masked(values: Tensor, mask: Tensor) -> Masked:
-    """Return the elements or rows of a tensor where ``mask`` is true."""
+    """Return the selection of the elements or rows of a tensor where ``mask`` is true."""
     inner = (1,) * (values.dim() - mask.dim())
     whole = mask.reshape(*mask.shape, *inner)
     fill = LEFT_OUT if values.is_floating_point() else 0
@@ -146,7 +147,8 @@ def _computed(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two masks are equal: the same tensor, or the same ops on the same tensors."""
+    """Return whether two masks are equal: the same tensor, or made by the same ops on the same
+    tensors."""
     mode = get_proxy_mode()
     if one is other or mode is None:  # without a recording, a capture has checked
         return True
@@ -166,13 +168,13 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _is_inner(dim: int, values: Tensor, mask: Tensor) -> bool:
-    """Return whether a dimension of the selected rows lies within a row."""
+    """Return whether dimension ``dim`` of the selected rows lies within a row."""
     inner = values.dim() - mask.dim()
     return 0 < dim <= inner if dim >= 0 else -dim <= inner
 
 
 def _count(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the number of selected elements."""
+    """Return the number of elements that ``mask`` selects."""
     return mask.sum() * math.prod(values.shape[mask.dim() :])
 
 
@@ -188,7 +190,7 @@ def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
 def _cross_entropy(
     logits: Tensor, target: Tensor, mask: Tensor, ignore_index: int = -100, **options: Any
 ) -> Any:
-    """Compute the loss of the selected rows: the others are ignored."""
+    """Compute the cross entropy of the selected rows, by ignoring the targets of the others."""
     if logits.dim() != mask.dim() + 1 or target.shape != mask.shape or target.is_floating_point():
         _refuse("cross_entropy of x[mask], of these shapes,")
     targets = torch.where(mask, target, ignore_index).flatten()

@@ -39,11 +39,9 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Promote(TorchFunctionMode):
-    """Mode that turns every floating dtype that a call asks for into float64.
-
-    It also casts tensors that the model's code holds beside its state. A capture does not record
-    these casts, but one of its own for each tensor, so the graph is the same as in any other dtype.
-    """
+    """Mode that turns every floating dtype that a call asks for into float64. It also casts tensors
+    that the model's code holds beside its state. A capture does not record these casts, but one of
+    its own for each tensor, so the graph is the same as in any other dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,11 +75,9 @@ class _Promote(TorchFunctionMode):
 
 @contextmanager
 def promote_to_float64() -> Iterator[None]:
-    """Context manager: floating work is done in float64, whatever dtype the model's code asks for.
-
-    The model's parameters and buffers and the batch's floating tensors must be float64 already.
-    Rounding then can neither hide nor fake a difference between two runs.
-    """
+    """Compute in float64 within a ``with`` block, whatever floating dtype the model's code asks
+    for. The model's parameters and buffers and the batch's floating tensors must be float64
+    already. Rounding then can neither hide nor fake a difference between two executions."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -140,10 +136,8 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
 
 @contextmanager
 def inference_without_gradients() -> Iterator[None]:
-    """Context manager: ``torch.inference_mode`` turns gradients off as ``torch.no_grad`` does.
-
-    ``torch.export`` records ``torch.no_grad`` alone.
-    """
+    """Make ``torch.inference_mode`` turn gradients off as ``torch.no_grad`` does, in a ``with``
+    block. ``torch.export`` records ``torch.no_grad`` alone."""
     kind = torch.inference_mode
     enter, leave = kind.__enter__, kind.__exit__
 
@@ -163,9 +157,8 @@ def inference_without_gradients() -> Iterator[None]:
 
 @contextmanager
 def undetected_causal_masks() -> Iterator[None]:
-    """Context manager: ``nn.TransformerEncoder`` applies its mask without reading mask values.
-
-    It looks for a causal mask, for which there are faster kernels; a capture has no values.
+    """Let ``nn.TransformerEncoder`` apply its mask without reading mask values, in a ``with``
+    block. It looks for a causal mask, for which there are faster kernels; a capture has no values.
     """
     library: Any = torch.nn.modules.transformer
     detect = library._detect_is_causal_mask
@@ -188,10 +181,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _assign(tensor: Tensor, value: Tensor) -> None:
-    """Write ``value`` to ``tensor``, in place of ``tensor.data = value``.
-
-    Raises CaptureError AP208 if the value has another shape.
-    """
+    """Write ``value`` to ``tensor`` in place, as ``tensor.data = value`` would. Raises CaptureError
+    AP208 if the value has another shape."""
     if value.shape != tensor.shape:
         raise CaptureError(
             "AP208",
@@ -213,7 +204,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Call ``instance_norm``, whose running statistics are the mean over the samples."""
+    """Compute ``instance_norm``, and update its running statistics by means over the samples."""
     mean, variance = running_mean, running_var
     if mean is not None and variance is not None and use_input_stats:
         with torch.no_grad():
@@ -263,7 +254,7 @@ def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
 
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Context manager: ``torch.distributions`` do not validate their parameters."""
+    """Let ``torch.distributions`` skip the validation of their parameters in a ``with`` block."""
     held = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -274,7 +265,8 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextmanager
 def unmoved_modules(within: nn.Module | None = None) -> Iterator[None]:
-    """Context manager: modules of ``within``, or all modules, are not moved to other devices."""
+    """Keep modules of ``within``, or all modules, from being moved to other devices in a ``with``
+    block."""
     apply = nn.Module._apply
     known = None if within is None else {*within.modules()}
 

@@ -32,7 +32,7 @@ from ..ops.torch_ops import forget
 NAMESPACE = "autoparallel_opaque"
 
 ANNOTATION = "__autoparallel_annotation__"
-"""The attribute of a module class in which ``register_op`` stores its annotation."""
+"""Attribute of a module class in which ``register_op`` stores the annotation of its sharding."""
 
 
 def opaque_call(
@@ -47,7 +47,8 @@ def opaque_call(
     """Call ``function`` as one op named after ``name``; return the result, and the op's path.
 
     ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a
-    real run on random values; else from fake tensors. Raises ValueError if values decide shapes.
+    real execution on random values; else from fake tensors. Raises ValueError if values decide
+    shapes.
     """
     flat, structure = tree_flatten((args, dict(kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]
@@ -63,10 +64,8 @@ def opaque_call(
 
 
 def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple[list[Any], Any]:
-    """Return the function's result, flat, and its structure, unseen by any tracer.
-
-    A real run is made on two sets of values, whose shapes must agree.
-    """
+    """Return the flat result of the function and its structure, unseen by any tracer. With
+    ``example`` it is executed on two sets of values, whose shapes must agree."""
     found: list[Any] = []
 
     def work() -> None:
@@ -113,7 +112,7 @@ def _writing(function: Any) -> CaptureError:
 
 
 class _Runner:
-    """A captured call that can be repeated on other tensors."""
+    """Captured call of a function that can be repeated on other tensors."""
 
     def __init__(self, function: Callable[..., Any], structure: Any, flat: list[Any]) -> None:
         self.is_tensor = [isinstance(value, Tensor) for value in flat]
@@ -121,7 +120,7 @@ class _Runner:
         self.function, self.structure = function, structure
 
     def whole(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """Return the whole result of the function, flat, and its structure."""
+        """Call the function on ``tensors``; return its whole result, flat, and its structure."""
         feed = iter(tensors)
         flat = [
             next(feed) if is_tensor else value
@@ -146,7 +145,7 @@ def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _make_op(name: str, runner: _Runner, shapes: Sequence[Tensor]) -> Any:
-    """Build the op ``Tensor[] -> Tensor[]`` that runs ``runner``."""
+    """Register the op ``Tensor[] -> Tensor[]`` that calls ``runner``, with its backward."""
 
     def forward(tensors: list[Tensor]) -> list[Tensor]:
         return _fresh(runner(tensors), tensors)
@@ -197,7 +196,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> str:
-    """Return the op's name: its function and arguments; the same in every process and precision."""
+    """Return a unique name of an op by its function and arguments, equal in every process and
+    precision."""
     facts = [name, function.__module__, *_settings(getattr(function, "module", None))]
     facts += [
         f"{tuple(value.shape)} {_number(value)}" if isinstance(value, Tensor) else str(value)[:200]
@@ -209,12 +209,14 @@ def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> st
 
 
 def _number(tensor: Tensor) -> str:
-    """Return the dtype, with one name for all floats: a plan names the op at any precision."""
+    """Return the dtype's name, one name for all floats: a plan names an op alike at any
+    precision."""
     return "float" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def _settings(module: nn.Module | None) -> list[str]:
-    """Return the facts that distinguish modules of one class: their parts and plain attributes."""
+    """Return the facts that distinguish modules of one class: their submodules and plain
+    attributes."""
     if module is None:
         return []
     return [
@@ -226,7 +228,7 @@ def _settings(module: nn.Module | None) -> list[str]:
 
 
 class _ModuleCall:
-    """A submodule's forward as a function of its parameters, buffers and arguments."""
+    """Function that computes a submodule's forward from its parameters, buffers and arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -242,10 +244,8 @@ class _ModuleCall:
 
 @contextmanager
 def opaque_modules(modules: Mapping[str, nn.Module], rules: dict[str, OpRule]) -> Iterator[None]:
-    """Context manager: a call of one of ``modules`` (by path) is one op.
-
-    The rules of modules with an annotated class are added to ``rules``.
-    """
+    """Make each call of ``modules`` (by path) a single op, in a ``with`` block. The rules of
+    modules with an annotated class are added to ``rules``."""
     made: dict[str, Any] = {}
     for module in modules.values():
         module.forward = _as_op(module, rules, made)
@@ -257,7 +257,7 @@ def opaque_modules(modules: Mapping[str, nn.Module], rules: dict[str, OpRule]) -
 
 
 def annotated_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules whose class was registered with an annotation."""
+    """Return the submodules whose class the user registered with an annotation, by path."""
     return {path: m for path, m in model.named_modules() if hasattr(type(m), ANNOTATION)}
 
 
@@ -278,7 +278,7 @@ def _as_op(module: nn.Module, rules: dict[str, OpRule], made: dict[str, Any]) ->
 
 @contextmanager
 def whole_functions() -> Iterator[None]:
-    """Context manager: an ``autograd.Function`` is one op, with its own backward."""
+    """Make each ``autograd.Function`` a single op with its own backward, in a ``with`` block."""
     original = torch.autograd.Function.__dict__["apply"]
     made: dict[str, Any] = {}
 

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .call_trace import tracing_calls
 
 MOST_READ = 100_000
-"""Maximum values that are read: the dict of a data set in a model is no setting of it."""
+"""Most Python values of a model that are read; a larger dict, as a data set, is no setting of
+it."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -38,10 +39,8 @@ _ABSENT: Any = object()
 
 @dataclass(slots=True)
 class _Place:
-    """Named values of one dict, list, closure or object.
-
-    ``before`` and ``after`` are written around a key to tell the user of its value.
-    """
+    """Named values in one dict, list, closure or object. ``before`` and ``after`` are written
+    around a key to tell the user of its value."""
 
     before: str
     held: Any
@@ -49,7 +48,7 @@ class _Place:
     after: str = ""
 
     def read(self) -> list[Any]:
-        """Return the values in the order of the keys; ``_ABSENT`` for a missing key."""
+        """Return the present values in the order of the keys; ``_ABSENT`` for a missing key."""
         held = self.held
         if isinstance(held, dict | types.MappingProxyType):
             return [held.get(key, _ABSENT) for key in self.keys]
@@ -84,7 +83,8 @@ Reading = list[tuple[list[Any], list[Any]]]
 
 
 class PythonState:
-    """The places that ``model`` and ``loss_fn`` read, found once."""
+    """Reader of the Python values that ``model`` and ``loss_fn`` use, whose places are found
+    once."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self._places: list[_Place] = []
@@ -99,7 +99,8 @@ class PythonState:
         self._places = walk.places
 
     def read(self) -> Reading:
-        """Return every value, and a mark that changes with in-place changes."""
+        """Return the values of each place, each with a mark that changes if it is changed in
+        place."""
         return [
             (values, [_mark(each) for each in values])
             for values in (place.read() for place in self._places)
@@ -118,7 +119,7 @@ class PythonState:
         ]
 
     def restore(self, reading: Reading) -> None:
-        """Restore values that were replaced."""
+        """Put back the values of ``reading`` that have been replaced since."""
         for place, (values, _), current in zip(
             self._places, reading, (place.read() for place in self._places), strict=True
         ):
@@ -128,10 +129,8 @@ class PythonState:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Context manager: every traced or captured forward begins like the first.
-
-        It has the same values and random numbers; afterwards they are as if no forward had run.
-        """
+        """Let every forward that is traced or captured in the ``with`` block begin with the same
+        values and random states; afterwards both are as if there had been no forward."""
         reading, generators = self.read(), Generators.now()
 
         def begin() -> None:
@@ -145,7 +144,8 @@ class PythonState:
             begin()
 
     def forget_fakes(self, reading: Reading) -> list[Replaced]:
-        """Restore values that a forward has replaced by fake tensors; return the places."""
+        """Restore values that a forward has replaced by fake tensors since ``reading``; return the
+        changes."""
         replaced = [each for each in self._replaced(reading) if isinstance(each.now, FakeTensor)]
         for each in replaced:
             each.take_away()
@@ -160,7 +160,7 @@ class PythonState:
         return [*replaced, *made]
 
     def new_tensors(self, before: Reading) -> list[Replaced]:
-        """Return the places that held no tensor before and hold one now."""
+        """Return the places that held no tensor in the reading ``before`` and hold one now."""
         return [
             each
             for each in self._replaced(before)
@@ -176,7 +176,7 @@ class PythonState:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A value at its place, and the value before."""
+    """Replaced value: its place, the value ``before``, and the value ``now``."""
 
     place: _Place
     key: Any
@@ -184,19 +184,19 @@ class Replaced:
     now: Any
 
     def is_there(self) -> bool:
-        """Return whether the place still holds the value."""
+        """Return whether the place still holds the new value."""
         return any(each is self.now for each in self.place.read())
 
     def is_free(self) -> bool:
-        """Return whether the place holds the value before."""
+        """Return whether the place holds the value that it held before."""
         return any(each is self.before for each in self.place.read())
 
     def take_away(self) -> None:
-        """Replace the value by the value before."""
+        """Put the old value in the place of the new."""
         self.place.write(self.key, self.before)
 
     def put_back(self) -> None:
-        """Replace the value before by the value."""
+        """Put the new value in the place of the old."""
         self.place.write(self.key, self.now)
 
 
@@ -225,7 +225,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Walk:
-    """A walk over all values reached by ``known`` names; ``names`` are the names it met."""
+    """Walk over all Python values reached by ``known`` names; ``names`` are the names that code
+    reads."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -236,7 +237,7 @@ class _Walk:
         self._num_read = 0
 
     def start(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        """Walk from a model's modules and from its loss."""
+        """Walk from a model's modules and from its loss function."""
         for path, module in model.named_modules():
             self._module(module, path or "the model")
         if loss_fn is not None:
@@ -328,7 +329,8 @@ class _Walk:
     def _place(
         self, before: str, held: Any, keys: list[Any], after: str = "", *, by_name: bool = True
     ) -> None:
-        """Record the values under ``keys``; for attributes only the keys that code names."""
+        """Record the values under ``keys`` of ``held``; ``by_name``: only the keys that code
+        names."""
         known = [key for key in keys if not by_name or key in self._known]
         self._add(_Place(before, held, known, after))
 
@@ -348,7 +350,7 @@ class _Walk:
 
 
 def _methods(cls: type, held: Mapping[str, Any]) -> list[str]:
-    """Return the names of a class that an attribute of the object would hide."""
+    """Return the names that a class defines and an object's own attributes do not hide."""
     bases = [base for base in cls.__mro__ if not _is_library(base.__module__)]
     return [*{name: None for base in bases for name in vars(base) if name not in held}]
 
@@ -365,7 +367,7 @@ def _is_library(module: str) -> bool:
 
 
 def _is_installed(names: Mapping[str, Any]) -> bool:
-    """Return whether a module of these globals belongs to an installed distribution."""
+    """Return whether the module with the globals ``names`` belongs to an installed distribution."""
     return "site-packages" in str(names.get("__file__", ""))
 
 
@@ -383,14 +385,14 @@ def function_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @dataclass(frozen=True)
 class Generators:
-    """The states of Python's and NumPy's random generators."""
+    """States of Python's and NumPy's random generators."""
 
     python: Any
     numpy: dict[str, Any]
 
     @classmethod
     def now(cls) -> Generators:
-        """Read the states."""
+        """Return the present states of both generators."""
         return cls(random.getstate(), np.random.get_state(legacy=False))
 
     def restore(self) -> None:
@@ -399,7 +401,7 @@ class Generators:
         np.random.set_state(self.numpy)
 
     def is_same(self, other: Generators) -> bool:
-        """Return whether no number was drawn between two readings."""
+        """Return whether no random number was drawn between two readings."""
         if self.python != other.python:
             return False
         one, another = self.numpy["state"], other.numpy["state"]
