@@ -25,7 +25,7 @@ ACTIONS = "a test that every command passes what its action takes"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8559, SYSTEMS),
+    ("cost_model: lines", 8647, SYSTEMS),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
@@ -35,7 +35,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 9, KERNELS),
-    ("passes: lines", 16165, FORMATTED),
+    ("passes: lines", 16199, FORMATTED),
     ("passes: files", 96, DECLARED),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
@@ -50,7 +50,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 11, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 104896, FORMATTED),
+    ("all packages: lines", 105018, FORMATTED),
     ("all packages: files", 565, FOLDERS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 12, CALLS),
