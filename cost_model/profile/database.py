@@ -156,7 +156,7 @@ class Database:
             raise DatabaseError(
                 f"the profile database cannot be used: {error}", self.path, fix
             ) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # also in SQLite's messages
             fix = "move the file away; a new one is made"
             raise DatabaseError(
                 f"the file is not a profile database: {error}", self.path, fix
