@@ -43,6 +43,9 @@ class RunOptions:
         None, "write each step's figures for TensorBoard", metavar="DIR"
     )
     wandb: str | None = option(None, "log each step to Weights & Biases", metavar="PROJECT")
+    verified: bool = option(
+        False, "compare the plan with one device first, as verify does", flags=("--verify",)
+    )
     compiled: bool | None = None
     elastic: Mapping[str, Any] | None = None
     trace_steps: int = option(

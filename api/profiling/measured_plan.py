@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import replace
 
 from autoparallel.cache.database import database_path
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import Cluster
+from autoparallel.cost_model.cluster.detect import busy_text
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
@@ -88,6 +90,8 @@ def _plan_measured(
 
     if not is_wanted(options, cluster) or is_launched(os.environ):
         return plan_program(program, target, cluster, options, observe, cache)
+    if busy := busy_text("autoparallel: "):
+        print(busy, file=sys.stderr, flush=True)
     work = PlanWork(program, target, cluster, options, database_path(options.database))
     if work.known()[0].ops:
         found = plan_program(program, target, cluster, options, observe, cache)

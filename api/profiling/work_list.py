@@ -62,6 +62,10 @@ MOST_ROUNDS = 6
 MEASURING_SHARE = 0.5
 """Least share of the user's wait that is for measuring."""
 
+MOST_WAIT = 1.5
+"""Largest ratio of the user's wait to the seconds for measuring: on a busy machine processes start
+slowly."""
+
 WORTH_STARTING = 0.01
 """Share of a predicted step that must depend on unmeasured times for processes to be started."""
 
@@ -294,8 +298,9 @@ class WorkList(ABC):
 class PlanWork(WorkList):
     """The measurements that the best plan lacks.
 
-    ``began`` is when the user's wait began (``time.time``): starting processes and planning count,
-    but half of the seconds are for measuring however long those take.
+    ``began`` is when the user's wait began (``time.time``): starting processes and planning count.
+    A share of the seconds is for measuring even so, unless that makes the wait ``MOST_WAIT`` times
+    as long as asked.
     """
 
     began: float = field(default_factory=time.time)
@@ -304,7 +309,8 @@ class PlanWork(WorkList):
         """Return the seconds that are left to measure in."""
         all_seconds = self.options.measure_seconds
         waited = time.time() - self.began
-        return max(all_seconds - waited, MEASURING_SHARE * all_seconds - self.measured_seconds)
+        share = MEASURING_SHARE * all_seconds - self.measured_seconds
+        return min(max(all_seconds - waited, share), MOST_WAIT * all_seconds - waited)
 
     def tasks(self) -> tuple[Task, ...]:
         """Return the tasks of the best plan, the weightiest first."""

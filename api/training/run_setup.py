@@ -19,7 +19,14 @@ from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBias
 
 
 def check_run_options(options: RunOptions) -> None:
-    """Raise UsageError AP900 for a bad value and AP905 if a package is missing."""
+    """Raise UsageError AP156 and AP900 for bad values, and AP905 if a package is missing."""
+    if options.verified and options.elastic is not None:
+        raise UsageError(
+            "AP156",
+            "--verify of a run with --elastic",
+            why="the plan changes with the hosts that are there",
+            fix="autoparallel verify PLAN first, then run without --verify",
+        )
     update_options(options, "cpu")
     check_installed({"tensorboard": options.tensorboard, "wandb": options.wandb})
 

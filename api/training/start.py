@@ -125,18 +125,30 @@ def start_verification(
     if dtype not in VERIFY_DTYPES:
         raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
     found = _start("verify", path, start, dtype=dtype, seed=seed, compiled=compiled)
-    if os.environ.get("RANK", "0") == "0":
-        plan = load_plan(path)
+    report_verification(
+        load_plan(path), found, json_output=json_output, prints=os.environ.get("RANK", "0") == "0"
+    )
+
+
+def report_verification(
+    plan: Plan, found: dict[str, Any], *, json_output: bool = False, prints: bool = True
+) -> None:
+    """Print the result of a plan's verification, and mark the plan as verified if it passed.
+
+    Only a rank that ``prints`` does so. Raises VerificationError AP601 if the plan's run differs.
+    """
+    if prints:
         words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
         text = json.dumps(found, indent=2) if json_output else words
         sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
         if found["passed"]:
             mark_verified(plan)
     if not found["passed"]:
         first = found["failures"][0]
         raise VerificationError(
             "AP601",
-            f"the {first['quantity']} of {first['name']} differs from {truth_of(load_plan(path))}",
+            f"the {first['quantity']} of {first['name']} differs from {truth_of(plan)}",
             why=f"by {first['relative']:.1e} of its magnitude; {found['tolerance']:.0e} is allowed",
             where=f"block {first['block']}" if first["block"] else "",
             fix=f"{len(found['failures'])} of {found['num_compared']} tensors differ: "

@@ -30,6 +30,7 @@ from autoparallel.analysis.measurement import (
     checksum,
     measured_path,
 )
+from autoparallel.cost_model.cluster.detect import busy_text
 from autoparallel.options.words import bytes_text, count_text, duration_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import PLAN
@@ -225,6 +226,8 @@ def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
         f"  {_difference(expected, memory)}",
         f"loss       {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps",
     ]
+    if plan.cluster.device(0).kind == "cpu" and (busy := busy_text()):
+        lines.append(busy)
     return "\n".join(lines)
 
 

@@ -63,6 +63,7 @@ from autoparallel.training.elastic_plan import plan_for_ranks
 from autoparallel.training.memory_error import explained_memory_errors
 from autoparallel.training.restart import Attempt, begin_attempt
 from autoparallel.training.run_setup import open_callbacks, update_options, with_compile_choice
+from autoparallel.training.start import report_verification
 from autoparallel.training.step_log import (
     MemoryMeter,
     StepLog,
@@ -105,6 +106,8 @@ def train(
     asked = RunOptions(**(options or {}))
     how = Saving(**saving) if saving is not None else None
     ends, given = ExitStack(), sources or {}
+    if asked.verified and worker.restarts == 0:
+        _verify_first(worker, plan_path, steps, seed, asked)
     run = _prepare(
         worker, plan_path, asked, how, resume=resume, sources=given, seed=seed, ends=ends
     )
@@ -133,7 +136,8 @@ def train(
         )
     last = run.attempt.begin_after(done, steps, rank=worker.rank)
     if worker.rank == 0:
-        print(outlook(plan, last - done, asked.accumulate), flush=True)
+        if not asked.verified:
+            print(outlook(plan, last - done, asked.accumulate), flush=True)
         if how is not None:
             keep_plan(plan, how.folder)
     watched = explained_memory_errors(
@@ -172,6 +176,17 @@ def train(
         saved = [Path(how.folder) / PLAN] if how is not None else []
         keep_measurement(plan, log.figures, asked.accumulate, [Path(plan_path), *saved])
     return outcome(log.figures, plan, asked.accumulate)
+
+
+def _verify_first(worker: Worker, plan_path: str, steps: int, seed: int, asked: RunOptions) -> None:
+    """Verify the plan in the processes that then train by it; rank 0 prints the result."""
+    plan, _ = load_job(plan_path)
+    if worker.rank == 0:
+        print(f"verification, then {outlook(plan, steps, asked.accumulate)}", flush=True)
+    compiled = asked.compiled
+    found = verify(worker, plan_path=plan_path, dtype="fp64", seed=seed, compiled=compiled)
+    report_verification(plan, found, prints=worker.rank == 0)
+    gc.collect()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ BFLOAT16_CAPABILITY = (8, 0)
 MAX_CPU_DEVICES = 8
 """Largest default number of processes, each a device, of a detected CPU."""
 
+BUSY = 1.5
+"""Load per core above which a machine does more than one run."""
+
 UNKNOWN_FABRIC = "ethernet-10g"
 """Name of the link assumed between hosts whose devices have no preset."""
 
@@ -83,6 +86,14 @@ def threads_per_device(num_devices: int) -> int:
     """Return the number of threads with which each of ``num_devices`` CPU processes should
     compute."""
     return max(1, usable_cores() // num_devices)
+
+
+def busy_text(before: str = "") -> str:
+    """Describe the load of this machine after ``before``; empty unless it is ``BUSY`` per core."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * cores:
+        return ""
+    return f"{before}predictions assume an idle machine; load {load:.0f} on {cores} cores"
 
 
 def available_memory_bytes() -> int:

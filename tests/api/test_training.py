@@ -63,6 +63,25 @@ def test_a_plan_trains_and_is_compared_with_its_prediction(plan_file: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_run_that_is_verified_first_has_the_losses_of_the_run_alone(plan_file: Path) -> None:
+    alone = command(plan_file.parent, "run", str(plan_file), "--steps", "3")
+    both = command(plan_file.parent, "run", str(plan_file), "--steps", "3", "--verify")
+    assert both.returncode == 0, both.stderr
+    steps = re.compile(r"^step +\d+  loss [\d.]+  grad_norm [\d.]+", re.M)
+    assert steps.findall(both.stdout) == steps.findall(alone.stdout) != []
+    words = ("verification, then 3 steps", "verified: ", "was verified against", "step    1")
+    places = [both.stdout.index(each) for each in words]
+    assert places == sorted(places)
+
+
+def test_verification_of_a_run_that_may_lose_hosts_is_refused(plan_file: Path) -> None:
+    hosts = ("--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1:29400", "--elastic")
+    done = command(plan_file.parent, "run", str(plan_file), "--verify", *hosts)
+    assert done.returncode == 2
+    assert "error[AP156]: --verify of a run with --elastic" in done.stderr
+
+
+@pytest.mark.slow
 def test_training_resumes_under_another_plan_as_if_it_had_not_stopped(
     plan_file: Path, tmp_path: Path
 ) -> None:
