@@ -21,7 +21,16 @@ PANELS = {
         "tokens",
     ),
     "Plan": ("parallel", "deny", "objective", "price", "time_limit", "output", "json"),
-    "Training": ("steps", "seed", "weights", "data", "clip_norm", "accumulate", "metrics", "verified"),
+    "Training": (
+        "steps",
+        "seed",
+        "weights",
+        "data",
+        "clip_norm",
+        "accumulate",
+        "metrics",
+        "verified",
+    ),
     "Checkpoints": ("save", "save_every", "keep", "resume", "max_restarts"),
     "Hosts": ("nnodes", "rdzv_endpoint", "trust"),
 }

@@ -60,10 +60,6 @@ def run(
         float, typer.Option("--timeout", min=0.1, help="seconds without progress that end the run")
     ] = 600.0,
     training: RunOptions,
-    verified: Annotated[
-        bool,
-        typer.Option("--verify", help="compare the plan with one device first, as verify"),
-    ] = False,
     trust: TrustOption = False,
     max_restarts: Annotated[
         int,

@@ -7,6 +7,7 @@ while there is work to do.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -47,6 +48,7 @@ class MemoryMeter:
         self._device = device
         self.is_accelerator = device.type != "cpu"
         self._process = psutil.Process()
+        _return_freed_memory()
         self._base_bytes = self._process.memory_info().rss
         self._peak_bytes = 0
 
@@ -63,6 +65,13 @@ class MemoryMeter:
         held = self._process.memory_info().rss - self._base_bytes
         self._peak_bytes = max(self._peak_bytes, held)
         return self._peak_bytes
+
+
+def _return_freed_memory() -> None:
+    """Have the C library, if it is glibc, return its freed memory to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Figures:

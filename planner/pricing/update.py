@@ -31,14 +31,14 @@ def update_kind(optimizer: str) -> str:
 
 
 def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
-    """Return the curve of step seconds over bytes of a parameter; None if it was not measured.
+    """Return the curve of step seconds over bytes of a parameter; None of fewer than two sizes.
 
     The model's own optimizer takes precedence over ``optimizer``.
     """
     for name in (profile.update, optimizer):
         kind = update_kind(name)
         found = [each for each in profile.transfers if (each.level, each.kind) == (LEVEL, kind)]
-        if found:
+        if len(found) > 1:  # one small size is all overhead, and says nothing of larger ones
             return transfer_curve(found)
     return None
 

@@ -31,7 +31,7 @@ from ...cost_model.profile.records import Measurement
 from ..messages.shared_objects import gather_values
 from ..update.optimizer import BuildOptimizer, build_with, default_optimizer, sum_of_all_squares
 from .blocks import median_of_ranks
-from .links import LinkTime, Meshes, agree, median_seconds
+from .links import LinkTime, Meshes, agree, ends_first, median_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def measure_updates(
     """
     meshes = Meshes(device)
     mesh = meshes.of(torch.arange(dist.get_world_size()).tolist())
-    for size in sorted(sizes):
+    for size in ends_first(sizes):
         if not agree(not until(), device):
             break
         count = max(1, min(MOST_TENSORS, TOTAL_BYTES // size))
