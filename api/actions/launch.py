@@ -94,7 +94,7 @@ def launch(
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files; scripts can be executed. Raises UsageError AP101 where that fails."""
+    """Write the files, scripts as executables. Raises UsageError AP101 if that fails."""
     with writing(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
