@@ -48,8 +48,7 @@ def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
 
 
 def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
-    """Collect findings of the cluster's ranks: of torchrun, or processes started on this
-    machine."""
+    """Collect findings from the ranks of the cluster: torchrun's, or processes started here."""
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
         "autoparallel.doctor.worker:examine",

@@ -141,8 +141,7 @@ def configured(
     layers: tuple[int, ...] | None,
     dispatcher: str,
 ) -> Configuration:
-    """Return the configuration that the options describe. Raises ``UsageError`` if they
-    conflict."""
+    """Return the configuration that the options describe. Raises ``UsageError`` for conflicts."""
     forced = options.forced
     if forced.servers is not None:
         raise UsageError(

@@ -62,8 +62,8 @@ def box(x: float, y: float, width: float, height: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """Return the smallest step of 1, 2 or 5 times a power of ten that fits ``span`` at most
-    ``most`` times.
+    """Return the smallest step 1, 2 or 5 times a power of ten that fits ``span`` up to ``most``
+    times.
 
     >>> round_step(3.2, 5), round_step(90, 5)
     (1.0, 20.0)
@@ -171,8 +171,7 @@ class CandidateChart:
 
 
 def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
-    """Chart candidates by time and memory, compared with the first. At least one must have both
-    figures."""
+    """Chart candidates by time and memory; at least one has both. The first is the reference."""
     best = entries[0].step_seconds
     points = [(e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds]
     points = [(step, held) for step, held in points if held]
@@ -280,8 +279,7 @@ def memory_chart(
     step_seconds: float,
     limit: int,
 ) -> MemoryChart:
-    """Chart the memory of a rank from the start of each action; ``events`` are the rank's
-    events."""
+    """Chart the memory of a rank over time; ``events`` are the rank's."""
     starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
     moments = [(starts[action], own) for action, own in held if action in starts]
     times = [time for time, _ in moments]

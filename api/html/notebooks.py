@@ -78,14 +78,12 @@ class ShownPlan(Plan):
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted tokens per second of the whole cluster (samples, for models without
-        sequences)."""
+        """Predicted tokens (samples, for models without sequences) per second."""
         return self.prediction.tokens_per_second
 
     @property
     def model_flops_utilization(self) -> float:
-        """Predicted fraction of the devices' peak FLOPS used by the model, without
-        recomputation."""
+        """Predicted fraction of peak FLOPS used by the model, recomputation not counted."""
         return self.prediction.model_flops_utilization
 
     @property
@@ -167,8 +165,7 @@ class Comparison:
         return compared_page(self.items)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return a row per item: seconds, bytes and shares, and relative differences from the first
-        item.
+        """Return a row per item: seconds, bytes, shares, and differences from the first item.
 
         Raises UsageError AP340 if pandas is not installed.
         """

@@ -1,8 +1,7 @@
 """Drawing of a step over time: compute, messages and waits of each pipeline rank.
 
-In: a timeline. Out: SVG shapes, one row of lanes per rank, and the same events as numbers. The
-page's script uses them to explain the event under the pointer: its kind, its time, and the reason
-for a wait.
+In: a timeline. Out: SVG shapes, one row of lanes per rank, and the same events as numbers, with
+which the page's script explains the event under the pointer: its kind, time, and reason for a wait.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def _draw_boxes(
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return SVG boxes by CSS class, and rows [start, length, kind, stage, micro-batch, lane,
+    """Return SVG boxes by CSS class; and [start, length, kind, stage, micro-batch, lane,
     hidden]."""
     paths: dict[str, list[str]] = {}
     table = []

@@ -327,7 +327,7 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return the names of parts that reach ``LEAST_SHARE`` of ``whole`` in any item, sorted by
+    """Return the names of parts that reach the least share of ``whole`` in any item, in
     ``order``."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole

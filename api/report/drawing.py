@@ -60,8 +60,7 @@ def timeline_of(plan: Plan) -> Timeline | None:
 
 
 def plan_costs(plan: Plan) -> StageCosts:
-    """Return the stages' costs from a plan. A stage's "receive" covers messages of both
-    directions."""
+    """Return the stages' costs from a plan; "receive" seconds cover messages both ways."""
 
     def each(name: str) -> list[float]:
         return [stage.prediction.seconds.get(name, 0.0) for stage in plan.stages]

@@ -138,8 +138,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def memory_unit(found: Sequence[Estimate]) -> str:
-    """Return the unit for all estimates: GiB if every fullest device has at least 10 GiB, else
-    MiB."""
+    """Return the unit for all estimates: GiB if each has a peak of at least 10 GiB, else MiB."""
     peaks = [each.plan.prediction.peak_memory_bytes for each in found if each.plan is not None]
     return "GiB" if min(peaks, default=0) >= 10 * UNITS["GiB"] else "MiB"
 

@@ -72,8 +72,7 @@ def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> 
 
 
 def loss_text(plan: Plan, other: Plan) -> str:
-    """Describe in a sentence the seconds and bytes that another plan takes more or less, by
-    purpose."""
+    """Describe the seconds and bytes that another plan takes more or less, by purpose."""
     own, step = terms(plan), plan.prediction.step_seconds
     theirs = terms(other)
     change = other.prediction.step_seconds / step - 1

@@ -55,7 +55,7 @@ from autoparallel.report.tables import (
 DRAWING_MARGIN = 12
 MAX_WIDTH = 120
 SHORT_STAGES, SHORT_RANKS = 4, 4
-"""Stages, and ranks of the drawing, on one screen."""
+"""Number of stages, and of ranks in the drawing, in the short report."""
 MOST_RANKS = 16
 SHORT_SHARE = 0.005
 """Share of the step below which parts are merged into one row."""
@@ -97,8 +97,7 @@ def print_report(
     notes: Sequence[str] = (),
     timeline: Timeline | None = None,
 ) -> None:
-    """Print the report of a plan: its configuration, stages, memory, time, confidence and
-    alternatives.
+    """Print the report of a plan.
 
     ``next_steps`` are commands with their purposes; ``measured`` describes a run's measurement;
     ``notes`` are printed under the headline. ``timeline`` replaces the one simulated from the plan.

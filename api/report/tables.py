@@ -30,7 +30,7 @@ SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
 
 STAGE_TITLES = ("", "blocks", "ranks", "mesh", "ZeRO", "forward", "backward", "memory")
 BLOCKS, ZERO, FIRST_FIGURE = 1, 4, 4
-"""Indices of columns."""
+"""Indices of columns in ``STAGE_TITLES``; right-aligned columns begin at ``FIRST_FIGURE``."""
 
 
 def stages(plan: Plan, *, limit: int) -> RenderableType:
