@@ -202,8 +202,7 @@ def _example_text(example: Example) -> tuple[str, ...]:
 
 
 def user_sources() -> str:
-    """Return a hash of the sources of all loaded modules outside libraries and installed
-    packages."""
+    """Return a hash of the sources of all loaded modules that are not of installed packages."""
     made = hashlib.sha256()
     for file in sorted(_user_files()):
         try:

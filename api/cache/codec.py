@@ -52,8 +52,7 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class NamedType:
-    """Type whose values have names: ``name`` returns a value's name, ``find`` its value or
-    raises."""
+    """Type whose values have names: ``name`` returns the name, ``find`` the value, or raises."""
 
     type: type
     name: Callable[[Any], str]
@@ -131,8 +130,7 @@ class _Writer:
         self.held: list[Any] = []
 
     def form(self, value: Any) -> Any:
-        """Return a value as JSON data: plain values unchanged, tuples as lists, others as ``{kind:
-        …}``."""
+        """Return a value as JSON data: plain as it is, tuples as lists, others as ``{kind: …}``."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -211,8 +209,7 @@ def _constructors(classes: Sequence[type]) -> list[Callable[..., Any]]:
 
 
 def _constructor(owner: type) -> Callable[..., Any]:
-    """Return a function that constructs a class from its fields in order, keyword-only fields
-    too."""
+    """Return a function that constructs a class from its fields in order."""
     if is_dataclass(owner) and any(each.kw_only for each in fields(owner)):
         names = _fields_of(owner)
         return lambda *parts: owner(**dict(zip(names, parts, strict=True)))

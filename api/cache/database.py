@@ -78,8 +78,8 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
     """Return measurements for the devices of ``cluster``, the user's or shipped; None if none
     exist.
 
-    Raises UsageError AP171 if the given ``database`` does not exist, and AP172 if a database cannot
-    be read.
+    Raises UsageError AP171 if the given ``database`` is missing, AP172 if a database cannot be
+    read.
     """
     if mode == "analytic":
         return None
@@ -135,8 +135,7 @@ def find_file(path: Path) -> Path:
 
 
 def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
-    """Count the ops and transfers of each environment in a database. Raises UsageError AP171,
-    AP172."""
+    """Count ops and transfers in a database by environment. Raises UsageError AP171, AP172."""
     with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         return [
             (where, len(opened.all(where)), len(opened.all_transfers(where)))

@@ -303,8 +303,7 @@ def read_contents() -> CacheContents:
 
 
 def clear_cache() -> int:
-    """Remove the user's cache and return its size in bytes. Raises MachineError AP710 if that
-    fails."""
+    """Remove the user's cache; return its size in bytes. Raises MachineError AP710 on failure."""
     try:
         return clear(cache_file())
     except OSError as error:

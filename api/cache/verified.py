@@ -1,7 +1,6 @@
 """Record of plans that were verified on this machine, reported when a run begins.
 
-In: a plan. Out: a marker file in the user's cache folder, named by a hash of the plan's
-computation.
+In: a plan. Out: a marker file in the user's cache folder, named by a hash of the computation.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SUPPORTED_TORCH = ((2, 11), (2, 16))
-"""First supported release, and the first later release that is unsupported. Source:
-pyproject.toml."""
+"""First supported release, and the first unsupported release after it. Source: pyproject.toml."""
 
 SUPPORTED_EXTRAS: Mapping[str, tuple[tuple[int, ...], str]] = {
     "transformers": ((5, 0), "an hf: target"),
@@ -80,8 +79,7 @@ under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault of an environment variable, if set to one of ``values`` (in capitals; () for any
-    value)."""
+    """Fault of an environment variable if it has one of ``values`` (in capitals; () for any)."""
 
     why: str
     values: tuple[str, ...] = ()

@@ -39,9 +39,9 @@ RANDOM_BATCH = 10
 class Placement:
     """Result of a placer.
 
-    ``pipelines`` has the best known pipeline for every number of stages, the best first; it is
-    empty if no pipeline can be run. ``num_distinct`` of the ``num_evaluations`` priced pipelines
-    were distinct.
+    ``pipelines`` has the best known pipeline for each number of stages, the best first; it is empty
+    if no pipeline can run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were
+    distinct.
     """
 
     method: Method

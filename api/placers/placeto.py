@@ -113,9 +113,8 @@ class _Policy:
         return found
 
     def borders(self, stages: Stages) -> Floats:
-        """Return four costs by block: of the stage before and of its own, if their border were
-        after or at the block; and of its own and of the next stage, if their border were at the
-        block."""
+        """Return four costs per block: of the stage before and its own stage if their border moves
+        to the block, and of its own and the next stage if their border moves there."""
         space = self.space
         keys = [
             (len(stages) - i, stage.first_device, stage.num_devices)
@@ -134,7 +133,7 @@ class _Policy:
         return found
 
     def view(self, x: Floats, embeddings: Floats, block: int) -> Floats:
-        """Return the block's embedding, the means of the blocks before and after it, its
+        """Return the block's embedding, the mean embeddings before and after it, and its
         features."""
         before, after = embeddings[:, :block], embeddings[:, block + 1 :]
         return np.concatenate(

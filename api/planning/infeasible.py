@@ -150,8 +150,7 @@ def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
-    """Yield the request without one of its restrictions, each described, the mildest change
-    first."""
+    """Yield the request without each of its restrictions, described, the mildest change first."""
     forced = request.forced
     plain = replace(request, microbatch_size=None)
 
@@ -197,8 +196,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
 def _more_microbatches(
     cluster: Cluster, request: Request, runs: RepeatedSearch, mixing: str
 ) -> list[str]:
-    """Return a line for the fewest micro-batches that give a plan; their number is doubled each
-    time."""
+    """Return a line for the first number of micro-batches, doubled each time, that gives a plan."""
     forced = request.forced
     if forced.num_microbatches is not None or request.microbatch_size is not None:
         return []

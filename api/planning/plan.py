@@ -1,8 +1,7 @@
 """Planning of a captured program: prices, request, search.
 
-``profiling.measured_plan.make_plan`` plans a target: it captures, measures, and then searches by
-this file. Targets and options that parameter servers cannot run are planned without them, or raise
-an error.
+``profiling.measured_plan.make_plan`` plans a target: it captures, measures, and then uses this
+file. If parameter servers cannot run a target or its options, plans have none, or an error says so.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ LATE_SECONDS = 5.0
 
 
 class LostError(Exception):
-    """Error of a process that ended, failed, or did not answer in time; caught inside the
-    search."""
+    """Error of a process that ended, failed, or was late; caught inside the search."""
 
 
 @dataclass
@@ -87,8 +86,7 @@ class Beside:
 
 
 def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
-    """Answer calls until the other end is closed; Ctrl-C is ignored, since the other end handles
-    it."""
+    """Answer calls until the other end is closed; Ctrl-C is left to the other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with suppress(EOFError, OSError):  # the other end is closed, or its process gone
@@ -120,8 +118,7 @@ class SearchProcesses:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Return ``function(context, sizes, *args)`` of each part, and ``first(sizes)`` of the
-        first."""
+        """Return ``function(context, sizes, *args)`` per part; for the first ``first(sizes)``."""
         *own, last = self.parts
         try:
             if self.beside is not None:

@@ -28,8 +28,7 @@ WORDS = {"conv": "convolutions", "matmul": "matmuls"}
 
 
 def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
-    """Return the cluster with the products that compute in TF32; ``choice`` None is torch's
-    setting.
+    """Return the cluster with the products in TF32 that ``choice`` names; None: as torch is set.
 
     Raises UsageError AP129 for "all" if no device supports TF32.
     """
