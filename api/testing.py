@@ -32,8 +32,7 @@ LAYOUTS_ON_TWO_AXES = 16
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of ``check_op``: the tested layouts, and the dimensions that at least one of them
-    shards."""
+    """Result of ``check_op``: the tested layouts, and all dimensions that they shard."""
 
     op: str
     layouts: tuple[str, ...]
@@ -127,7 +126,7 @@ class _Case:
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     def graph(self) -> Graph:
-        """Return a graph of the op on inputs that are results of ops, so that every layout is
+        """Return a graph of the op whose inputs are results of ops, so that every layout is
         offered."""
         nodes: list[Node] = []
         for index, tensor in enumerate(self.tensors):

@@ -156,7 +156,7 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
 @contextmanager
 def _report_action(what: str) -> Iterator[None]:
-    """Tell the script's watchdog that the action ``what`` runs inside the context."""
+    """Report an action to the script's watchdog while it runs inside the context."""
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress
     tell(what)

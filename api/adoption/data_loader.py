@@ -38,8 +38,8 @@ def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
     ``model`` comes from ``parallelize`` and is planned now if it has no plan yet; None takes the
     only model of the process that has a plan. Pass the batches to ``Step`` or the model unchanged;
     a rank whose stages read no inputs gets empty batches. From an IterableDataset every rank reads
-    all samples and keeps its own. Collective over all ranks. Outside torchrun the batches are those
-    of ``dataloader``; the loader only adds a position, which checkpoints can save.
+    all samples and keeps its own. Collective over all ranks. Outside torchrun the loader yields the
+    batches of ``dataloader`` unchanged, and only adds a position, which checkpoints can save.
 
     Raises UsageError AP832 for a DistributedSampler, AP833 for an object that is no DataLoader of
     global batches, AP834 if ``model`` is missing.

@@ -166,7 +166,7 @@ class ParallelModule(nn.Module):
         _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; hooks of the script are left out in plain use (``leaves_own_hooks``).
+        """Call the model, without the script's hooks if ``leaves_own_hooks`` says so.
 
         Torch's hooks that compute a weight before each forward are part of the model, and still
         run.

@@ -92,9 +92,9 @@ class ParallelState:
 
     @property
     def leaves_own_hooks(self) -> bool:
-        """Return whether a call of the model must skip the hooks and ``__call__`` of the script.
+        """Return whether a call of the model must skip the script's hooks and ``__call__``.
 
-        Around the program they run once already; it was captured without them.
+        They run around the captured program, so the capture must not contain them.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 

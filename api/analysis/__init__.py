@@ -1,1 +1,1 @@
-"""Analyses of a plan: comparison, cost estimate, explanation, what-if, pricing from the model."""
+"""Analyses of a plan: comparison, cost estimate, explanation, what-if, repricing."""

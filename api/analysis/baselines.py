@@ -54,7 +54,7 @@ states (parameters, gradients, optimizer states), times this factor, exceeds its
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Fastest fitting configuration of one kind; if none fits, the one that needs least memory.
+    """Fastest fitting configuration of one kind; if none fits, the configuration of least memory.
 
     ``configuration`` is "" if none could be priced; ``reason`` then says why. ``num_priced`` counts
     the priced configurations; ``is_cut_short`` means that the time limit skipped some.

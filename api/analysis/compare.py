@@ -66,8 +66,8 @@ def load_items(
     """Load the items that ``words`` name. Raises UsageError:
 
     AP353: a word is neither a file nor a baseline. AP354: a baseline is given without a plan.
-    AP355: a metrics file has no steps. AP356: fewer than two words. AP155: baselines are asked for,
-    but the plan's code is not trusted.
+    AP355: a metrics file has no steps. AP356: fewer than two words. AP155: a baseline is given, but
+    the plan's code is not trusted.
     """
     if len(words) < 2:
         raise UsageError(

@@ -145,7 +145,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
 def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
     """Yield clusters of a device by size: parts of a host, then whole hosts, as in ``counts``.
 
-    For a shorthand such as ``4xH100`` the only cluster is the one that it names.
+    A shorthand (``4xH100``) gives only the cluster that it names.
 
     >>> [cluster.name for cluster in clusters_of("T4", 24)][5:]
     ['6xT4', '7xT4', '8xT4', '2x8xT4', '3x8xT4']
@@ -163,7 +163,7 @@ def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
 def counts(most: int) -> Iterator[int]:
     """Yield round numbers up to ``most``: 1 to 8, then 4, 5, 6 and 7 times each power of two.
 
-    Batches and models often divide by them, and each is at most a quarter above the one before.
+    Batches and models often divide by them, and each is at most a quarter above its predecessor.
 
     >>> list(counts(33))
     [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]

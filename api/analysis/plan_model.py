@@ -86,7 +86,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PlanModel:
-    """Plan with its model. ``options`` are those of planning, as far as the plan records them."""
+    """Plan with its model. ``options`` are the options of planning, as far as the plan has them."""
 
     plan: Plan
     target: Target
@@ -199,7 +199,7 @@ class PlanModel:
         return self.best_configuration(configurations(self.plan, degrees))[1]
 
     def best_configuration(self, candidates: Iterable[Configuration]) -> tuple[Configuration, Plan]:
-        """Return the fastest fitting configuration, or that of least memory, and its plan.
+        """Return the fastest fitting configuration (else the one with least memory) and its plan.
 
         Raises UsageError as ``configured`` does.
         """

@@ -39,7 +39,7 @@ def default_database(
 
 
 def database_path(text: str | None) -> Path:
-    """Return the path that ``--database`` gives, or that of the user's database."""
+    """Return the path that ``--database`` gives, or the path of the user's database."""
     return default_database() if text is None else Path(text)
 
 

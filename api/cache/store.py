@@ -191,7 +191,7 @@ def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
 
 
 def clear(path: Path) -> int:
-    """Remove the file and return its size in bytes. Raises ``OSError``."""
+    """Remove the cache file and return its size in bytes. Raises ``OSError``."""
     size = path.stat().st_size if path.exists() else 0
     path.unlink(missing_ok=True)
     return size

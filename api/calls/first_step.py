@@ -51,8 +51,8 @@ def compare_first_step(
 
     ``run`` runs a step by the plan and returns the loss; ``form`` returns the form of its call;
     inside ``as_plain()`` a call of the model runs its own forward. ``done`` is called after the
-    comparison. If ``asked`` is None, the step is compared only if it takes one device at most 10 s.
-    Collective.
+    comparison. ``asked`` None compares only a step that takes one device at most 10 s. Collective
+    over all ranks.
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"

@@ -93,7 +93,7 @@ class LiveCaptures:
     """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
-        """Trace the planned program."""
+        """Trace the planned program, so that later traces can be compared with it."""
         self._trainer, self._state, self._sources = trainer, state, sources
         self.loss_fn = sources.loss_fn
         self._kept: dict[_Call, list[_Capture]] = defaultdict(list)
@@ -315,7 +315,7 @@ class LiveCaptures:
         """Add a capture to the trainer; return None if the plan does not fit it. Collective.
 
         A capture that differs only in numbers keeps the planned blocks, although its layers differ.
-        Blocks whose parameters differ from the planned ones are re-cut along the planned
+        Blocks with other parameters than planned are cut again, into blocks with the planned
         parameters.
         """
         planned, program = self._trainer.program, live.program

@@ -28,7 +28,7 @@ class Form(NamedTuple):
     fixed: tuple[tuple[LeafPath, type, SIMPLE], ...] = ()
 
     def text(self) -> str:
-        """Return the differences as Python code."""
+        """Describe the differences of the call from the example batch."""
         fixed = [f"{path_text(path)}={value!r}" for path, _, value in self.fixed]
         return ", ".join([*fixed, *sorted(f"a gradient of {path_text(p)}" for p in self.wanted)])
 

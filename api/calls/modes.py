@@ -60,8 +60,8 @@ def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
 
 
 def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:
-    """Warn on rank 0 if each rank draws the initial values of its own shards, which differ from one
-    device's, unless the user asked for it."""
+    """Warn on rank 0 if each rank draws the initial values of its own shards, which differ from the
+    values drawn on one device, unless the user requested it."""
     own = int(os.environ.get("RANK", "0")) if rank is None else rank
     if asked == "auto" and deferred.init == "sharded" and own == 0:
         sys.stderr.write(

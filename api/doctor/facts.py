@@ -81,11 +81,11 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a host. ``architectures`` are torch's kernels (``sm_90``), ``capabilities`` those of
-    the GPUs; ``peers`` are pairs of GPUs without direct access. ``addresses`` belong to the host
-    name; ``limit_bytes`` is the container's memory limit, 0 for none. ``infiniband`` has name and
-    state of each port; ``machine`` is the processor type (``x86_64``); ``triton`` is the version
-    that torch requires, "" for none."""
+    """Facts of a host. ``architectures`` lists torch's kernels (``sm_90``), ``capabilities`` the
+    compute capabilities of the GPUs; ``peers`` are pairs of GPUs without direct access.
+    ``addresses`` belong to the host name; ``limit_bytes`` is the container's memory limit, 0 for
+    none. ``infiniband`` has name and state of each port; ``machine`` is the processor type
+    (``x86_64``); ``triton`` is the version that torch requires, "" for none."""
 
     host: str
     kernel: str

@@ -110,8 +110,9 @@ HURTFUL_VARIABLES: Mapping[str, Fault] = {
     "MALLOC_CHECK_": Fault("every allocation is checked", ("1", "2", "3")),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": Fault("every tensor is allocated by the driver", _ON),
 }
-"""Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_, the pages
-distributed, torch_nccl_environment_variables and cuda_environment_variables of
+"""Environment variables that make runs slow or hang. Sources:
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_, the pages distributed,
+torch_nccl_environment_variables and cuda_environment_variables of
 https://docs.pytorch.org/docs/stable/ for TORCH_, PYTORCH_ and CUDA_LAUNCH_BLOCKING,
 pytorch/torchtitan issue 1147 and verl-project/verl pull request 6976 for
 CUDA_DEVICE_MAX_CONNECTIONS, pytorch/pytorch issue 153960 and pull request 154055 for

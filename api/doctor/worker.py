@@ -37,7 +37,7 @@ def examine(
 
 
 def join_findings(hosts: Mapping[str, tuple[Finding, ...]]) -> list[Finding]:
-    """Merge the findings of several hosts; those not found on all hosts name their hosts.
+    """Merge the findings of several hosts; a finding not shared by all hosts names its hosts.
 
     >>> fine, bad = Finding("OK", "torch", "2.13.0"), Finding("WARN", "network", "eth1 is slow")
     >>> [each.what for each in join_findings({"a": (fine,), "b": (fine, bad)})]

@@ -40,8 +40,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def write_model_files(folder: Path, target: Target, dtype: str) -> None:
-    """Write the configuration that was trained, with the dtype of the weights, and the
-    tokenizer."""
+    """Write the trained configuration, with the dtype of the weights, and the tokenizer."""
     config = target_config(target)
     config.dtype = dtype
     config.save_pretrained(folder)

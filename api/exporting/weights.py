@@ -55,8 +55,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Weights, and if known the target that was trained, its model on ``meta``, and its
-    adapters."""
+    """Weights, and if known their target, its model on ``meta``, and its adapters."""
 
     files: WeightFiles
     target: Target | None = None

@@ -217,7 +217,7 @@ def _scales(points: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, S
 
 
 def _labels(candidates: Sequence[Candidate]) -> list[Label]:
-    """Return labels beside their points, without those for which there is no room."""
+    """Return labels beside their points; a label without room is left out."""
     points = [(float(each.x), float(each.y)) for each in candidates if each.x]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     found = []

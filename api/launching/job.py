@@ -104,8 +104,7 @@ def job_of(
 
 
 def check_lines(texts: Mapping[str, str | None]) -> None:
-    """Raise UsageError AP382 for a text with line breaks or control characters; keys are
-    options."""
+    """Raise UsageError AP382 for a text, keyed by its option, that is not a printable line."""
     for option, text in texts.items():
         if text is not None and not text.isprintable():
             raise UsageError(

@@ -24,15 +24,13 @@ FILES = "/autoparallel"
 MOST_BYTES = 1 << 20
 """Size limit of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 LONGEST_NAME = 52
-"""Length limit of a job's name, so that a pod's name with its number is a DNS label (63
-letters)."""
+"""Length limit of a job's name: a pod's name with its number must be a DNS label (63 letters)."""
 
 
 def kubernetes_files(
     job: LaunchJob, plan_text: str, *, image: str | None, claim: str | None, workdir: str
 ) -> Mapping[str, str]:
-    """Return the manifest by file name. ``claim`` is a PersistentVolumeClaim mounted at
-    ``workdir``.
+    """Return the manifest by file name. ``claim`` is a PersistentVolumeClaim for ``workdir``.
 
     Raises UsageError AP376 without an image, AP377 if the hosts differ or the plan is too large,
     and AP378 for a name that Kubernetes does not accept.
@@ -77,8 +75,7 @@ def _metadata(job: LaunchJob) -> Table:
 
 
 def _service(job: LaunchJob) -> Table:
-    """Return the Service, which names pods even before they are ready, since they wait for each
-    other."""
+    """Return the Service, which names pods before they are ready, as they wait for each other."""
     spec = {
         "clusterIP": "None",
         "selector": {"job-name": job.name},

@@ -1,1 +1,1 @@
-"""Options of a user: declaration, parsing, checks, and surroundings such as hosts and terminals."""
+"""Options of a user: declaration, parsing, checks; output streams, progress and formatting."""

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 THRESHOLDS = (5_000_000, 20, 100)
 """Garbage collection thresholds of the three generations, as for ``gc.set_threshold``.
 
-So many new objects take some hundred megabytes. In planning GPT-39B on 64 GPUs, with a fiftieth of
-it all collections took 1.3 s of 29 s; without any collection the search holds 2 % more memory.
+The first number of new objects takes some hundred megabytes. In planning GPT-39B on 64 GPUs, with a
+fiftieth of it all collections took 1.3 s of 29 s; without any, the search holds 2 % more memory.
 """
 
 

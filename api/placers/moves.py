@@ -5,7 +5,7 @@ result is no pipeline of the space:
 
     0            the block stays
     1, 2         it joins the stage before or after its own, with the blocks in between
-    3 + i        a stage begins with it; what came before it keeps size i of its devices
+    3 + i        a stage begins with it; the blocks before it keep size i of the stage's devices
     3 + m + i    its stage takes size i of the devices of its own and the stage after (of the
                  stage before, if it is the last)
 

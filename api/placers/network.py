@@ -148,7 +148,7 @@ class MessagePassing:
         )
 
     def forward(self, x: Floats) -> list[Floats]:
-        """Return h of every round; the last are the embeddings."""
+        """Return h after every round; the last h are the embeddings."""
         layers = [np.tanh(x @ self.parameters[0])]
         for w in self.parameters[1:]:
             layers.append(np.tanh(self._messages(layers[-1]) @ w))

@@ -113,8 +113,8 @@ class _Policy:
         return found
 
     def borders(self, stages: Stages) -> Floats:
-        """Return four costs per block: of the stage before and its own stage if their border moves
-        to the block, and of its own and the next stage if their border moves there."""
+        """Return four costs per block: of the stage before and of its own if their border moves
+        behind the block, and of its own and of the next if their border moves before the block."""
         space = self.space
         keys = [
             (len(stages) - i, stage.first_device, stage.num_devices)

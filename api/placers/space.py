@@ -73,7 +73,7 @@ class Space:
     def begins(self, left: int, first: int, start: int) -> Floats:
         """Return N of the stages that may begin at block ``start``, by size.
 
-        The scale is that of ``ways`` for the stage before.
+        The scale is the same as in ``ways`` for the stage before.
         """
         key = (left, first, start)
         if key not in self._begins:

@@ -90,9 +90,9 @@ def capture_rows(
 ) -> Program:
     """Capture a target's model as a graph, with few rows if it can be rescaled to any number.
 
-    Numbers that the model computes from the number of rows are those of the global batch. If it
-    cannot be rescaled (rows interact before the loss, as in a contrastive loss, or few rows take
-    another code path), it is captured with all rows of the global batch, which then is a single
+    Numbers that the model computes from the number of rows are computed for the global batch. A
+    model that cannot be rescaled (rows interact before the loss, as in a contrastive loss, or few
+    rows take another code path) is captured with all rows of the global batch, which is then one
     micro-batch.
     """
     batch, all_rows = example_batches(target, global_batch, seq)

@@ -16,8 +16,8 @@ LINE_SECONDS = 10.0
 
 @dataclass
 class Shown:
-    """State of the display. ``expect`` begins a round of measurements, ``advance`` ends a
-    measurement."""
+    """State of the display. ``expect`` begins a round of measurements; ``advance`` ends one of
+    them."""
 
     budget_seconds: float
     bar: Progress | None = None

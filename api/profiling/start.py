@@ -1,4 +1,4 @@
-"""Start of the processes of ``autoparallel profile``: one per device here, or those of torchrun."""
+"""Start of the processes of ``autoparallel profile``: one per device, here or by torchrun."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def profile(
 ) -> dict[str, Any]:
     """Measure on this machine the times that planning ``target`` needs, within ``budget`` seconds.
 
-    As ``autoparallel profile``: ``settings`` are texts as for ``--set``, ``options`` are options of
-    ``plan`` (``global_batch``, ``precision``, ...). The measurements are stored in the database,
-    where planning finds them; a summary is returned. In a notebook a bar shows the seconds.
+    The Python form of ``autoparallel profile``: ``settings`` are texts of ``--set``, ``options``
+    those of ``plan`` (``global_batch``, ``precision``, ...). The measurements are stored in the
+    database, where planning finds them; a summary is returned. In a notebook a bar shows the
+    seconds.
 
     Raises UsageError AP141 for an unknown option, and the errors of loading and measuring.
     """
@@ -95,8 +96,7 @@ def start_profiling(
 
 
 def _own_processes(cluster: str) -> str:
-    """Return ``cluster``; for ``local`` under torchrun on CPUs the processes that torchrun
-    started."""
+    """Return ``cluster``; for ``local`` under torchrun on CPUs, torchrun's processes."""
     if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
         return f"cpu:{os.environ['WORLD_SIZE']}"
     return cluster

@@ -8,8 +8,8 @@ nothing is missing or the seconds are used up.
 
 ``PlanWork`` is the list for planning on this machine: the blocks of the best plan measured as a
 whole at the rows of a rank, its collectives and messages, and the optimizer's step, if missing in
-the database; the largest part of the predicted step first. Times of unmeasured blocks are scaled
-like the measured ones (``planner.pricing.whole_block``). ``autoparallel profile`` has another list
+the database; the largest part of the predicted step first. Times of unmeasured blocks are scaled by
+the measured blocks (``planner.pricing.whole_block``). ``autoparallel profile`` has another list
 (``worker``) with all times that a search needs.
 """
 

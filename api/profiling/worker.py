@@ -229,8 +229,8 @@ class SearchWork(WorkList):
                 yield replace(link, links=replace(links, num_bytes=sizes))
 
     def _usual(self) -> Iterator[Transfers]:
-        """Yield every kind of collective in a whole host, in one rank per host, and in all
-        ranks."""
+        """Yield all kinds of collectives in a host, across hosts, and over all ranks; and
+        messages."""
         sizes = [host.num_devices for host in self.cluster.hosts]
         total, first = sum(sizes), sizes[0]
         starts = [sum(sizes[:index]) for index in range(len(sizes))]

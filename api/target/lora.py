@@ -105,7 +105,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def target_paths(model: nn.Module, lora: Lora) -> tuple[str, ...]:
-    """Return the paths of the layers to adapt. Raises UsageError AP867 if there are none."""
+    """Return the paths of the layers to adapt. Raises UsageError AP867 if the model has none."""
     layers = {path: module for path, module in model.named_modules() if _is_linear(module)}
     last_names = {path: path.rpartition(".")[2] for path in layers}
     if lora.targets == (ALL_LINEAR,):

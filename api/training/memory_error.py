@@ -23,8 +23,8 @@ STATES = {
     "optimizer states": ("optimizer",),
     "buffers": ("buffers",),
 }
-"""Categories of persistent tensors, each with its categories in a plan, which are also those of
-``runtime.profile.memory_counter.held_by``. All other bytes count as ``OTHER``."""
+"""Categories of persistent tensors in ``runtime.profile.memory_counter.held_by`` and in a plan, by
+the names shown. All other bytes count as ``OTHER``."""
 OTHER = "activations and the rest"
 LESS = 0.9
 """Factor from the predicted or available bytes to the suggested limit: a tenth less, because the

@@ -97,10 +97,10 @@ def train(
     """Train by the plan at ``plan_path``; rank 0 prints each step and a summary.
 
     ``saving`` has the fields of ``Saving``. ``resume`` is a checkpoint, or a folder whose newest
-    one is loaded; data then continues from its position and seed, and no initial weights are drawn.
-    ``sources`` has the fields of ``Sources`` (initial weights, initialization, text data),
-    ``options`` those of ``RunOptions``. Returns the measured and predicted seconds and bytes, and
-    the losses.
+    checkpoint is loaded; data then continues from its position and seed, and no initial weights are
+    drawn. ``sources`` has the fields of ``Sources`` (initial weights, initialization, text data),
+    ``options`` the fields of ``RunOptions``. Returns the measured and predicted seconds and bytes,
+    and the losses.
     """
     asked = RunOptions(**(options or {}))
     how = Saving(**saving) if saving is not None else None
@@ -400,8 +400,8 @@ def make_trainer(
 ) -> tuple[RankTrainer, MemoryMeter]:
     """Make the trainer of this rank, and a meter of its memory from now on. Collective.
 
-    ``start`` gives the model's initial weights; None takes those of its build. With ``is_given``
-    the parameters are left unset, for the caller to load.
+    ``start`` returns the model's initial weights; without it, its build draws them. With
+    ``is_given`` the parameters are left unset, for the caller to load.
     """
     tell = worker.watchdog.progress
     tell("capturing the model")
