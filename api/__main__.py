@@ -95,7 +95,7 @@ def main() -> None:
     """Run the command line of this process and exit with its code."""
     _open_streams()
     code = run_command(sys.argv[1:])
-    gc.freeze()  # or the collector takes apart at the exit what a search has made
+    gc.freeze()  # else the collector scans all objects of a search at exit
     sys.exit(code)
 
 

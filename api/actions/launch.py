@@ -57,7 +57,7 @@ def launch(
     )
     if workdir is not None:
         job = replace(job, workdir=workdir)
-    elif not k8s:  # the run starts in this folder, and would only say so on the hosts
+    elif not k8s:  # the run starts in this folder, and would report it only on the hosts
         check_trusted(
             loaded,
             folder / PLAN_FILE,

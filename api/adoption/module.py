@@ -65,11 +65,12 @@ class ParallelModule(nn.Module):
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> Trainer:
-        """Plan, unless ``plan`` is given, and become this rank's shards. Collective; returns the
-        trainer.
+        """Plan if needed, replace the weights by this rank's shards; return the trainer.
+        Collective.
 
         From then on a watchdog observes the process: see ``runtime.launch.watched_script``. Raises
-        UsageError AP145 if the model has a plan and gets another plan, a loss or buckets.
+        UsageError AP145 if the model has a plan already and ``plan``, ``loss_fn`` or ``buckets`` is
+        given.
         """
         adopted = _state_of(self)
         with as_launched():
@@ -236,7 +237,7 @@ def make_parallel(
     first of them is planned instead.
     """
     original = type(model)
-    # A script may have put a forward of its own into the object: the class's would not be called.
+    # A script may have assigned a forward to the object, which hides the forward of the class.
     main = "forward" if has_forward(original) or not methods else methods[0]
     forward = model.__dict__.pop("forward", None) or getattr(original, main).__get__(model)
     model.__class__ = cls or parallel_class(original, methods=methods)

@@ -173,7 +173,8 @@ class ParallelState:
         )
 
     def _capture_now(self, rows: int) -> int:
-        """Return the index of the capture for a batch of ``rows``, of the model as it is now."""
+        """Return the index of the capture that computes ``rows`` rows with the present model
+        code."""
         self._guard.check()
         return self._following(rows, self._form)
 

@@ -200,7 +200,7 @@ def has_lora(target: Target) -> bool:
 def _mapped(
     search: _Search, tasks: Sequence[tuple[str, Method]], processes: int
 ) -> Iterator[Estimate]:
-    """Yield the estimates of ``tasks`` in order, computed in forked processes if several."""
+    """Yield the estimates of ``tasks`` in order, by ``processes`` forked processes if over 1."""
     if processes < 2 or len(tasks) < 2 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(search, tasks)
         return

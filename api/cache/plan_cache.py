@@ -198,7 +198,7 @@ def _is_code(file: Path) -> bool:
 
 
 def code_version() -> str:
-    """Describe the versions that values depend on; equal for equal code."""
+    """Describe the versions that cached values depend on; equal for equal code."""
     own = [f"autoparallel {code_digest()}", f"torch {metadata.version('torch')}"]
     own += [f"{name} {_version(name)}" for name in LIBRARIES]
     return ", ".join([*own, f"python {platform.python_version()}"])

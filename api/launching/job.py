@@ -104,7 +104,7 @@ def job_of(
 
 
 def check_lines(texts: Mapping[str, str | None]) -> None:
-    """Raise UsageError AP382 for a text, keyed by its option, that is not a printable line."""
+    """Raise UsageError AP382 for a text that is not one printable line; keys are option names."""
     for option, text in texts.items():
         if text is not None and not text.isprintable():
             raise UsageError(

@@ -32,6 +32,6 @@ def rare_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # or the next new object has all of these looked at
+        gc.freeze()  # else the next allocation triggers a scan of all these objects
         gc.set_threshold(*before)
-        gc.unfreeze()  # they are old ones now
+        gc.unfreeze()  # they are in the oldest generation now

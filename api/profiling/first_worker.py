@@ -56,7 +56,7 @@ def start_measuring(
                 num_processes=number,
             )
     except (InfeasibleError, TimeLimitError):
-        return  # planning says so
+        return  # planning reports the same error
     except AutoparallelError as error:
         print(f"autoparallel: planned without measuring, which failed: {error}", file=sys.stderr)
 

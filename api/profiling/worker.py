@@ -94,7 +94,7 @@ def profile(
         if worker.rank == 0:
             shown = stack.enter_context(shown_progress(budget, quiet=quiet))
             with explain_errors(Path(database)), Database(database):
-                pass  # a file that cannot be written is told before anything is measured
+                pass  # an unwritable file is reported before anything is measured
             chosen = options_from_json(options)
             tell("capturing the model")
             work = SearchWork(

@@ -65,13 +65,13 @@ OF_RUNS: Mapping[Figure, Callable[[MeasuredRun], Value]] = {
     THROUGHPUT: lambda run: run.throughput,
     MEMORY: lambda run: run.memory_bytes,
 }
-"""Figures that a run measures; memory is of rank 0."""
+"""Figures of a run's metrics, with functions that read them; memory is of rank 0."""
 
 MEASURED: Mapping[Figure, Callable[[Measurement], float]] = {
     STEP: lambda measured: measured.step_seconds / measured.num_batches,
     MEMORY: lambda measured: measured.memory_bytes,
 }
-"""Figures in the measurement beside a plan."""
+"""Figures that a run measured, as stored beside its plan, with functions that read them."""
 
 OF_PLANS = (UTILIZATION, BUBBLE)
 
@@ -327,7 +327,7 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return the names of parts that reach the least share of ``whole`` in any item, in
+    """Return the parts that are at least ``LEAST_SHARE`` of ``whole`` in any item, sorted by
     ``order``."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole

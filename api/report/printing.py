@@ -1,4 +1,4 @@
-"""Printing of reports: tables without rules, titled sections, bars, and output to a string."""
+"""Printing of reports: tables without grid lines, titled sections, bars, and output to a string."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_to_text(prints: Callable[[Console], None]) -> str:
 
 
 def plain_table(*columns: tuple[str, str], show_header: bool = True) -> Table:
-    """Make a table without rules; a column is a title and "left" or "right"."""
+    """Make a table without grid lines; a column is a title and "left" or "right"."""
     table = Table(
         box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, show_header=show_header
     )
@@ -38,7 +38,7 @@ def plain_table(*columns: tuple[str, str], show_header: bool = True) -> Table:
 
 
 def list_table(*sides: str) -> Table:
-    """Make a table without rules and titles; a column is "left" or "right"."""
+    """Make a table without grid lines and titles; a column is "left" or "right"."""
     return plain_table(*(("", side) for side in sides), show_header=False)
 
 

@@ -189,7 +189,7 @@ class _StageWriter:
         }
 
     def _variable(self, key: str, position: int, count: int) -> str:
-        """Name a call's result: ``x`` if it is the only one and ``x`` is not read any more."""
+        """Name a call's result: ``x`` if the call has one result and ``x`` is not read later."""
         holder = next((k for k, name in self.variables.items() if name == "x"), None)
         if count == 1 and (holder is None or holder not in self._later(position)):
             if holder is not None:
