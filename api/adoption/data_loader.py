@@ -202,7 +202,7 @@ class DistributedLoader:
         return self._loader.collate_fn([dataset[row] for row in rows])
 
     def _keep_rows(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield the same for an iterable dataset: read all samples, collate this rank's."""
+        """Yield as ``_by_row`` from an iterable dataset: read all samples, collate this rank's."""
         loader, planned = self._loader, self._batches.global_rows
         if self._inner is None:
             self._inner = type(loader)(

@@ -65,12 +65,11 @@ class ParallelModule(nn.Module):
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> Trainer:
-        """Plan if needed, replace the weights by this rank's shards; return the trainer.
-        Collective.
+        """Plan if needed, and replace the weights by this rank's shards; return the trainer.
 
-        From then on a watchdog observes the process: see ``runtime.launch.watched_script``. Raises
-        UsageError AP145 if the model has a plan already and ``plan``, ``loss_fn`` or ``buckets`` is
-        given.
+        Collective. From then on a watchdog observes the process: see
+        ``runtime.launch.watched_script``. Raises UsageError AP145 if the model has a plan and gets
+        another plan, a loss or buckets.
         """
         adopted = _state_of(self)
         with as_launched():
@@ -109,9 +108,9 @@ class ParallelModule(nn.Module):
     ) -> Iterator[nn.Module]:
         """Put whole weights into the model inside the context, for generation or export.
 
-        With ``rank`` only this rank gets them, and other ranks have none meanwhile. They are on
-        ``device`` (default: the plan's) and in the dtype of the optimizer. Collective over all
-        ranks.
+        With ``rank`` only this rank gets weights, and other ranks have none meanwhile. The weights
+        are on ``device`` (default: the plan's) and in the dtype of the optimizer. Collective over
+        all ranks.
 
         Raises UsageError AP926 if the weights were changed inside, as the change would be lost.
         """

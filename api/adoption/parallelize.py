@@ -160,7 +160,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
     ``(global_batch, seq)`` that makes such a batch.
 
     ``weights`` is a file or folder of initial weights, or a checkpoint; each rank reads only its
-    shards. With ``weights_partial`` the names in it and in the model need not be the same.
+    shards. With ``weights_partial`` names may be only in ``weights`` or only in the model.
 
     The default ``cluster`` is the set of processes that the launcher joined, on all hosts. A plan
     that leaves processes idle is refused (MachineError AP412), unless ``allow_idle`` is set, which

@@ -173,8 +173,7 @@ class ParallelState:
         )
 
     def _capture_now(self, rows: int) -> int:
-        """Return the index of the capture that computes ``rows`` rows with the present model
-        code."""
+        """Return the index of the capture for ``rows`` rows and the model's present code."""
         self._guard.check()
         return self._following(rows, self._form)
 

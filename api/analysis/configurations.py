@@ -90,8 +90,7 @@ class PricedConfigurations:
     """Configurations of one model that were priced on a cluster, one after another.
 
     Pricing stops at ``until`` (as ``time.process_time()``), but prices at least one configuration;
-    ``is_cut_short`` then tells that others were skipped. ``error`` is of the last that does not
-    suit.
+    ``is_cut_short`` then tells that others were skipped. ``error`` is the last error of pricing.
     """
 
     pricer: ConfigurationPricer

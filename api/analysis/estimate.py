@@ -238,9 +238,8 @@ class _Search:
         return "bf16" if have else "fp16"
 
     def ease(self, task: tuple[str, Method]) -> tuple[object, ...]:
-        """Sort key of a task: first the smallest device, for more devices mean a longer search.
-        LoRA comes before full there, so that two processes each begin by capturing another
-        model."""
+        """Sort key of a task: the smallest device first, as its search takes longest. Its LoRA and
+        full tasks begin together, so two processes capture one model each."""
         device, method = task
         first = min(self.asked.devices, key=_memory_bytes)
         return (device != first, method == "full", _memory_bytes(device), device)

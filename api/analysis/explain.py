@@ -237,7 +237,7 @@ class _Explainer:
 
 
 def undivided(plan: Plan, rows: int) -> Mesh | None:
-    """Return the first mesh of a plan that does not divide micro-batches of ``rows`` samples."""
+    """Return the first mesh of a plan that cannot split micro-batches of ``rows`` samples."""
     meshes = (stage.mesh for stage in plan.stages)
     return next((mesh for mesh in meshes if rows % mesh.row_parts), None)
 
@@ -327,7 +327,7 @@ def _layouts(
 
 
 def _plain(layout: Layout) -> tuple[str, ...]:
-    """Return the layout as pins compare it: without the gradient's placement, "I" is "R"."""
+    """Return a layout for comparison with pins, which do not distinguish "I" from "R"."""
     return tuple("R" if each.kind == "I" else str(each) for each in layout)
 
 

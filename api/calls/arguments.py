@@ -103,7 +103,7 @@ class CallArguments:
         return name not in self._signature.parameters and (self._takes_all or "[" in name)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether an argument that is no tensor equals that in the example batch."""
+        """Return whether an argument that is no tensor has the value in the example batch."""
         planned = self._leaves.get(path, _ABSENT)
         return type(leaf) is type(planned) and is_same(leaf, planned)
 

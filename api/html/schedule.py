@@ -122,8 +122,7 @@ def _draw_boxes(
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return SVG boxes by CSS class; and [start, length, kind, stage, micro-batch, lane,
-    hidden]."""
+    """Return boxes by class, and rows [start, length, kind, stage, micro-batch, lane, hidden]."""
     paths: dict[str, list[str]] = {}
     table = []
     stages = sorted({event.action.stage for event in events})

@@ -117,7 +117,7 @@ def check_lines(texts: Mapping[str, str | None]) -> None:
 
 
 def are_alike(cluster: Cluster) -> bool:
-    """Return whether hosts are interchangeable: equal devices and links, and in one rack.
+    """Return whether hosts are interchangeable: equal in devices and links, and not across racks.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> are_alike(parse_cluster("4x8xH100")), are_alike(parse_cluster("8xA100+8xH100"))

@@ -37,7 +37,8 @@ UNLIMITED = 1e6
 """Multiple of the memory limit that stands for no limit."""
 
 EXTRA_SECONDS = 10.0
-"""Seconds for the plan without a limit, and seconds added for the nearer plans."""
+"""Seconds for the search without a memory limit, and extra seconds for searches under larger
+limits."""
 
 MOST_TIMES = 64
 """Largest multiple of the cluster that is tried."""
@@ -112,7 +113,7 @@ def _limit_bytes(cluster: Cluster, request: Request) -> int:
 
 
 def _fullest(plan: Plan) -> tuple[str, StagePlan]:
-    """Return the stage whose devices hold the most, described in words and itself."""
+    """Return the stage with the most bytes on its devices, after a description of it."""
     sizes = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
     index = sizes.index(max(sizes))
     stage = plan.stages[index]
@@ -150,7 +151,8 @@ def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
-    """Yield the request without each of its restrictions, described, the mildest change first."""
+    """Yield variants of the request, each without one restriction and described, the mildest
+    first."""
     forced = request.forced
     plain = replace(request, microbatch_size=None)
 

@@ -118,7 +118,7 @@ class SearchProcesses:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Return ``function(context, sizes, *args)`` per part; for the first ``first(sizes)``."""
+        """Return ``function(context, sizes, *args)`` of each part; part 0 may use ``first``."""
         *own, last = self.parts
         try:
             if self.beside is not None:

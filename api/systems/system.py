@@ -271,7 +271,7 @@ def _fold_degrees(own: Configuration, system: System, batch: int) -> Configurati
 
 
 def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage: the plan's, or an even split if stages differ.
+    """Return the number of layers of each stage: the plan's, or an even split for other stages.
 
     >>> stage_layers(Configuration(pp=2, layers=(3, 1)), 4), stage_layers(Configuration(), 4)
     ((3, 1), (4,))

@@ -103,8 +103,7 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
 
 
 def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return each tensor's batch dimension: any of size ``rows`` if all have such, else the
-    first."""
+    """Return batch dimensions by tensor: any of size ``rows`` if all have one, else only dim 0."""
     found = dims_of_size(example_batch, rows)
     shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}

@@ -23,8 +23,8 @@ STATES = {
     "optimizer states": ("optimizer",),
     "buffers": ("buffers",),
 }
-"""Categories of persistent tensors in ``runtime.profile.memory_counter.held_by`` and in a plan, by
-the names shown. All other bytes count as ``OTHER``."""
+"""Persistent tensors by the name shown, with their categories in a plan and in
+``runtime.profile.memory_counter.held_by``. All other bytes count as ``OTHER``."""
 OTHER = "activations and the rest"
 LESS = 0.9
 """Factor from the predicted or available bytes to the suggested limit: a tenth less, because the

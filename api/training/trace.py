@@ -49,7 +49,7 @@ DEFAULT_FILE = "trace.json"
 WARMUP_STEPS = 2
 """Number of first steps that are not recorded, if enough steps follow."""
 WAITED_SECONDS = 1e-5
-"""Shortest wait at whose end a message is taken to arrive."""
+"""Length of a wait above which its end counts as the arrival of the message."""
 
 Steps = Sequence[RecordedStep]
 

@@ -196,7 +196,7 @@ def _prepare(
     seed: int,
     ends: ExitStack,
 ) -> _Run:
-    """Join the ranks, rebuild the model and make the trainer; rank 0 prints the plan's meaning.
+    """Join the ranks, rebuild the model and make the trainer; rank 0 prints a description.
 
     ``ends`` collects callbacks for the end of the run.
     """
@@ -247,7 +247,7 @@ def begin_run(
     resume: str | None,
     compared: Callable[[], None],
 ) -> int:
-    """Set up updates and the check of the first step, and load the checkpoint to ``resume``.
+    """Set up updates and the check of the first step, and load the checkpoint ``resume`` if given.
 
     ``compared`` is called after the check. Return the number of steps already done.
     """
