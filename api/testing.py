@@ -126,8 +126,7 @@ class _Case:
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     def graph(self) -> Graph:
-        """Return a graph of the op whose inputs are results of ops, so that every layout is
-        offered."""
+        """Return a graph of the op, whose inputs are op results so that every layout is offered."""
         nodes: list[Node] = []
         for index, tensor in enumerate(self.tensors):
             kind: Any = "parameter" if tensor.requires_grad else "input"

@@ -168,8 +168,7 @@ class ParallelModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, without the script's hooks if ``leaves_own_hooks`` says so.
 
-        Torch's hooks that compute a weight before each forward are part of the model, and still
-        run.
+        Torch's hooks that compute a weight before each forward are part of the model, and run.
         """
         if not _state_of(self).leaves_own_hooks:
             return super().__call__(*args, **kwargs)

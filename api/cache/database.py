@@ -75,10 +75,9 @@ def measuring_environment(cluster: Cluster) -> Environment:
 
 
 def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile | None:
-    """Return measurements for the devices of ``cluster``, the user's or shipped; None if none
-    exist.
+    """Return measurements for the devices of ``cluster``, the user's or shipped; None without any.
 
-    Raises UsageError AP171 if the given ``database`` is missing, AP172 if a database cannot be
+    Raises UsageError AP171 if the given ``database`` is missing, and AP172 if a database cannot be
     read.
     """
     if mode == "analytic":

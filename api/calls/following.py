@@ -315,8 +315,7 @@ class LiveCaptures:
         """Add a capture to the trainer; return None if the plan does not fit it. Collective.
 
         A capture that differs only in numbers keeps the planned blocks, although its layers differ.
-        Blocks with other parameters than planned are cut again, into blocks with the planned
-        parameters.
+        Blocks with other parameters than planned are cut into blocks with the planned parameters.
         """
         planned, program = self._trainer.program, live.program
         graph = program.graph

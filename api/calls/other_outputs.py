@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def merge_outputs(
     made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
 ) -> Callable[[int], Tensor]:
-    """Return a function from output index to tensor: from ``made``, or lazy if not
-    differentiable."""
+    """Return a function from index to output: from ``made``, or lazy if not differentiable."""
     tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
     places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
     found = dict(zip(places, made, strict=True))

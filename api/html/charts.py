@@ -62,8 +62,7 @@ def box(x: float, y: float, width: float, height: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """Return the smallest step 1, 2 or 5 times a power of ten that fits ``span`` up to ``most``
-    times.
+    """Return the least step of 1, 2 or 5 times a power of ten with at most ``most`` in ``span``.
 
     >>> round_step(3.2, 5), round_step(90, 5)
     (1.0, 20.0)

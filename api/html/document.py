@@ -217,8 +217,7 @@ def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
 
 
 def source_rows(plan: Plan, missing: str) -> list[FigureRow]:
-    """Return each kind of figure with its source; ``missing`` says why no model was loaded, if
-    so."""
+    """Return each kind of figure with its source; ``missing`` says why there is no model, if so."""
     own, profile = plan.prediction, plan.prediction.profile
     error = profile.interpolation_error if profile is not None else 0.0
     shares, where = shares_text(own.sources, error) or "unknown", "docs/costs.md"

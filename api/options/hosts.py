@@ -73,10 +73,8 @@ def parse_hosts(
 
 
 def ranks_per_host(plan: Plan, hosts: Hosts) -> int:
-    """Return the number of ranks that each host starts.
-
-    Raises UsageError AP156 if the plan is for another number of hosts, or its hosts differ.
-    """
+    """Return the number of ranks per host. Raises UsageError AP156 if the plan is for another
+    number of hosts, or if its hosts differ."""
     planned = plan.cluster.hosts
     if len(planned) != hosts.most:
         raise UsageError(

@@ -24,8 +24,7 @@ Ints = NDArray[np.int64]
 
 
 def softmax(logits: Floats, prior: Floats) -> Floats:
-    """Return prior·exp(logits) normalized, (batch, actions) to the same. Prior 0 masks an
-    action."""
+    """Return prior·exp(logits), normalized: (batch, actions) to the same. Prior 0 is a mask."""
     allowed = prior > 0
     shifted = np.where(allowed, logits + np.log(np.where(allowed, prior, 1.0)), -np.inf)
     weights: Floats = np.exp(shifted - shifted.max(axis=1, keepdims=True))

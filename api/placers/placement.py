@@ -39,9 +39,8 @@ RANDOM_BATCH = 10
 class Placement:
     """Result of a placer.
 
-    ``pipelines`` has the best known pipeline for each number of stages, the best first; it is empty
-    if no pipeline can run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were
-    distinct.
+    ``pipelines`` has the best known pipeline for each number of stages, the best first, () if none
+    can run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were distinct.
     """
 
     method: Method

@@ -133,8 +133,7 @@ class _Policy:
         return found
 
     def view(self, x: Floats, embeddings: Floats, block: int) -> Floats:
-        """Return the block's embedding, the mean embeddings before and after it, and its
-        features."""
+        """Return the block's embedding, the mean embeddings before and after it, its features."""
         before, after = embeddings[:, :block], embeddings[:, block + 1 :]
         return np.concatenate(
             [

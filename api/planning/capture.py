@@ -92,8 +92,7 @@ def capture_rows(
 
     Numbers that the model computes from the number of rows are computed for the global batch. A
     model that cannot be rescaled (rows interact before the loss, as in a contrastive loss, or few
-    rows take another code path) is captured with all rows of the global batch, which is then one
-    micro-batch.
+    rows take another path) is captured with all rows of the global batch, as a single micro-batch.
     """
     batch, all_rows = example_batches(target, global_batch, seq)
     return capture_model(

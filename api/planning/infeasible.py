@@ -37,8 +37,7 @@ UNLIMITED = 1e6
 """Multiple of the memory limit that stands for no limit."""
 
 EXTRA_SECONDS = 10.0
-"""Seconds for the search without a memory limit, and extra seconds for searches under larger
-limits."""
+"""Seconds to search without a memory limit, and extra seconds to search under larger limits."""
 
 MOST_TIMES = 64
 """Largest multiple of the cluster that is tried."""
@@ -151,8 +150,7 @@ def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
-    """Yield variants of the request, each without one restriction and described, the mildest
-    first."""
+    """Yield variants of the request without one restriction, each described, the mildest first."""
     forced = request.forced
     plain = replace(request, microbatch_size=None)
 

@@ -45,8 +45,10 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write ``plan`` to the file ``path``; equal plans give equal files. Raises UsageError
-    AP101."""
+    """Write ``plan`` to the file ``path``; equal plans give equal files.
+
+    Raises UsageError AP101 if the file cannot be written.
+    """
     with writing(path):
         Path(path).write_text(dumps(plan), encoding="utf-8")
 

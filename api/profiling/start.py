@@ -35,7 +35,7 @@ def profile(
     """Measure on this machine the times that planning ``target`` needs, within ``budget`` seconds.
 
     The Python form of ``autoparallel profile``: ``settings`` are texts of ``--set``, ``options``
-    are keyword arguments of ``plan`` (``global_batch``, ...). The measurements are stored in the
+    are keyword arguments of ``plan`` (``global_batch``, ...). Measurements are stored in the
     database, where planning finds them; a summary is returned. In a notebook a bar shows the
     seconds.
 

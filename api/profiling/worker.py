@@ -229,8 +229,8 @@ class SearchWork(WorkList):
                 yield replace(link, links=replace(links, num_bytes=sizes))
 
     def _usual(self) -> Iterator[Transfers]:
-        """Yield all kinds of collectives in a host, across hosts, and over all ranks; and
-        messages."""
+        """Yield all kinds of collectives and messages at a common size: in a host, across hosts,
+        and over all ranks."""
         sizes = [host.num_devices for host in self.cluster.hosts]
         total, first = sum(sizes), sizes[0]
         starts = [sum(sizes[:index]) for index in range(len(sizes))]

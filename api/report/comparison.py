@@ -327,8 +327,7 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return the parts that are at least ``LEAST_SHARE`` of ``whole`` in any item, sorted by
-    ``order``."""
+    """Return the parts of at least ``LEAST_SHARE`` of ``whole`` in any item, in ``order``."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole
     return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]

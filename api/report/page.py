@@ -100,8 +100,7 @@ def print_report(
     """Print the report of a plan.
 
     ``next_steps`` are commands with their purposes; ``measured`` describes a run's measurement;
-    ``notes`` are printed under the headline. ``timeline`` replaces a timeline simulated from the
-    plan.
+    ``notes`` are printed under the headline. ``timeline`` replaces the drawing made from the plan.
     """
     width = min(console.width, MAX_WIDTH)
     parts: list[RenderableType] = [header(plan), headline(plan)]

@@ -334,8 +334,7 @@ def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Return pairs of an input's index in the next call and the index of this call's output for
-    it."""
+    """Return index pairs: an input of the next call, and the output of this call passed to it."""
     return tuple(
         (at, call.outputs.index(key))
         for at, key in enumerate(following.inputs)

@@ -73,8 +73,7 @@ def launcher(job: WriterInput) -> str:
 
 
 def accumulation(own: Configuration) -> str:
-    """Write a script's gradient accumulation; under FSDP gradients stay sharded, as they are
-    priced.
+    """Write a script's gradient accumulation; under FSDP gradients stay sharded, as priced.
 
     >>> accumulation(Configuration(dp=8, zero=1, num_microbatches=4))
     'Accelerator(gradient_accumulation_steps=4)'
@@ -89,8 +88,7 @@ def accumulation(own: Configuration) -> str:
 
 
 def accumulates_sharded(own: Configuration) -> bool:
-    """Return whether gradients must be reduced after every micro-batch, so that they stay
-    sharded."""
+    """Return whether gradients, to stay sharded, must be reduced after every micro-batch."""
     return backend_of(own) == "fsdp" and own.num_microbatches > 1
 
 

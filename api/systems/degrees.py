@@ -29,8 +29,7 @@ NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Degrees by which samples (``dp``), weights (``tp``), positions (``cp``) and experts are
-    sharded."""
+    """Degrees that shard samples (``dp``), weights (``tp``), positions (``cp``) and experts."""
 
     dp: int = 1
     tp: int = 1
@@ -154,8 +153,7 @@ def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:
 
 
 def _splits_norms(stage: StagePlan, axis: int) -> bool:
-    """Return whether norms are sharded by positions (sequence parallelism, Korthikanti et al.
-    2022)."""
+    """Return whether norms are sharded by positions (Korthikanti et al. 2022)."""
     norms = [
         layout.outputs[0][axis]
         for name, layout in stage.layouts.items()

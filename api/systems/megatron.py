@@ -271,8 +271,7 @@ def _unlike(config: ModelConfig) -> Iterator[str]:
 
 
 def script(job: WriterInput) -> str:
-    """Write a shell script that starts Megatron-LM with the arguments file, on one host or on
-    each."""
+    """Write a shell script that starts Megatron-LM with the arguments file on each host."""
     own = job.configuration
     connections = "" if own.zero > 1 else "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
     nodes = ""

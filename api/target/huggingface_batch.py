@@ -77,14 +77,12 @@ def label_names(model_class: Any) -> tuple[str, ...]:
 
 
 def joins_towers(model_class: Any) -> bool:
-    """Return whether a class returns a contrastive loss over the batch on request
-    (``return_loss``)."""
+    """Return whether a class computes a contrastive loss over the batch (``return_loss``)."""
     return "return_loss" in inspect.signature(model_class.forward).parameters
 
 
 def make_batch(wanted: BatchSpec, where: str) -> dict[str, Tensor]:
-    """Make random tensors for the inputs and labels. Raises UsageError AP109 for an unknown
-    input."""
+    """Make random inputs and labels. Raises UsageError AP109 for an unknown main input."""
     main: str = wanted.model_class.main_input_name
     if main not in INPUTS:
         raise UsageError(

@@ -37,8 +37,7 @@ NEW_PARAMETERS = r"\.lora_[AB]\."
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Settings of LoRA: ``rank``, ``alpha``, and last names of layers to adapt, () for the
-    default."""
+    """Settings: ``rank``, ``alpha``, and last names of the layers to adapt, () for the default."""
 
     rank: int = 8
     alpha: float = 16.0

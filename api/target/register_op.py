@@ -100,8 +100,7 @@ def register_op(
 
 
 class RegisteredOp:
-    """Callable of a registered function that calls its op; ``path`` is the op's ``torch.ops``
-    path."""
+    """Registered function that calls its op; ``path`` is the op's ``torch.ops`` path."""
 
     def __init__(self, function: Callable[..., Any], path: str) -> None:
         self.__doc__ = function.__doc__
@@ -115,8 +114,7 @@ class RegisteredOp:
 
 
 def existing_op(thing: Any) -> str | None:
-    """Return the path of ``thing`` if it is an op: of torch.ops, of ``custom_op``, or
-    registered."""
+    """Return the path of ``thing`` if it is an op, of torch or registered; None if it is none."""
     if isinstance(thing, RegisteredOp):
         return thing.path
     if isinstance(thing, type) and isinstance(getattr(thing, "apply", None), RegisteredOp):

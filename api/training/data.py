@@ -39,8 +39,7 @@ class TrainingData:
         progress: Callable[..., None] = lambda what, waits_for=(): None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Set up the iterator; ``progress`` informs a watchdog, ``tell`` prints lines for the
-        user."""
+        """Set up the iterator; ``progress`` informs a watchdog, ``tell`` prints for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
         self._place = trainer.batches.place
@@ -92,8 +91,7 @@ class TrainingData:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position ``state``; ``{"batches": n}`` suffices.
 
-        States of sources apply only to the same number of parts; otherwise ``n`` batches are
-        skipped.
+        States of sources need the same number of parts; otherwise ``n`` batches are skipped.
         """
         self._consumed = int(state["batches"])
         self._pass = int(state.get("pass", 0))

@@ -36,7 +36,7 @@ class Attempt:
     older: Mapping[str, int] | None = None
 
     def begin_after(self, done: int, steps: int, *, rank: int) -> int:
-        """Return the run's last step, given the steps ``done``; rank 0 records it and reports
+        """Return the run's last step, after ``done`` steps; rank 0 records it, and reports
         restarts."""
         last = done + steps if self.last is None else self.last
         if rank != 0:
@@ -53,8 +53,8 @@ class Attempt:
         return last
 
     def last_kept(self, done: int) -> int | None:
-        """Return the last step whose logged figures stay; None for a first attempt, which keeps
-        all."""
+        """Return the last step whose logged figures are kept; None for a first attempt, which keeps
+        all figures."""
         return done if self.is_restart else None
 
 

@@ -56,8 +56,8 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """Return the peak so far; on the CPU the largest of all calls, malloc's free memory
-        included."""
+        """Return the peak so far. On the CPU it is the largest memory seen by calls of this method,
+        free memory of malloc included."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         held = self._process.memory_info().rss - self._base_bytes
@@ -159,15 +159,13 @@ class StepLog:
 
 
 def samples_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
-    """Return the unit of throughput, and the number of units in a step of ``num_batches``
-    batches."""
+    """Return the unit of throughput, and its number in a step of ``num_batches`` batches."""
     samples = plan.model.global_batch * num_batches
     return ("tokens", samples * plan.model.seq) if plan.model.seq else ("samples", samples)
 
 
 def step_line(record: StepRecord) -> str:
-    """Format a step as a line; it has at most 80 columns unless losses are scaled or steps
-    skipped."""
+    """Format a step as a line: at most 80 columns, unless losses are scaled or steps skipped."""
     scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     norm = "" if record.gradient_norm is None else f"  grad_norm {record.gradient_norm:.3f}"

@@ -199,8 +199,7 @@ def _lane_of(own: Sequence[int], rank: int, rows: Sequence[Sequence[int]]) -> in
 
 
 def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: float) -> Timeline:
-    """Return the timeline of recorded ``steps``, one per pipeline rank, in seconds after
-    ``zero``."""
+    """Return the timeline of a recorded step per pipeline rank, in seconds after ``zero``."""
     takers = {
         _taker_key(each.action): each
         for step in steps
@@ -261,8 +260,7 @@ def _events(
 
 
 def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Event]:
-    """Yield the optimizer update of each stage; the measured time is divided equally among
-    stages."""
+    """Yield the optimizer update of each stage, with equal parts of the measured time."""
     stages = [each.action for each in step.actions if each.action.kind == STEP]
     if schedule.is_asynchronous:
         for each in step.actions:
