@@ -59,7 +59,8 @@ class Space:
     _begins: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def ways(self, left: int, first: int, size: int, start: int) -> Floats:
-        """Return N of the continuations of a stage that begins at block ``start``, by its stop."""
+        """Return N (see above) of the continuations of a stage from block ``start``, by its
+        stop."""
         key = (left, first, size, start)
         if key not in self._ways:
             cost, after = self.costs.get(key[:3]), self.counts.get((left - 1, first + size))

@@ -1,7 +1,7 @@
 """TF32 in planning and running: the user's choice, or torch's setting in this process.
 
-A process that ``autoparallel run`` starts is set as its plan says. A script has its own settings:
-plans follow them unless the user chooses, and they are never changed.
+``autoparallel run`` sets torch in its processes as the plan says. A script's settings are never
+changed; its plans follow them, unless the user chooses.
 """
 
 from __future__ import annotations
