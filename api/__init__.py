@@ -1,6 +1,6 @@
 """autoparallel: finds the fastest way to train a PyTorch model on a cluster, and runs it.
 
-Train a model, the class of which is decorated, or an object that a script has::
+Train a model by decorating its class, or by passing the model object::
 
     @autoparallel.parallelize(example_batch=(tokens, targets), global_batch=256)
     class Net(nn.Module): ...
@@ -19,10 +19,10 @@ parallelize, Step, distribute               train by a plan; give each rank its 
 plan, estimate, compare, describe, profile  plan, size a purchase, compare, report, measure
 save_plan, load_plan                        plans as files
 save, load, export, whole                   checkpoints, weights of other programs, whole tensors
-Callback, JsonLines, TensorBoard, …         what happens in each step
-register_op                                 ops of your own
-one_process, own_folder                     trainers that think they are alone
-AutoparallelError and its kinds             errors, with a code, a cause and a fix
+Callback, JsonLines, TensorBoard, …         observe and log each step
+register_op                                 declare how to shard your own ops
+one_process, own_folder                     use trainers that distribute by themselves
+AutoparallelError and its subclasses        errors, with a code, a cause and a fix
 ==========================================  ====================================================
 
 Names are loaded at their first use: importing this package does not import torch.

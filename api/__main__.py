@@ -1,4 +1,4 @@
-"""The command ``autoparallel``: commands in, an exit code out.
+"""Command line ``autoparallel``: commands in, an exit code out.
 
 ======  =====================================
  code    meaning
@@ -92,16 +92,16 @@ def _common(
 
 
 def main() -> None:
-    """Runs the command line of this process and exits with its code."""
+    """Run the command line of this process and exit with its code."""
     _open_streams()
     code = run_command(sys.argv[1:])
-    gc.freeze()  # or the collector takes apart at the exit what a search has made
+    gc.freeze()  # else the collector scans all objects of a search at exit
     sys.exit(code)
 
 
 def _open_streams() -> None:
-    """Give closed streams a place to write to, and let streams that lack a character write its
-    escape."""
+    """Open closed output streams on the null device, and escape characters that a stream cannot
+    encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the process
@@ -109,7 +109,7 @@ def _open_streams() -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Runs one command line and returns its exit code. ``--traceback`` may stand anywhere."""
+    """Run a command line and return its exit code. ``--traceback`` may be anywhere in it."""
     show_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     try:
@@ -139,7 +139,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _refuse(error: Any) -> int:
-    """Print an error of the command line as the others are, with the nearest name."""
+    """Print an error of the command line in this package's format, with the nearest known name."""
     context = error.ctx
     path = "autoparallel" if context is None else context.command_path
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":

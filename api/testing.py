@@ -1,8 +1,8 @@
-"""``check_op``: proof, by execution, that an annotation says what its op does.
+"""``check_op``: test by execution that an annotation correctly describes its op.
 
-In: a registered op and example arguments. Out: the layouts that were proven. Every layout
-that the annotation offers is run by simulated ranks, one thread each, on parts of the
-arguments, and compared with the op on the whole: outputs and every gradient.
+In: a registered op and example arguments. Out: the layouts that were tested. Every layout that the
+annotation offers is run by simulated ranks, one thread each, on shards of the arguments, and
+compared with the op on whole arguments: outputs and every gradient.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from autoparallel.planner.rules.annotation import bind
 from autoparallel.target.register_op import existing_op, registered_rules
 
 MESHES = (Mesh(("x",), (2,)), Mesh(("x",), (3,)), Mesh(("x", "y"), (2, 2)))
-"""The meshes that ranks are simulated on; sizes that none divides are left out."""
+"""Meshes of the simulated ranks; sizes that no mesh divides are not sharded."""
 
 LAYOUTS_ON_TWO_AXES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What ``check_op`` proved: the layouts, and the dimensions that some of them split."""
+    """Result of ``check_op``: the tested layouts, and all dimensions that they shard."""
 
     op: str
     layouts: tuple[str, ...]
@@ -40,15 +40,15 @@ class Proof:
 
 
 def check_op(function: Any, *args: Any, **kwargs: Any) -> Proof:
-    """Prove the annotation of a registered op (or the rule of one of torch's) by running it.
+    """Test the annotation of a registered op (or the rule of a torch op) by running it.
 
-    ``args`` are example arguments, on the device that the op runs on; float64 is best where
-    the op takes it. Sizes that 2 or 3 divides are split. Where no tensor asks for a
-    gradient, all floating ones do.
+    ``args`` are example arguments, on the device that the op runs on; use float64 if the op
+    supports it. Dimensions divisible by 2 or 3 are sharded. If no tensor requires a gradient, all
+    floating-point tensors do.
 
-    Raises VerificationError AP602 with the layout that failed, UsageError AP161 where the
-    annotation does not fit the arguments, AP165 where the op is not registered, and AP166
-    where a dimension of the annotation cannot be split by any of the meshes.
+    Raises VerificationError AP602 with the layout that failed, UsageError AP161 if the annotation
+    does not match the arguments, AP165 if the op is not registered, and AP166 if a dimension in the
+    annotation was never sharded.
     """
     path, rule = _rule_of(function)
     args, kwargs = _differentiable((args, kwargs))
@@ -82,7 +82,7 @@ def _rule_of(function: Any) -> tuple[str, OpRule | None]:
 
 
 def _differentiable(arguments: Any) -> Any:
-    """The arguments, where no tensor asks for a gradient with all floating ones asking."""
+    """Return the arguments; if no tensor requires a gradient, all floating-point tensors do."""
     tensors = list(_tensors(arguments))
     if any(tensor.requires_grad for tensor in tensors):
         return arguments
@@ -108,7 +108,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """The op with its arguments."""
+    """Op with its arguments."""
 
     path: str
     rule: OpRule | None
@@ -126,7 +126,7 @@ class _Case:
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     def graph(self) -> Graph:
-        """The op on inputs that are themselves results, so that every layout is offered."""
+        """Return a graph of the op, whose inputs are op results so that every layout is offered."""
         nodes: list[Node] = []
         for index, tensor in enumerate(self.tensors):
             kind: Any = "parameter" if tensor.requires_grad else "input"
@@ -144,7 +144,7 @@ class _Case:
         return Graph(tuple(nodes), Ref(OP), 0)
 
     def check_fit(self, outputs: Sequence[TensorSpec]) -> None:
-        """Raises UsageError AP161 where the annotation cannot be laid on these tensors."""
+        """Raise UsageError AP161 if the annotation does not match the shapes of these tensors."""
         if self.rule is None:
             return
         shapes = [tuple(tensor.shape) for tensor in self.tensors]

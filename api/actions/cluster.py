@@ -1,4 +1,4 @@
-"""``autoparallel cluster``: what a cluster's name stands for, each figure with its source."""
+"""``autoparallel cluster``: the devices and links that a cluster's name means, with sources."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cluster(*, text: str, json: bool) -> None:
 
 
 def show_measured(cluster: Cluster, console: Console) -> None:
-    """Print the contents of the user's database for the cluster's devices, if there are any."""
+    """Print the number of measurements in the user's database for the cluster's devices, if any."""
     profile = find_profile(cluster, "auto", None)
     if profile is None:
         console.print("\nnothing measured yet (autoparallel profile TARGET)", style="dim")
@@ -72,7 +72,7 @@ Figures = list[tuple[str, str, str]]
 
 
 def device_figures(device: Device) -> Figures:
-    """Each figure of a device with its source."""
+    """Return each figure of a device with its source."""
     bandwidth = rate_text(device.memory_bytes_per_second, "B/s")
     rows = [
         ("memory", bytes_text(device.memory_bytes), "memory_bytes"),
@@ -107,7 +107,7 @@ def device_figures(device: Device) -> Figures:
 
 
 def link_figures(link: Link) -> Figures:
-    """A link's figures; they have one source."""
+    """Return the figures of a link, which all have the same source."""
     rows = [
         ("bandwidth", rate_text(link.bytes_per_second, "B/s"), link.source),
         ("latency", seconds_text(link.alpha_seconds), link.source),
@@ -123,7 +123,7 @@ def link_figures(link: Link) -> Figures:
 
 
 def wires_table(wires: Wires) -> Table:
-    """The links of each device of a host to each other one."""
+    """Return a table of the number of links between each two devices of a host."""
     table = plain_table(("device", "right"), *((str(n), "right") for n in range(len(wires))))
     for number, row in enumerate(wires):
         table.add_row(str(number), *("-" if n == number else str(c) for n, c in enumerate(row)))
@@ -131,7 +131,7 @@ def wires_table(wires: Wires) -> Table:
 
 
 def figure_table(figures: Figures) -> Table:
-    """Figures as a table; a source that goes on is told once."""
+    """Return figures as a table; a source that repeats is shown once."""
     table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
     before = ""
     for name, value, source in figures:
@@ -168,4 +168,4 @@ def _show_presets(json: bool) -> None:
 
 
 BEST_DTYPES = ("bfloat16", "float16", "float32")
-"""The dtype whose peak the list of presets shows: the first that a device has."""
+"""Dtypes whose peak the list of presets shows: the first that a device supports."""

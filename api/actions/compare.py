@@ -1,4 +1,4 @@
-"""``autoparallel compare``: plans, runs and usual configurations side by side."""
+"""``autoparallel compare``: plans, runs and common configurations side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autoparallel doctor``: is this machine, or this cluster, fit to train."""
+"""``autoparallel doctor``: checks whether this machine, or a cluster, is fit to train."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
 
 
 def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
-    """Return the task that the machine is checked for. Raises UsageError AP380 for both options."""
+    """Return the requirements to check. Raises UsageError AP380 if both options are given."""
     if plan is not None and cluster is not None:
         raise UsageError(
             "AP380", "--plan and --cluster are both given", fix="give one: a plan has a cluster"
@@ -48,7 +48,7 @@ def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
 
 
 def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
-    """Collect the findings of the cluster's ranks: torchrun's, or processes of this machine."""
+    """Collect findings from the ranks of the cluster: torchrun's, or processes started here."""
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
         "autoparallel.doctor.worker:examine",
@@ -93,7 +93,7 @@ def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
 
 
 def _raise(findings: Sequence[Finding]) -> None:
-    """Raises MachineError AP421 where something fails, with the first fix."""
+    """Raise MachineError AP421 with the first failed check and its fix, if any failed."""
     failed = [each for each in findings if each.level == "FAIL"]
     if failed:
         first, others = failed[0], len(failed) - 1

@@ -1,4 +1,4 @@
-"""``autoparallel estimate``: how many of which devices a model needs, and what that takes."""
+"""``autoparallel estimate``: the fewest devices of each kind for a model, with time and price."""
 
 from __future__ import annotations
 

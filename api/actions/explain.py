@@ -1,4 +1,4 @@
-"""``autoparallel explain``: why a plan is as it is, and what would change it."""
+"""``autoparallel explain``: alternatives to a plan's choices, forced degrees and other clusters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def explain(
 def _measured(
     plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
 ) -> None:
-    """Print predictions beside a run, and beside the blocks that were measured, if any."""
+    """Print predictions beside a run's measurements, and beside measured blocks if any."""
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:
         with plan_cache() as cache:

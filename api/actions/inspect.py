@@ -61,7 +61,7 @@ def inspect(
 
 
 def next_steps(plan_path: str) -> list[tuple[str, str]]:
-    """List the next commands for a plan, each with its purpose."""
+    """Return the next commands for a plan, each with its purpose."""
     page = Path(plan_path).with_suffix(".html").name
     return [
         (f"autoparallel inspect {plan_path} --html {page}", "the report as a page"),
@@ -71,8 +71,8 @@ def next_steps(plan_path: str) -> list[tuple[str, str]]:
 
 
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:
-    """Collect a page's sources besides the plan: a run's measurement, and the plan priced again or
-    the reason why its model could not be loaded."""
+    """Collect a page's sources besides the plan: the measurement of a run, and the plan priced
+    again or the reason why its model could not be loaded."""
     measured = load_measurement(plan_path)
     if not loads_target:
         return Sources(None, MISSING, measured)

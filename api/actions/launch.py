@@ -57,7 +57,7 @@ def launch(
     )
     if workdir is not None:
         job = replace(job, workdir=workdir)
-    elif not k8s:  # the run starts in this folder, and would only say so on the hosts
+    elif not k8s:  # the run starts in this folder, and would report it only on the hosts
         check_trusted(
             loaded,
             folder / PLAN_FILE,
@@ -94,7 +94,7 @@ def launch(
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files; scripts can be executed. Raises UsageError AP101 where that fails."""
+    """Write the files, scripts as executables. Raises UsageError AP101 if that fails."""
     with writing(folder, "--output"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -1,4 +1,4 @@
-"""Listings of ops, pipeline schedules, and the cache of earlier searches."""
+"""Lists of ops with sharding rules, of pipeline schedules, and of the cache's contents."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def facts(info: ScheduleInfo) -> dict[str, Any]:
 
 
 def listing(found: list[dict[str, Any]]) -> list[str]:
-    """The list as lines of at most 80 columns."""
+    """Format the list of schedules as lines of at most 80 columns."""
     lines = []
     for each in found:
         runs = "simulate and run" if each["runs"] else "simulate only"

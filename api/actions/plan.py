@@ -54,7 +54,7 @@ def plan(
 
 
 def show(plan: Plan, *, output: str | None, json: bool) -> None:
-    """The short report, or JSON, on stdout; the plan's file if one is asked for."""
+    """Print the short report, or JSON, on stdout, and write the plan to ``output`` if given."""
     if output is not None:
         save_plan(plan, output)
     if json:

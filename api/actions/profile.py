@@ -1,4 +1,4 @@
-"""``autoparallel profile``: measure what planning a target asks for, on this machine."""
+"""``autoparallel profile``: measure on this machine the ops and transfers of planning a target."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def profile(
 
 
 def take_over(path: Path, source: str) -> None:
-    """Imports an exported file into the database."""
+    """Import an exported file into the database."""
     with explain_errors(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
     typer.echo(
@@ -67,14 +67,14 @@ def take_over(path: Path, source: str) -> None:
 
 
 def hand_out(path: Path, to: str) -> None:
-    """Exports the database to a file."""
+    """Export the database to a file."""
     with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         count = opened.export_file(to)
     typer.echo(f"{count} measurements written to {to}", err=True)
 
 
 def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
-    """Print the measured and skipped ops, the errors of interpolation, and the database's path."""
+    """Print the measured and skipped ops, the interpolation errors, and the database's path."""
     console.print(f"[bold]{outcome['environment']}[/]")
     skipped = outcome["skipped"]
     console.print(
@@ -94,7 +94,7 @@ def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
 
 
 def show_database(path: Path, *, json: bool) -> None:
-    """Print the numbers of known ops and transfers of every environment."""
+    """Print the number of measured ops and transfers in each environment."""
     counts = database_counts(path)
     if json:
         print_json(

@@ -104,7 +104,7 @@ def run(
 
 
 def _limits(options: PlanOptions) -> dict[str, object]:
-    """The options that hold for a plan which is made while the run goes on."""
+    """Return the options for plans that are made during the run, after hosts have left."""
     return {
         "time_limit_seconds": options.time_limit_seconds,
         "memory_limit_bytes": options.memory_limit_bytes,
@@ -126,14 +126,14 @@ def plan_path(
     data: str | None = None,
     is_here: bool = True,
 ) -> Iterator[Path]:
-    """The plan file that ``source`` is, or one made for the target that it names.
+    """Yield the path of the plan file ``source``, or of a plan made for the target ``source``.
 
-    The made plan's report goes to stdout unless ``quiet``. ``data`` is the place of the text to
-    train on; ``is_here`` says that all devices of the plan are to be this machine's.
+    A made plan's report goes to stdout unless ``quiet``; without ``output`` its file is in a
+    temporary folder until the block ends. ``data`` is the path of the text to train on; ``is_here``
+    says that all devices of the plan must be in this machine.
 
-    Without ``output`` a made plan lives in a temporary folder until the block ends.
-    Raises UsageError AP116 for a target under torchrun, where each process would plan, and AP155
-    for a plan file with a target that is not to be trusted.
+    Raises UsageError AP116 for a target under torchrun, where every process would plan, and AP155
+    for a plan file whose target is not trusted.
     """
     if source.endswith(".json") and not source.startswith("hf:"):
         check_trusted(load_plan(source), source, trust=trust)

@@ -1,4 +1,4 @@
-"""``autoparallel simulate``: price one configuration that the user wrote, and draw its step."""
+"""``autoparallel simulate``: price one configuration written by the user, and draw its step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autoparallel.report import Details, print_report
 from autoparallel.target.load import load_target
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
-"""What ``--parallel`` takes here otherwise than when planning."""
+"""Names in ``--parallel`` that ``simulate`` handles in its own way."""
 
 
 def simulate(
@@ -97,7 +97,7 @@ def simulate(
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:
-    """The items of ``--parallel`` that only ``simulate`` takes, and the text of the others.
+    """Return the items of ``--parallel`` in ``OWN_DEGREES``, and the text of the others.
 
     >>> split_parallel("dp=2,pp=4,schedule=bfs,chunks=2")
     ({'schedule': 'bfs', 'chunks': '2'}, 'dp=2,pp=4')
@@ -117,7 +117,8 @@ def split_parallel(text: str) -> tuple[dict[str, str], str]:
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """
+    """Parse the text of ``--layers-per-stage``.
+
     >>> parse_layers("7,8,8,7")
     (7, 8, 8, 7)
     """
@@ -140,7 +141,7 @@ def configured(
     layers: tuple[int, ...] | None,
     dispatcher: str,
 ) -> Configuration:
-    """The configuration that the options describe. Raises ``UsageError`` if they do not fit."""
+    """Return the configuration that the options describe. Raises ``UsageError`` for conflicts."""
     forced = options.forced
     if forced.servers is not None:
         raise UsageError(
@@ -201,7 +202,7 @@ def configured(
 
 
 def trained_schedule(name: str) -> ScheduleInfo:
-    """A schedule that trains, by name. Raises ``UsageError`` AP150."""
+    """Return a schedule for training by its name. Raises ``UsageError`` AP150 for other names."""
     info = SCHEDULES.get(ALIASES.get(name, name))
     if info is None or not info.trains:
         names = [each.name for each in SCHEDULES.values() if each.trains]
@@ -224,9 +225,9 @@ def degree(own: dict[str, str], name: str) -> int:
 
 
 def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
-    """Rows and number of the micro-batches; one row per data-parallel rank if nothing is asked.
+    """Return rows and number of micro-batches; by default one row per data-parallel rank.
 
-    Raises UsageError AP124 where ``forced`` does not divide the global batch so.
+    Raises UsageError AP124 if they do not divide the global batch.
     """
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches
@@ -248,7 +249,7 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
 def show(
     priced: PricedStep, plan: Plan, trained: TrainedAs, trace: str | None, *, is_json: bool
 ) -> None:
-    """Print the report or the figures as JSON, and write the trace that was asked for."""
+    """Print the report, or the figures as JSON, and write the trace if requested."""
     if trace is not None:
         write_trace(priced.timeline, trace)
     if is_json:
@@ -267,7 +268,7 @@ def show(
 
 
 def notes(priced: PricedStep, trained: TrainedAs) -> list[str]:
-    """List the parts of a configuration that a plan does not hold."""
+    """Return notes about parts of a configuration that a plan does not store."""
     own, found = priced.configuration, []
     if trained.name != "run":
         found.append(f"priced as {system(trained.name).title} trains")
@@ -279,14 +280,14 @@ def notes(priced: PricedStep, trained: TrainedAs) -> list[str]:
 
 
 def write_trace(timeline: Timeline, path: str) -> None:
-    """Write the timeline as a Chrome trace. Raises ``UsageError`` AP101 where that fails."""
+    """Write the timeline as a Chrome trace. Raises ``UsageError`` AP101 if that fails."""
     names = [rank_name(rank, count) for rank, count in enumerate(timeline.replicas)]
     with writing(path, "--trace"), Path(path).open("w") as file:
         json.dump(chrome_trace(timeline, names), file)
 
 
 def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any]:
-    """Return the figures as JSON values; lists have one entry per stage or pipeline rank."""
+    """Return the figures as JSON values; lists have an entry per stage or pipeline rank."""
     timeline, own = priced.timeline, priced.configuration
     return {
         "priced_as": trained.name,

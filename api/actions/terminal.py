@@ -1,4 +1,4 @@
-"""The terminal of commands: a console on stdout, JSON, written pages, settings of a target."""
+"""Terminal of commands: a console on stdout, JSON, written pages, and settings of a target."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autoparallel.options.results import result_stream, say
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
-    """The settings with ``--lora``, which is one: a plan carries it like the others."""
+    """Return the settings with the value of ``--lora`` added as a setting."""
     return [*(settings or ()), *([] if lora is None else [f"lora={lora}"])]
 
 
 def stdout_console() -> Console:
-    """A console on stdout: 80 columns where there is no terminal, 120 at most."""
+    """Return a console on stdout: 80 columns without a terminal, 120 at most."""
     stream = result_stream()
     columns = shutil.get_terminal_size((80, 24)).columns if stream.isatty() else 80
     return Console(file=stream, width=max(60, min(columns, 120)), highlight=False)
@@ -31,7 +31,7 @@ def print_json(value: object) -> None:
 
 
 def write_html(text: str, path: str) -> None:
-    """Write a page, and say so on stderr. Raises UsageError AP101."""
+    """Write a page, and report its path on stderr. Raises UsageError AP101 if that fails."""
     with writing(path, "--html"):
         Path(path).write_text(text, encoding="utf-8")
     typer.echo(f"written to {path}; open it in a browser", err=True)

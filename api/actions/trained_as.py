@@ -1,8 +1,8 @@
-"""Whose training ``simulate`` prices: what a system assumes, and what options say otherwise.
+"""Training system whose steps ``simulate`` prices: its assumptions, changed by options.
 
-In: the values of ``--as``, ``--kernels``, ``--dispatcher`` and the others of their table. Out:
-``CostAssumptions``, and what the configuration takes from them. Raises ``UsageError`` AP112 where a
-value is unknown, or two contradict each other.
+In: the values of ``--as``, ``--kernels``, ``--dispatcher`` and the related options. Out:
+``CostAssumptions``, and the changes to the configuration. Raises ``UsageError`` AP112 if a value is
+unknown, or two values contradict each other.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ EXPERTS: Mapping[Kernels, ExpertKernels] = {
     "compiled": "activation",
     "fused": "one",
 }
-"""Values of ``--kernels``, with the kernels that each has between the products of experts."""
+"""Kernels between the matrix products of experts, for each value of ``--kernels``."""
 
 Choice = TypeVar("Choice", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedAs:
-    """A system, the assumptions of its prices, and its kernels."""
+    """Training system, the assumptions for its prices, and its kernels."""
 
     name: SystemName
     assumptions: CostAssumptions
@@ -47,7 +47,7 @@ class TrainedAs:
     has_parts: bool
 
     def configured(self, own: Configuration) -> Configuration:
-        """Return a configuration as the system runs it."""
+        """Return a configuration with the changes that the system makes."""
         if self.has_parts:
             own = replace(own, recompute="selective")
         if system(self.name).splits_sequences and own.tp > 1:
@@ -67,7 +67,7 @@ def trained_as(
     kernels: str | None,
     parts: str | None,
 ) -> TrainedAs:
-    """Return whose training is priced, and how."""
+    """Return the training system to price, with assumptions changed by the given options."""
     whose = check_choice("--as", name, SYSTEMS)
     asked: dict[str, Any] = {"slowdown": slowdown, "imbalance": imbalance}
     if dispatcher is not None:
@@ -92,7 +92,7 @@ def trained_as(
 
 
 def parse_parts(text: str, recompute: str | None) -> tuple[RecomputedPart, ...]:
-    """Return the parts of a layer that ``--recompute-parts`` names.
+    """Parse the parts of a layer in ``--recompute-parts``.
 
     >>> parse_parts("mla_up_proj, mlp", None)
     ('mla_up_proj', 'mlp')
@@ -109,7 +109,7 @@ def parse_parts(text: str, recompute: str | None) -> tuple[RecomputedPart, ...]:
 
 
 def check_choice(option: str, value: str, known: tuple[Choice, ...]) -> Choice:
-    """Return an option's value, which is one of those known."""
+    """Return ``value`` if it is in ``known``, else raise UsageError AP112."""
     for each in known:
         if each == value:
             return each

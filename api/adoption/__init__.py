@@ -1,1 +1,1 @@
-"""A script's own model: planned at its first batch, and trained in the script's loop."""
+"""Training of a script's own model: planned at its first batch, trained in the script's loop."""

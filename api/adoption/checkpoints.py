@@ -1,7 +1,7 @@
 """``autoparallel.save`` and ``autoparallel.load``: checkpoints of a script's training.
 
-The same call works for a model that ``parallelize`` made, on every rank of torchrun, and for a
-plain module in one process; a checkpoint of either loads into the other.
+The same call works for a model made by ``parallelize``, on every rank of torchrun, and for a plain
+module in one process; the checkpoints of both are interchangeable.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def save(
 ) -> PendingSave:
     """Write the checkpoint ``path/step-N`` of a training run. Collective over all ranks.
 
-    ``model`` is a module or its ``Step``, which brings its optimizer; in a loop of your own give
-    the ``optimizer``. ``extras`` are objects with ``state_dict`` and ``load_state_dict``: a
-    scheduler, a gradient scaler, a data loader. ``keep`` is the number of checkpoints that stay in
-    ``path``. ``asynchronous`` copies everything to CPU memory and writes in the background:
-    ``wait()`` on the result, the next save or the end of the process waits, and raises its error.
+    ``model`` is a module, or its ``Step``, which includes the optimizer; in a custom loop pass
+    ``optimizer`` too. ``extras`` are objects with ``state_dict`` and ``load_state_dict``: a
+    scheduler, a gradient scaler, a data loader. The newest ``keep`` checkpoints stay in ``path``,
+    None for all. ``asynchronous`` copies the state to CPU memory and writes in the background;
+    ``wait()`` on the result, the next save and the end of the process wait for it and raise its
+    error.
 
     Raises UsageError (AP882, AP883, AP887, AP890) for objects that cannot be saved and MachineError
     (AP886) if writing fails; earlier checkpoints stay.
@@ -85,12 +86,12 @@ def load(
 ) -> int:
     """Load a checkpoint and return its step. Collective over all ranks.
 
-    ``path`` is a checkpoint, or a folder of checkpoints, whose newest complete one is taken; it may
-    have been written under any plan of the model, or by one process. ``model``, ``optimizer`` and
-    ``extras`` are as in ``save``; make a scheduler before its state is loaded.
+    ``path`` is a checkpoint, or a folder whose newest complete checkpoint is loaded. It may have
+    been written under any plan of the model, or by one process. ``model``, ``optimizer`` and
+    ``extras`` are as in ``save``; create a scheduler before you load its state.
 
-    Raises UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP884,
-    AP887 to AP889 an optimizer or extras that do not fit, AP885 another model.
+    Raises UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP884 and
+    AP887 to AP889 unsuitable optimizer or extras, AP885 another model.
     """
     module, optimizer, parts = _unpack_arguments(model, optimizer, extras)
     trainer = _trainer_of(module)
@@ -108,7 +109,7 @@ def load(
 def _unpack_arguments(
     model: nn.Module | Step, optimizer: Optimizer | None, extras: dict[str, Any]
 ) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
-    """Return the module, its optimizer and the parts. Raises UsageError AP890."""
+    """Return the module, its optimizer, and the other parts by name. Raises UsageError AP890."""
     if isinstance(model, Step):
         optimizer = model.optimizer if optimizer is None else optimizer
         return _unpack_arguments(model.model, optimizer, {"update": model, **extras})
@@ -135,7 +136,7 @@ def _unpack_arguments(
 
 
 def _trainer_of(module: nn.Module) -> Trainer | None:
-    """Return the trainer of a module that ``parallelize`` made; None for a plain module.
+    """Return the trainer of a model made by ``parallelize``; None for a plain module.
 
     Raises UsageError AP148 for a plain module under torchrun.
     """
@@ -155,7 +156,7 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
 @contextmanager
 def _report_action(what: str) -> Iterator[None]:
-    """Report an action to the script's watchdog while it runs."""
+    """Report an action to the script's watchdog while it runs inside the context."""
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress
     tell(what)

@@ -1,8 +1,8 @@
 """``distribute``: make a torch DataLoader load each rank's own rows of every global batch.
 
-In: a DataLoader of global batches, the parallel model. Out: a loader of this rank's rows, in the
-order in which its plan reads them, so that all ranks together have the batches of the DataLoader.
-All ranks draw the same order: it starts from rank 0's random state.
+In: a DataLoader of global batches, and the parallel model. Out: a loader of this rank's rows, in
+the order in which its plan reads them. All ranks together load the batches of the DataLoader. All
+draw the same order, since it starts from rank 0's random state.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ _PART_SEED = 1_000_003
 def distribute(dataloader: Any, model: nn.Module | None = None) -> Any:
     """Return a loader of this rank's rows of the batches of ``dataloader``, a torch DataLoader.
 
-    ``dataloader`` is written as for one device: its batches are global, and it has no
-    DistributedSampler. ``model`` comes from ``parallelize``; it is planned now, if it has no plan
-    yet. Without it the process's only model with a plan is taken. The batches are for ``Step`` or
-    the model as they come; a rank whose stages read no inputs gets empty batches. Every rank reads
-    all samples of an IterableDataset and keeps its own. Collective over all ranks. Outside of
-    torchrun the batches are ``dataloader``'s own; the loader only knows its place among them, so
-    that a checkpoint can hold it.
+    Write ``dataloader`` as for one device: with global batches and without a DistributedSampler.
+    ``model`` comes from ``parallelize`` and is planned now if it has no plan yet; None takes the
+    only model of the process that has a plan. Pass the batches to ``Step`` or the model unchanged;
+    a rank whose stages read no inputs gets empty batches. From an IterableDataset every rank reads
+    all samples and keeps its own. Collective over all ranks. Outside torchrun the loader yields the
+    batches of ``dataloader`` unchanged, and only adds a position, which checkpoints can save.
 
-    Raises UsageError AP832 for a DistributedSampler, AP833 for anything but a DataLoader of global
-    batches, AP834 if ``model`` is missing.
+    Raises UsageError AP832 for a DistributedSampler, AP833 for an object that is no DataLoader of
+    global batches, AP834 if ``model`` is missing.
     """
     _check_loader(dataloader)
     if not under_torchrun():
@@ -104,7 +103,7 @@ def _parallel_model(model: nn.Module | None) -> Any:
 
 
 class DistributedLoader:
-    """Loader of a rank, as ``distribute`` makes it; other attributes are the DataLoader's own."""
+    """Loader of a rank, made by ``distribute``; other attributes are the DataLoader's."""
 
     def __init__(self, loader: DataLoader[Any], batches: StepBatches | _AllRows) -> None:
         self._loader, self._batches = loader, batches
@@ -119,14 +118,14 @@ class DistributedLoader:
         self._loader_state: Any = None
 
     def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
+        """Return the number of global batches in an epoch."""
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over an epoch; the first is collective over all ranks."""
+        """Iterate over an epoch; the first call is collective over all ranks."""
         self._order.begin()
         start, self._start = self._start, 0
         self._epoch += 1
@@ -144,9 +143,9 @@ class DistributedLoader:
         return self._tag_batches(self._keep_rows(start))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position: the epoch, the number of its batches read, and their order.
+        """Return the position: the epoch, the number of batches read in it, and their order.
 
-        It is the same on all ranks, and for plans of any number of ranks.
+        It is the same on all ranks, and valid for plans with any number of ranks.
         """
         state = {"epoch": self._epoch, "batches": self._position, "order": self._order.state()}
         inner: Any = self._inner
@@ -155,7 +154,7 @@ class DistributedLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the next iteration at the position ``state``, on every rank."""
+        """Make the next iteration continue at the position ``state``; call it on every rank."""
         if state["epoch"] < 0:
             return  # saved before the first epoch
         self._epoch = int(state["epoch"]) - 1
@@ -179,7 +178,7 @@ class DistributedLoader:
         return () if held is None else held.indices()
 
     def _by_row(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Load the rows that this rank needs, from batch ``start`` on."""
+        """Yield each global batch from ``start`` on: its size, and this rank's rows of it."""
         if not self._held_rows(self._batches.global_rows):
             for indices in islice(self._order.batches(), start, None):
                 rows = [indices[row] for row in self._held_rows(len(indices))]
@@ -193,7 +192,7 @@ class DistributedLoader:
             yield self._rows.popleft(), batch
 
     def sampled(self) -> Iterator[list[int]]:
-        """Return the rows of each batch that this rank loads."""
+        """Yield the indices of the rows of each batch that this rank loads."""
         for indices in islice(self._order.batches(), self._skipped, None):
             self._rows.append(len(indices))
             yield [indices[row] for row in self._held_rows(len(indices))]
@@ -203,7 +202,7 @@ class DistributedLoader:
         return self._loader.collate_fn([dataset[row] for row in rows])
 
     def _keep_rows(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Read all samples of an iterable dataset and collate this rank's."""
+        """Yield as ``_by_row`` from an iterable dataset: read all samples, collate this rank's."""
         loader, planned = self._loader, self._batches.global_rows
         if self._inner is None:
             self._inner = type(loader)(
@@ -226,7 +225,7 @@ class DistributedLoader:
 
 
 class _AllRows:
-    """Stand-in for ``StepBatches`` in a process that runs alone: it needs all rows."""
+    """Stand-in for ``StepBatches`` in a single process, which needs all rows."""
 
     place = (0, 1)
 
@@ -241,10 +240,10 @@ class _AllRows:
 
 
 class LoneLoader(DistributedLoader):
-    """Loader of a process that runs alone; its batches are the DataLoader's own.
+    """Loader of a single process; its batches are the DataLoader's.
 
-    It draws the DataLoader's random numbers. Only an epoch that starts in its middle, after
-    ``load_state_dict``, repeats the order of the interrupted epoch.
+    It draws the same random numbers as the DataLoader. Only an epoch resumed in its middle, after
+    ``load_state_dict``, repeats the order of the interrupted epoch instead.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -269,7 +268,7 @@ class LoneLoader(DistributedLoader):
 
 
 class _RowSampler:
-    """The batch sampler of a ``DistributedLoader``."""
+    """Batch sampler of a ``DistributedLoader``, with this rank's rows."""
 
     def __init__(self, owner: DistributedLoader) -> None:
         self._owner = owner
@@ -282,9 +281,9 @@ class _RowSampler:
 
 
 class _KeepRows:
-    """Collate function that returns a rank's samples of a batch, with the number of all samples.
+    """Collate function that returns the size of a batch and this rank's samples, collated.
 
-    A batch of another size than planned stays uncollated: the needed samples are unknown.
+    A batch of another size than planned is returned uncollated: this rank's rows are unknown here.
     """
 
     def __init__(self, collate: Callable[[Any], Any], rows: Sequence[int], planned: int) -> None:
@@ -298,11 +297,11 @@ class _KeepRows:
 
 
 class _Order:
-    """Random order of a DataLoader, on every rank the same as on one device.
+    """Random order of a DataLoader, the same on every rank as on one device.
 
-    A sampler draws from the generators that it or the loader was given, or from torch's own. The
-    former are set to rank 0's state. For the latter there is a stream of random numbers that
-    begins with rank 0's state at the first epoch, and that nothing else draws from.
+    A sampler draws from the generators given to it or to the loader, else from torch's default.
+    Given generators are set to rank 0's state. The default one is replaced by a stream of random
+    numbers that starts from rank 0's state at the first epoch and serves only this loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -315,7 +314,7 @@ class _Order:
         self._began: list[Tensor] = []
 
     def begin(self) -> None:
-        """Begin an epoch's order; the first call is collective over all ranks."""
+        """Begin the order of an epoch; the first call is collective over all ranks."""
         if self._stream is None:
             for generator in self._generators:
                 generator.set_state(share_tensor(generator.get_state()))
@@ -323,22 +322,22 @@ class _Order:
         self._began = [self._stream, *(each.get_state() for each in self._generators)]
 
     def follow(self) -> None:
-        """Record torch's generator state before an epoch that draws from it."""
+        """Record torch's generator state before an epoch that draws from the default generator."""
         self._began = [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
 
     def worker_seed(self) -> int:
-        """Draw the seed that a DataLoader draws for its workers before it asks its sampler."""
+        """Draw the seed for the workers, as a DataLoader does before it asks its sampler."""
         with self._draw_from_stream():
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return int(drawn)
 
     def batches(self) -> Iterator[Sequence[int]]:
-        """Return the indices of each global batch."""
+        """Return an iterator over the row indices of each global batch."""
         assert self._loader.batch_sampler is not None
         return self.draw_items(self._loader.batch_sampler)
 
     def draw_items(self, source: Any) -> Iterator[Any]:
-        """Yield the items of ``source``, which draws from the stream."""
+        """Yield the items of ``source``, with torch's default generator replaced by the stream."""
         with self._draw_from_stream():
             iterator = iter(source)
         while True:
@@ -350,11 +349,11 @@ class _Order:
             yield value
 
     def state(self) -> list[str]:
-        """Return the generator states at the beginning of the epoch."""
+        """Return the generator states at the beginning of the epoch, base64-encoded."""
         return [base64.b64encode(bytes(each.tolist())).decode() for each in self._began]
 
     def restore(self, states: Sequence[str]) -> None:
-        """Restore a ``state``; its epoch begins again."""
+        """Restore the result of ``state``, so that its epoch begins again."""
         tensors = [torch.tensor(list(base64.b64decode(each)), dtype=torch.uint8) for each in states]
         if len(tensors) != 1 + len(self._generators):
             raise UsageError(
@@ -370,7 +369,7 @@ class _Order:
 
     @contextmanager
     def _draw_from_stream(self) -> Iterator[None]:
-        """Make torch's own generator draw from the stream inside the context."""
+        """Make torch's default generator continue the stream inside the context."""
         assert self._stream is not None
         outside = torch.get_rng_state()
         torch.set_rng_state(self._stream)
@@ -382,19 +381,19 @@ class _Order:
 
 
 class _Dict(dict[Any, Any]):
-    """A rank's rows by name; ``global_rows`` is the number of rows of the whole batch."""
+    """Rank's rows of a batch by name; ``global_rows`` is the number of rows of the whole batch."""
 
     global_rows: int
 
 
 class _Tuple(tuple[Any, ...]):
-    """A rank's rows by position."""
+    """Rank's rows of a batch by position."""
 
     global_rows: int
 
 
 def tag_rows(batch: Any, rows: int) -> Any:
-    """Attach ``rows``, the size of the global batch, to a rank's part of it and to each tensor."""
+    """Set the size of the global batch as ``global_rows`` on a rank's part and on its tensors."""
     made: Any = _Dict(batch) if isinstance(batch, Mapping) else batch
     made = _Tuple(batch) if isinstance(batch, tuple | list) else made
     made.global_rows = rows

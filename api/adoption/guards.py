@@ -1,8 +1,8 @@
-"""Errors for changes of a planned model that its program would ignore.
+"""Errors for changes to a planned model that its captured program would silently ignore.
 
-In: a model whose parameters are this rank's shards. Out: ``check``, before each forward of the
-program: it raises if the script has since changed a mode, a module, a parameter's place, a hook or
-a setting that the program has built in. Without that the change would do nothing, silently.
+In: a model whose parameters are this rank's shards. Out: ``check``, called before each forward of
+the program. It raises an error if the script has changed a mode, a module, a parameter object, a
+hook or a setting that was captured with the program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, StagePara
 
 
 class ModelGuard:
-    """Guard of a planned model: its modules' ``modes`` when planned, its parameters' ``slots``."""
+    """Guard of a planned model. ``modes`` are the ``training`` flags of its modules when it was
+    planned, ``slots`` the attributes that hold each parameter."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class ModelGuard:
         self._storages = [(name, p.master, _storage_id(p.master)) for name, p in parameters.items()]
 
     def check(self) -> None:
-        """Raise UsageError AP922, AP923, AP929 or AP936 for changes that the program ignores."""
+        """Raise UsageError AP922, AP923, AP929 or AP936 for a change that the program ignores."""
         self._check_places()
         self.check_data()
         for module, mode in self._modules:
@@ -74,9 +75,9 @@ class ModelGuard:
                 )
 
     def check_data(self) -> None:
-        """Raise UsageError AP936 for a parameter whose ``data`` was assigned.
+        """Raise UsageError AP936 if a parameter's ``data`` was assigned.
 
-        A DTensor may get new ``data``: its values stay in its local tensor.
+        Assigning ``data`` of a DTensor is allowed: its values are in its local tensor.
         """
         for name, master, storage in self._storages:
             if _storage_id(master) != storage:
@@ -112,13 +113,13 @@ class ModelGuard:
 
 
 WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
-"""Classes of torch's hooks that compute a weight before each forward. They belong to the model."""
+"""Classes of torch hooks that compute a weight before each forward, so are part of the model."""
 
 
 def check_own_hooks(model: nn.Module) -> None:
     """Raise UsageError AP923 for a hook on the model itself, or a ``__call__`` of its class.
 
-    Both run around a call of the model, and ``Step`` makes none.
+    Both run around a call of the model, but ``Step`` does not call the model.
     """
     hooks = (
         *model._forward_hooks.values(),
@@ -139,7 +140,7 @@ def check_own_hooks(model: nn.Module) -> None:
 
 
 def check_backward_hooks(model: nn.Module) -> None:
-    """Raise UsageError AP923 for backward hooks of submodules, which no program would call."""
+    """Raise UsageError AP923 for backward hooks of submodules, which the program would not run."""
     for path, module in model.named_modules():
         if path and (module._backward_hooks or module._backward_pre_hooks):
             raise UsageError(
@@ -151,7 +152,7 @@ def check_backward_hooks(model: nn.Module) -> None:
 
 
 def check_autocast(device: torch.device, precision: Precision) -> None:
-    """Raise UsageError AP941 if autocast asks for another format than the plan's."""
+    """Raise UsageError AP941 if autocast uses another dtype than the plan."""
     if not torch.is_autocast_enabled(device.type):
         return
     dtype = torch.get_autocast_dtype(device.type)
@@ -167,7 +168,7 @@ def check_autocast(device: torch.device, precision: Precision) -> None:
 
 
 def _storage_id(parameter: nn.Parameter) -> int:
-    """Return the identity of a parameter's memory."""
+    """Return an identifier of a parameter's storage."""
     identity: int = parameter.untyped_storage()._cdata
     return identity
 

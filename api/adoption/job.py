@@ -1,4 +1,4 @@
-"""The input of planning a script's model, with its initial weights."""
+"""Input for planning a script's model, with its initial weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanJob:
-    """Input of planning a model.
+    """Input for planning a model.
 
-    ``deferred`` is a recorded build of a model without weights; None for a model that has its
-    weights. ``weights`` is a file or folder of its initial weights (see
+    ``deferred`` is the recorded construction of a model whose weights are not made yet; None if
+    they are. ``weights`` is a file or folder of initial weights (see
     ``runtime.parameters.pretrained``).
     """
 

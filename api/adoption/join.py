@@ -1,4 +1,4 @@
-"""A model that lives in a script under torchrun: planned on rank 0, trained on every rank."""
+"""Start of training a script's model under torchrun: planned on rank 0, trained on every rank."""
 
 from __future__ import annotations
 
@@ -73,13 +73,12 @@ def join_training(
 ) -> tuple[Trainer, LiveCaptures]:
     """Make the trainer of this rank for a model, and the ``LiveCaptures`` of its code.
 
-    Collective over all ranks.
-
-    Without ``plan`` rank 0 makes a plan for the processes that torchrun started, and all use it.
-    Initial weights are rank 0's: its model's, or drawn from its generator's state. Random numbers
-    of the forward follow rank 0's ``torch.manual_seed``. Tensors that no stage holds (parameters
-    that the loss does not reach, buffers that training leaves alone) have their values in ``model``
-    afterwards. ``progress`` receives the next action of a step; ``buckets``: see ``Trainer``.
+    Collective over all ranks. Without ``plan`` rank 0 plans for the processes that torchrun
+    started, and all ranks use its plan. Initial weights are rank 0's: of its model, or drawn from
+    the state of its generator. Random numbers in the forward follow rank 0's ``torch.manual_seed``.
+    Tensors that no stage holds (parameters that the loss does not depend on, buffers that training
+    does not change) have their values in ``model`` afterwards. ``progress`` is told each action of
+    a step; ``buckets``: see ``Trainer``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,8 +145,8 @@ def join_training(
 
 
 def _cluster(name: str, device: torch.device) -> Cluster | None:
-    """Return the cluster to plan for on rank 0; ``local`` is the launcher's processes.
-    Collective."""
+    """Return the cluster to plan for on rank 0, None elsewhere. "local" is the cluster of the
+    launched processes. Collective."""
     is_joined = name == "local"
     devices = gather_values(own_process_device(device.index)) if is_joined else []
 
@@ -163,7 +162,7 @@ def _cluster(name: str, device: torch.device) -> Cluster | None:
 
 
 def _initial_weights(model: nn.Module, job: PlanJob) -> Weights:
-    """Return the initial weights of every rank: rank 0's, in the model's own memory."""
+    """Return rank 0's initial weights on every rank; in place for a model that has weights."""
     if job.deferred is not None:
         assert isinstance(job.deferred.seed, Tensor)
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
@@ -185,16 +184,16 @@ def _capture_again(
     rows: int,
     change: Change = keep_batch,
 ) -> Program:
-    """Capture a model in training again, for a global batch of ``rows``."""
+    """Capture a model in training mode again, for a global batch of ``rows`` samples."""
     with as_at_start(), with_held(model, held):
         asked = replace(options, global_batch=rows)
         return _capture_outputs(model, changed_target(target, change), asked)
 
 
 def _capture_outputs(model: nn.Module, target: Target, options: PlanOptions) -> Program:
-    """Capture the model with its loss, or with its outputs returned if it has no loss.
+    """Capture the model with its loss, or with its outputs if it has none.
 
-    The script then computes the loss from them.
+    With outputs the script computes the loss.
     """
     if target.returns_loss or target.loss_fn is not None:
         try:
@@ -222,7 +221,7 @@ def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
 def _fill_the_rest(
     model: nn.Module, weights: Deferred | Pretrained, program: Program, device: torch.device
 ) -> None:
-    """Give a recorded model the tensors that no stage holds."""
+    """Give a model built without weights the tensors that no stage holds."""
     graph = program.graph
     spread = {node.name for node in graph.parameters} | {*graph.tied, *graph.updates}
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -248,10 +247,10 @@ def _plan_together(
     options: PlanOptions,
     device: torch.device,
 ) -> Plan:
-    """Plan for ``cluster`` on rank 0, which alone knows it, and share the plan. Collective.
+    """Plan for ``cluster`` on rank 0, the only rank that knows it, and share the plan. Collective.
 
-    Before that all ranks measure the costs it needs, if torchrun started just the cluster's
-    processes, on one machine.
+    If measuring is wanted, and torchrun started the processes of the cluster on one machine, all
+    ranks first measure costs that the plan needs.
     """
     leader = None
     if cluster is not None:
@@ -277,9 +276,9 @@ def _plan_together(
 def _plan_again(
     target: Target, options: PlanOptions, plan: Plan, device: torch.device, program: Program
 ) -> Plan | None:
-    """Return a plan of the devices and degrees of ``plan`` for another program of its model.
+    """Plan for another program of the model, with the devices and degrees of ``plan``.
 
-    None if it has stages of several meshes, or if no such plan exists. Collective.
+    Returns None if ``plan`` has several meshes, or if no such plan exists. Collective.
     """
     meshes = {stage.mesh for stage in plan.stages}
     degrees = dict(zip(plan.stages[0].mesh.axes, plan.stages[0].mesh.shape, strict=True))
@@ -305,7 +304,7 @@ def _plan_again(
 
 
 def _check_is_whole(wanted: Plan | Forced) -> None:
-    """Raise UsageError AP932 unless a whole batch passes a whole model at a time."""
+    """Raise UsageError AP932 if the plan has several micro-batches or pipeline stages."""
     stages = len(wanted.stages) if isinstance(wanted, Plan) else wanted.pp or 1
     count = wanted.num_microbatches or 1
     if max(count, stages) > 1:

@@ -1,9 +1,9 @@
-"""``parallelize``'s model: an ``nn.Module`` that trains by a plan under torchrun.
+"""Model made by ``parallelize``: an ``nn.Module`` that trains by a plan under torchrun.
 
-It stays an object of the model's own class. Its parameters become this rank's shards under their
-own names, DTensors where a plan splits any, so that optimizers, clipping and checkpoints are the
-stock classes. In training it has the calls and results of the model; in evaluation the model's own
-code runs, with whole weights (``adoption.unsharded``).
+It is an instance of the model's own class. Its parameters become this rank's shards under the same
+names (DTensors if the plan splits any), so stock optimizers, clipping and checkpoints work. In
+training it takes the arguments and returns the results of the model; in evaluation the model's own
+code runs with whole weights (``adoption.unsharded``).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from autoparallel.runtime.step.trainer import Trainer
 
 JOINED: WeakSet[ParallelModule] = WeakSet()
-"""The modules of this process that have a plan."""
+"""Models of this process that have a plan."""
 
 _STATE = "_autoparallel"
-"""The attribute that holds a model's ``ParallelState``."""
+"""Attribute of a model that holds its ``ParallelState``."""
 
 
 class ParallelModule(nn.Module):
-    """A model under torchrun. It is planned when first used, by all ranks together.
+    """Model that trains by a plan under torchrun; all ranks plan it together at its first use.
 
-    For a plan with no pipeline the ordinary loop works::
+    For a plan without a pipeline the ordinary loop works::
 
         optimizer = torch.optim.AdamW(model.parameters())
         loss = model(**batch)        # the global batch, the same on every rank
@@ -65,11 +65,11 @@ class ParallelModule(nn.Module):
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> Trainer:
-        """Plan (unless ``plan`` is given) and become this rank's shards. Collective; once.
+        """Plan if needed, and replace the weights by this rank's shards; return the trainer.
 
-        From then on the process is watched: see ``runtime.launch.watched_script``.
-
-        Raises UsageError AP145 if a module that has a plan gets another plan or a loss.
+        Collective. From then on a watchdog observes the process: see
+        ``runtime.launch.watched_script``. Raises UsageError AP145 if the model has a plan and gets
+        another plan, a loss or buckets.
         """
         adopted = _state_of(self)
         with as_launched():
@@ -99,20 +99,20 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan of this module's training."""
+        """Plan that this model trains by."""
         return self.join().plan
 
     @contextmanager
     def unsharded(
         self, rank: int | None = None, *, device: torch.device | str | None = None
     ) -> Iterator[nn.Module]:
-        """Put whole weights into the plain model inside the context, for generation or export.
+        """Put whole weights into the model inside the context, for generation or export.
 
-        ``rank`` names the only rank that gets them; the others have none meanwhile. ``device``
-        holds them (default: the plan's). Weights have the optimizer's dtype. Collective over all
-        ranks.
+        With ``rank`` only this rank gets weights, and other ranks have none meanwhile. The weights
+        are on ``device`` (default: the plan's) and in the dtype of the optimizer. Collective over
+        all ranks.
 
-        Raises UsageError AP926 if the weights were changed inside: the change would be lost.
+        Raises UsageError AP926 if the weights were changed inside, as the change would be lost.
         """
         self.join()
         with _state_of(self).unsharded(self, rank, device):
@@ -120,18 +120,18 @@ class ParallelModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: gradients are summed over ranks in every backward, and add up."""
+        """Do nothing: every backward sums gradients over ranks, and gradients accumulate."""
         yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return this rank's shards, under the model's own names."""
+        """Return this rank's shards under the names of the model's parameters."""
         self._join_once()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's shards, for ``torch.distributed.checkpoint``.
 
-        Inside of ``autoparallel.one_process()`` the whole tensors, on the CPU of every rank.
+        Inside ``autoparallel.one_process()`` it returns whole tensors on the CPU, on every rank.
         """
         self._join_once()
         if are_whole() and not _state_of(self).is_plain:
@@ -141,14 +141,14 @@ class ParallelModule(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return this rank's parts of the buffers that training changes, and the others."""
+        """Return this rank's parts of the buffers that training changes, and all other buffers."""
         _state_of(self).keep_buffers()
         return super().named_buffers(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take shards or whole tensors, of which each rank keeps its part.
+        """Load shards or whole tensors; each rank keeps its part of a whole tensor.
 
         Raises UsageError AP924 for ``assign=True``, which would replace the shards.
         """
@@ -161,14 +161,14 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
-        """Copy the trainer's last loaded values into tensors that training leaves alone.
+        """Copy the values that the trainer loaded last into tensors that it does not train.
         Collective."""
         _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; see ``ParallelState.leaves_own_hooks``.
+        """Call the model, without the script's hooks if ``leaves_own_hooks`` says so.
 
-        Hooks of torch that compute a weight before each forward are a part of the model.
+        Torch's hooks that compute a weight before each forward are part of the model, and run.
         """
         if not _state_of(self).leaves_own_hooks:
             return super().__call__(*args, **kwargs)
@@ -207,7 +207,7 @@ class ParallelModule(nn.Module):
 
 
 def loss_of(module: ParallelModule) -> LossFn | None:
-    """Return the loss function that the module got with its plan, or None."""
+    """Return the loss function that the model was planned with, or None."""
     return _state_of(module).job.target.loss_fn
 
 
@@ -229,13 +229,13 @@ def _refuse_move(what: str, why: str) -> NoReturn:
 def make_parallel(
     model: nn.Module, job: PlanJob, cls: type[nn.Module] | None = None, methods: Sequence[str] = ()
 ) -> nn.Module:
-    """Make ``model`` itself parallel: its class becomes ``cls``, a subclass of its own.
+    """Make ``model`` parallel in place: its class becomes ``cls``, a subclass of its own class.
 
-    ``methods`` beside ``forward`` compute with whole weights; in a class without a forward the
-    first method is planned in its place.
+    Methods named in ``methods`` compute with whole weights. If the class has no ``forward``, the
+    first of them is planned instead.
     """
     original = type(model)
-    # A script may have put a forward of its own into the object: the class's would not be called.
+    # A script may have assigned a forward to the object, which hides the forward of the class.
     main = "forward" if has_forward(original) or not methods else methods[0]
     forward = model.__dict__.pop("forward", None) or getattr(original, main).__get__(model)
     model.__class__ = cls or parallel_class(original, methods=methods)
@@ -250,7 +250,7 @@ def parallel_class(
 ) -> type[nn.Module]:
     """Make a ``ParallelModule`` class with the name, methods and signatures of ``original``.
 
-    A call of the class runs ``make(cls, ...)`` instead of building the model; ``methods`` as in
+    Calling the class runs ``make(cls, ...)`` instead of building the model. ``methods``: see
     ``make_parallel``.
     """
     check_methods(original, methods)
@@ -274,4 +274,4 @@ def parallel_class(
 
 
 def _init_nothing(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Do nothing: ``__new__`` has built the model."""
+    """Do nothing, because ``__new__`` has already built the model."""

@@ -1,4 +1,4 @@
-"""The Python API: plan a model, and train by a plan with one function for every plan.
+"""Python API: plan a model, and train it by the plan with the same code for every plan.
 
 ::
 
@@ -9,9 +9,9 @@
     for batch in data:
         loss = step(batch)          # the true loss of the global batch, on every rank
 
-Alone, ``Net()`` is the plain module. Under torchrun it is a ``ParallelModule``, planned for the
-machines that torchrun joined; ``step`` trains by that plan, pipelines included, and the ordinary
-``loss.backward()`` loop works without pipelines.
+Without torchrun ``Net()`` is the plain module. Under torchrun it is a ``ParallelModule``, planned
+for the machines that torchrun joined. ``step`` trains by that plan, pipelines included; for plans
+without a pipeline the ordinary ``loss.backward()`` loop works too.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def plan(
 ) -> ShownPlan:
     """Return the fastest plan found for training ``model`` on ``cluster``; needs no process group.
 
-    ``model`` is a module, a function that builds one, or the text of a target
-    (``"model.py"``). ``example_batch`` is a batch of global shapes (meta tensors welcome), or
-    a function ``(global_batch, seq)`` that makes one; a target brings its own.
-    ``global_batch`` defaults to the rows of the batch, and to 32 for a function. On a terminal
-    and in a notebook bars show the progress; ``progress=False`` shows none.
+    ``model`` is a module, a function that builds a module, or the text of a target
+    (``"model.py"``). ``example_batch`` is a batch of global shape (meta tensors suffice), or a
+    function ``(global_batch, seq)`` that makes one; a target brings its own. ``global_batch``
+    defaults to the rows of the example, and to 32 for a function. On a terminal and in a notebook
+    progress bars are shown, unless ``progress=False``.
 
-    Raises UsageError (AP140, AP141) for arguments of the wrong kind, and errors of planning:
+    Raises UsageError (AP140, AP141) for arguments of the wrong kind, and the errors of planning:
     CaptureError, InfeasibleError, TimeLimitError.
     """
     target = make_target(model, example_batch, loss_fn, global_batch)
@@ -150,43 +150,44 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
 ) -> Any:
     """Make an ``nn.Module`` class (as a decorator) or instance train by a plan.
 
-    Outside torchrun the class or instance comes back as it was, and trains as ever. Under torchrun
-    an instance becomes a ``ParallelModule``, and so do the class's models, which are never whole in
-    memory. Plans are for one global batch; without ``loss_fn(outputs, batch)`` the model returns
-    the loss, or ``Step`` brings the function.
+    Outside torchrun the class or instance is returned unchanged. Under torchrun an instance becomes
+    a ``ParallelModule``, as do all instances of a class, which are never whole in memory. A plan is
+    for one global batch size. The model returns the loss, unless ``loss_fn(outputs, batch)`` is
+    given here or to ``Step``.
 
-    ``example_batch`` is a global batch in the form of the calls: the arguments of ``forward`` in a
+    ``example_batch`` is a global batch in the form of a call: the arguments of ``forward`` in a
     tuple or, by name, in a dict, whose other entries are for ``loss_fn``; or a function
-    ``(global_batch, seq)`` that makes one.
+    ``(global_batch, seq)`` that makes such a batch.
 
     ``weights`` is a file or folder of initial weights, or a checkpoint; each rank reads only its
-    shards. With ``weights_partial`` names may be in it or in the model alone.
+    shards. With ``weights_partial`` names may be only in ``weights`` or only in the model.
 
-    The default ``cluster`` is the processes that the launcher joined, on all their hosts. A plan
-    that leaves some of them nothing to do is refused (MachineError AP412) without ``allow_idle``,
-    which takes ``Step``.
+    The default ``cluster`` is the set of processes that the launcher joined, on all hosts. A plan
+    that leaves processes idle is refused (MachineError AP412), unless ``allow_idle`` is set, which
+    needs ``Step``.
 
-    With ``init="exact"`` the weights that a class's constructor draws equal the plain class's, bit
-    for bit, and torch's generator goes on as after it; each rank then draws the whole model's
-    numbers. With ``init="sharded"`` each rank draws only its shards: the same for every plan,
-    distributed as the constructor says, but unlike the plain class's. The default is exact if that
-    takes a rank less than 10 s (a billion numbers); else rank 0 says so.
+    With ``init="exact"`` the weights drawn by a class's constructor equal the plain class's bit for
+    bit, and torch's generator continues as after it; each rank then draws the random numbers of the
+    whole model. With ``init="sharded"`` each rank draws only its shards: the weights are the same
+    for every plan and distributed as in the constructor, but differ from the plain class's. The
+    default is exact if that takes less than 10 s per rank (a billion numbers), else sharded, and
+    rank 0 says so.
 
-    The first step is compared with that of the model alone, on the batch that runs: the loss and
-    the norm of each gradient; UsageError AP943 names the difference. ``check_first_step`` False
-    turns that off; True compares even if one device needs more than 10 s for the step.
+    The first step is compared with the model alone on the same batch, by the loss and the norm of
+    each gradient; UsageError AP943 names a difference. ``check_first_step=False`` turns this off;
+    True compares even if one device needs more than 10 s for the step.
 
-    ``loss=None`` says that the model returns no loss, though a scalar is among its outputs: all are
-    differentiated as the script does. ``methods`` names methods beside ``forward`` that the script
-    calls; they compute with whole weights, in training on every rank. In a class without a
-    ``forward`` the first of them is planned.
+    ``loss=None`` declares that the model returns no loss, although a scalar is among its outputs;
+    the script computes the loss from the outputs. ``methods`` names methods besides ``forward``
+    that the script calls; they compute with whole weights, and in training on every rank. In a
+    class without ``forward`` the first of them is planned.
 
-    Without ``precision`` the plan computes in the dtype of the model's floating parameters, if all
-    have the same, else in float32.
+    Without ``precision`` the plan computes in the dtype of the model's floating-point parameters if
+    all have the same dtype, else in float32.
 
-    Raises UsageError AP850 for another ``init``, AP140 unless ``model`` is an nn.Module or a class
-    of them, AP948 for a name that is no method, and AP860 to AP862 if the weights cannot be read or
-    are not the model's.
+    Raises UsageError AP850 for an unknown ``init``, AP140 if ``model`` is neither an nn.Module nor
+    such a class, AP948 for a name in ``methods`` that is no method, and AP860 to AP862 if the
+    weights cannot be read or are not the model's.
     """
     plan_options(global_batch or 1, seq, **options)
     given = ParallelOptions(
@@ -227,7 +228,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
 
 
 def _with_weights(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
-    """Return the class itself, or with ``weights`` a subclass whose instances start from them."""
+    """Return the class itself or, with ``weights``, a subclass whose instances load them."""
     place = given.weights
     if place is None:
         return original
@@ -241,7 +242,7 @@ def _with_weights(original: type[nn.Module], given: ParallelOptions) -> type[nn.
 
 
 def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
-    """Make a class of the same name whose calls build a parallel model, without its weights."""
+    """Make a class of the same name that builds parallel models, without making their weights."""
 
     def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         _check_class(cls, original)
@@ -260,7 +261,7 @@ def _parallel_class(original: type[nn.Module], given: ParallelOptions) -> type[n
 
 def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
     """Raise UsageError AP938 if a decorated class cannot be built: it is a subclass of
-    ``original``, or its ``__init__`` names its own class."""
+    ``original``, or its ``__init__`` refers to the class by name."""
     name = original.__name__
     if "__new__" not in cls.__dict__:
         raise UsageError(
@@ -280,9 +281,9 @@ def _check_class(cls: type[nn.Module], original: type[nn.Module]) -> None:
 
 
 def _precision_of(model: nn.Module) -> SearchOptions:
-    """Return the options with which a plan computes in the dtype of the model's parameters.
+    """Return the planning options for computing in the dtype of the model's parameters.
 
-    Empty for float32, and if the floating parameters have several dtypes.
+    Empty for float32, and if the floating-point parameters have several dtypes.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     precision = precision_of(dtypes.pop()) if len(dtypes) == 1 else None

@@ -1,9 +1,9 @@
-"""State of a model that trains by a plan, and its calls.
+"""State of a model that trains by a plan, and the handling of its calls.
 
-In: a model, the input of its planning, and calls as a script makes them. Out: in training the
-results of the plan's program in the form of the model's own outputs; in evaluation the results of
-the model's own code with whole weights. A call whose result would silently differ from the plain
-model's is refused, with a fix.
+In: a model, the input of its planning, and the calls of a script. Out: in training, the results of
+the plan's program in the form of the model's outputs; in evaluation, the results of the model's own
+code with whole weights. A call whose result would silently differ from the plain model's raises an
+error with a fix.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
 
 OTHER_FORMS = ("AP130", "AP836", "AP920", "AP940")
-"""Codes of calls that the plan's program cannot compute; without gradients the model's own forward
-does."""
+"""Error codes of calls that the plan's program cannot compute. Without gradients the model's own
+forward computes them instead."""
 
 if TYPE_CHECKING:
     from autoparallel.passes.programs.outputs import OutputForm
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
 
 class ParallelState:
-    """State of a model. ``trainer`` is None until all ranks have joined.
+    """State of a parallel model. ``trainer`` is None until all ranks have joined.
 
-    ``is_joining``: the model is being planned, and is used as the plain model. ``is_plain``: it
-    holds whole weights for a while (``unsharded``).
+    ``is_joining``: the model is being planned, and acts as the plain model. ``is_plain``: it holds
+    whole weights for a while (``unsharded``).
     """
 
     def __init__(self, job: PlanJob, forward: Callable[..., Any]) -> None:
@@ -81,27 +81,27 @@ class ParallelState:
 
     @property
     def outputs(self) -> OutputForm | None:
-        """The form of the outputs of the call that runs."""
+        """Form of the outputs of the current call."""
         return self._following.outputs
 
     @property
     def computes_plainly(self) -> bool:
-        """Return whether the model is used as the plain model now."""
+        """Return whether the model acts as the plain model now."""
         is_own = self.is_joining or self.is_plain or self._is_gathered
         return is_own or torch.compiler.is_exporting()
 
     @property
     def leaves_own_hooks(self) -> bool:
-        """Return whether a call of the model runs without the hooks that a script put on it.
+        """Return whether a call of the model must skip the script's hooks and ``__call__``.
 
-        They, and a ``__call__`` of its class, run around the program, captured without them.
+        They run around the captured program, so the capture must not contain them.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 
     def plans_for_loop(self) -> None:
-        """Ask for a plan without a pipeline, unless stages are asked for.
+        """Request a plan without a pipeline, unless the options ask for stages.
 
-        ``Step`` asks before anything else uses the model; a script's own loop has no other.
+        Called when the model is used before a ``Step``: a script's own loop cannot run a pipeline.
         """
         options = self.job.options
         if options.forced.pp is None and options.forced.schedule is None and not options.stage_at:
@@ -109,13 +109,13 @@ class ParallelState:
             self.job = replace(self.job, options=replace(options, forced=forced))
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Return the device of a tensor; the CPU for a tensor without memory."""
+        """Return the device of a tensor; the CPU for a meta tensor."""
         return torch.device("cpu") if tensor.is_meta else tensor.device
 
     def join(
         self, model: nn.Module, job: PlanJob, plan: Plan | None, buckets: Sequence[int]
     ) -> None:
-        """Plan the model and put this rank's shards in the place of its weights. Collective."""
+        """Plan the model and replace its weights by this rank's shards. Collective."""
         check_backward_hooks(model)
         self._check_unwritten(model)
         self.is_joining = True
@@ -173,7 +173,7 @@ class ParallelState:
         )
 
     def _capture_now(self, rows: int) -> int:
-        """Return the number of the capture that computes a batch, of the model as it is now."""
+        """Return the index of the capture for ``rows`` rows and the model's present code."""
         self._guard.check()
         return self._following(rows, self._form)
 
@@ -187,7 +187,7 @@ class ParallelState:
             self.is_plain = before
 
     def _backward_of_outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Differentiate a projection of the model's outputs, which it returns."""
+        """Run backward from a scalar projection of the model's outputs; return the scalar."""
         assert self.calls is not None
         outputs = self.calls.outputs(self.joined.runner.fit(inputs))
         loss = projection(outputs)
@@ -195,7 +195,7 @@ class ParallelState:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """Put masters in the places of the model's parameters, and changing buffers in theirs."""
+        """Put this rank's shards in the place of the model's parameters and changing buffers."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
@@ -221,7 +221,7 @@ class ParallelState:
                 share_in_place(tensor.data)
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Cut a state dict's whole tensors to this rank's shards; drop other stages' tensors."""
+        """Cut whole tensors of a state dict to this rank's shards; drop other stages' tensors."""
         tied = self.joined.program.graph.tied
         own: dict[str, Any] = OrderedDict()
         if hasattr(state, "_metadata"):
@@ -236,7 +236,7 @@ class ParallelState:
         return own
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model as its own ``forward`` is called."""
+        """Call the model with the arguments of its ``forward``."""
         if self.computes_plainly:
             return self._forward(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, whole, (args, dict(kwargs)))
@@ -253,7 +253,7 @@ class ParallelState:
             return self.run_own(args, kwargs)
 
     def _check_unwritten(self, model: nn.Module) -> None:
-        """Raise if a script wrote to weights that are yet to be made: the write was lost."""
+        """Raise UsageError AP939 if a script wrote to weights before they were made."""
         tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
         for name, tensor in tensors if self.job.deferred is not None else ():
             if not tensor.is_meta or tensor._version:
@@ -265,13 +265,13 @@ class ParallelState:
                 )
 
     def keep_buffers(self) -> None:
-        """Write the last forward's buffers into the model, though its backward is yet to come."""
+        """Copy the buffers of the last forward into the model, even before its backward."""
         if self.trainer is not None:
             for stage in self.trainer.model.stages.values():
                 stage.keep_buffers()
 
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the plan's program on a batch; return the loss, or outputs for the caller's loss."""
+        """Run the plan's program on a batch; return the loss, or outputs for the script's loss."""
         trainer = self.joined
         if self.calls is None:
             raise UsageError(
@@ -318,9 +318,9 @@ class ParallelState:
         return form.build(made, OtherOutputs(self, args, kwargs, is_share=is_share).leaf)
 
     def _inputs_with_gradients(self, inputs: Mapping[str, Tensor]) -> list[str]:
-        """Return the inputs whose gradients the script asks for.
+        """Return the names of the inputs that require a gradient.
 
-        Raises UsageError AP933 if micro-batches would lose them.
+        Raises UsageError AP933 if there are any and the plan has several micro-batches.
         """
         count = self.joined.plan.num_microbatches
         if not torch.is_grad_enabled():
@@ -338,7 +338,7 @@ class ParallelState:
         return found
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model's own forward, with the weights of each layer gathered for it."""
+        """Run the model's own forward, with each layer's weights gathered when it runs."""
         self._guard.check_data()
         self.keep_buffers()
         outputs = self.run_own(args, kwargs)
@@ -353,7 +353,7 @@ class ParallelState:
         return tree_map_only(Tensor, refuse, outputs)
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
-        """Run the model's own code, with the weights of each layer gathered."""
+        """Run ``compute``, code of the model, with each layer's weights gathered when it runs."""
         self._weights.meet(self.tell)
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
@@ -381,7 +381,7 @@ class ParallelState:
     def run_own(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_buffers: bool = True
     ) -> Any:
-        """Run the model's own forward on arguments in the plan's dtype."""
+        """Run the model's own forward on arguments cast to the plan's dtype."""
         dtype = COMPUTE_DTYPES[self.joined.plan.model.precision]
 
         def cast(tensor: Tensor) -> Tensor:
@@ -393,9 +393,9 @@ class ParallelState:
 
     @contextmanager
     def trained_whole(self) -> Iterator[None]:
-        """Make the model plain inside the context; its gradients go to this rank's shards.
+        """Make the model plain inside the context, with gradients that go to this rank's shards.
 
-        Raises UsageError AP146 if no rank has the weights of all stages.
+        Raises UsageError AP146 for a plan with a pipeline: no rank has the weights of all stages.
         """
         plan = self.joined.plan
         if plan.has_pipeline:
@@ -442,7 +442,7 @@ class ParallelState:
             )
 
     def _changed_in_place(self) -> list[str]:
-        """Return the names of whole tensors in the model that differ from this rank's shards."""
+        """Return the names of whole tensors in the model that differ from the ranks' shards."""
         changed = []
         for name, slots in self._whole.slots.items():
             for module, attribute in slots:
@@ -452,10 +452,10 @@ class ParallelState:
         return changed
 
     def _take_buffers(self) -> None:
-        """Give the program the values that the script has left in buffers.
+        """Pass the model's fixed buffers to the program if the script has changed them.
 
-        Training does not change them, but a script may: by writing to them, by putting another
-        tensor in their place, by loading a state dict.
+        Training does not change these buffers, but a script may: by writing to them, by assigning
+        another tensor, or by loading a state dict.
         """
         held = {name: module._buffers.get(attribute) for name, module, attribute in self._fixed}
         given = {name: value for name, value in held.items() if value is not None}
@@ -466,7 +466,7 @@ class ParallelState:
 
 
 def _take_over(master: nn.Parameter, old: nn.Parameter) -> None:
-    """Give ``master`` the hooks and the attributes that a script put on the parameter before."""
+    """Copy the hooks and attributes that a script put on parameter ``old`` to ``master``."""
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks, None):
             setattr(master, hooks, getattr(old, hooks))

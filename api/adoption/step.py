@@ -1,7 +1,7 @@
-"""One training step, the same call for every plan and for a plain module on one device.
+"""Training step of a model: the same call for every plan, and for a plain module on one device.
 
-In: a model, options of its updates, a global batch. Out: the loss of the batch; the weights are
-updated.
+In: a model, options of its updates, and a global batch. Out: the loss of the batch, and updated
+weights.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from autoparallel.training.step_log import MemoryMeter, StepLog, samples_or_toke
 
 
 class Step:
-    """One training step of a model, the same call for every plan.
+    """Training step of a model, the same call for every plan.
 
-    ``step(batch)`` takes the global batch (the same on every rank), runs forward, backward
-    and the update, and returns the loss of the global batch on every rank. ``optimizer`` and
-    ``scheduler`` are this rank's.
+    ``step(batch)`` takes the global batch (the same on every rank), runs forward, backward and the
+    update, and returns the loss of the global batch on every rank. ``optimizer`` and ``scheduler``
+    belong to this rank.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per option, by name
@@ -59,32 +59,33 @@ class Step:
         """Prepare training of ``model``: made by ``parallelize`` or, outside torchrun, a plain
         module.
 
-        ``loss_fn(outputs, batch)`` gives the loss of a model that returns none. The optimizer is
-        ``build_optimizer(parameters)``, or the plan's by name, or AdamW. If
-        the only argument that ``build_optimizer`` needs is called ``named_parameters`` it gets
-        pairs of the model's own names and the parameters. ``build_scheduler(optimizer)`` is a
-        learning-rate scheduler, which steps after each update.
+        ``loss_fn(outputs, batch)`` returns the loss if the model returns none. The optimizer is
+        ``build_optimizer(parameters)``, else the plan's, else AdamW. If the only required argument
+        of ``build_optimizer`` is called ``named_parameters``, it gets pairs of names and
+        parameters. ``build_scheduler(optimizer)`` returns a learning-rate scheduler, which steps
+        after each update.
 
-        ``max_norm`` clips the gradient by the norm of all of it, ``max_value`` by element.
-        ``accumulate``: an update every so many calls, with the mean of their gradients.
-        ``scaler`` is a ``torch.amp.GradScaler`` for the loss; updates whose gradient overflows
-        are skipped. ``on_nan``: an update whose gradient is not finite is made all the same
+        ``max_norm`` clips the norm of the whole gradient, ``max_value`` each element. With
+        ``accumulate=n`` every n-th call updates, with the mean of n gradients. ``scaler`` is a
+        ``torch.amp.GradScaler`` for the loss; updates whose gradient overflows are skipped.
+        ``on_nan`` decides about an update whose gradient is not finite: it is made all the same
         (``"ignore"``), skipped on every rank (``"skip"``), or skipped and followed by RunError
-        AP910, which names the first block that made such a value (``"stop"``).
+        AP910, which names the first block with such a value (``"stop"``).
 
-        ``callbacks()`` is called on rank 0. Its callbacks, such as ``[JsonLines(path)]``, receive
-        each update when the next has been started or ``finish`` is called.
+        ``callbacks()`` is called on rank 0. The callbacks that it returns, such as
+        ``[JsonLines(path)]``, receive each update when the next has been started or ``finish`` is
+        called.
 
-        Under torchrun a rank that makes no progress in a step for ``timeout_seconds`` (600), or
-        that dies, ends every rank: each reports its own action and the missing rank.
+        Under torchrun a rank that dies, or makes no progress in a step for ``timeout_seconds``
+        (600), ends every rank: each reports its own action and the missing rank.
 
-        ``buckets`` are lengths of sequences below the planned length, in ascending order: a step
-        with a shorter batch runs at the shortest length that it fits, padded to that.
+        ``buckets`` are sequence lengths below the planned length, in ascending order: a step with a
+        shorter batch runs at the shortest bucket that it fits, padded to it.
 
         Raises UsageError AP142 for a plan with several devices outside torchrun, AP148 for a plain
         module under torchrun, AP900 for a bad option, AP901 for options that an asynchronous
         schedule does not have, AP907 for bad callbacks, AP902 to AP904 if ``build_scheduler`` or
-        ``build_optimizer`` return something else.
+        ``build_optimizer`` return another type.
         """
         options = UpdateOptions(max_norm, max_value, accumulate, on_nan, scaler)
         self.model = model
@@ -124,7 +125,7 @@ class Step:
         )
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Train on the global ``batch`` and return its loss, a scalar without a graph.
+        """Train on the global ``batch`` and return its loss, a scalar tensor without a graph.
 
         With ``accumulate=n`` every n-th call updates the weights.
         """
@@ -144,24 +145,24 @@ class Step:
         return result.losses[-1]
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch of any size, without dropout, gradients or new statistics."""
+        """Return the loss of a batch of any size in evaluation mode, without gradients."""
         with _evaluation_mode(self.model), torch.no_grad():
             return self._loss(batch).detach()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's optimizer."""
+        """Optimizer of this rank."""
         optimizer: torch.optim.Optimizer = self._trainer.optimizer
         return optimizer
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler that ``build_scheduler`` made, or None."""
+        """Scheduler that ``build_scheduler`` returned, or None."""
         return self._steps.update.scheduler
 
     @property
     def gradient_norm(self) -> Tensor | None:
-        """The norm of the whole gradient of the last update, before clipping; waits for it.
+        """Norm of the whole gradient of the last update, before clipping; waits for the update.
 
         None before the first update.
         """
@@ -170,7 +171,7 @@ class Step:
 
     @property
     def skipped_steps(self) -> int:
-        """The number of skipped updates; waits for the last update."""
+        """Number of skipped updates; waits for the last update."""
         return int(self._steps.update.skipped)
 
     def finish(self) -> None:
@@ -186,9 +187,9 @@ class Step:
         self._callback = self._log = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scheduler, loss scale and counters as plain data; weights are the model's.
+        """Return scheduler, loss scale and counters as plain data; the model has the weights.
 
-        Take it between updates: pending gradients are not in it.
+        Call it between updates: accumulated gradients are not included.
         """
         counters = {
             "batches_begun": self._steps.trainable.batches_begun,
@@ -197,7 +198,7 @@ class Step:
         return {**self._steps.update.state_dict(), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a ``state_dict``, of any plan."""
+        """Restore a ``state_dict``, saved under any plan."""
         self._steps.update.load_state_dict(state)
         self._steps.trainable.batches_begun = state.get("batches_begun", 0)
         self._num_updates = state.get("updates", 0)
@@ -240,7 +241,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _num_rows(batch: Batch) -> int:
-    """Return the number of rows of a batch, from its first tensor that has any."""
+    """Return the number of rows of a batch, from its first tensor that is no scalar."""
     values = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
     return next((len(value) for value in values if value.dim()), 1)
 

@@ -1,9 +1,9 @@
-"""Contexts that put whole weights into a parallel model's own modules.
+"""Contexts that put whole weights into the modules of a parallel model.
 
 In: a model whose parameters are this rank's shards, and ``runtime.step.whole_weights``, which
 gathers them. Out: contexts inside which the model's own code runs: with all weights in place
-(``all_in_place``), or with each repeated layer's gathered when the layer is called and freed after
-it (``gathered_by_layer``), as fully sharded data parallelism does.
+(``all_in_place``), or with each repeated layer's weights gathered when the layer is called and
+freed after it (``gathered_by_layer``), as in fully sharded data parallelism.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autoparallel.runtime.parameters.global_values import whole
 from autoparallel.runtime.step.whole_weights import WholeWeights
 
 Slot = tuple[nn.Module, str]
-"""A module and the name of a parameter or buffer that it holds."""
+"""Module, and the name of its attribute that holds a parameter or buffer."""
 
 
 class WholeModule:
     """Contexts with whole tensors in a model's modules. Each is collective over all ranks.
 
-    ``tied`` maps further names of a tied parameter to its first.
+    ``tied`` maps further names of a tied parameter to its first name.
     """
 
     def __init__(self, model: nn.Module, weights: WholeWeights, tied: Mapping[str, str]) -> None:
@@ -44,11 +44,11 @@ class WholeModule:
 
     @property
     def slots(self) -> Mapping[str, list[Slot]]:
-        """Places in the model of each tensor that is spread over ranks."""
+        """Slots of the model that hold each tensor sharded or placed over ranks, by its name."""
         return self._slots
 
     def _split_names(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
-        """Return the names of each repeated layer's own tensors, and of all others, in order."""
+        """Return the tensor names of each repeated layer, and the names of all other tensors."""
         layer_of = {module: layer for layer in _layers(model) for module in layer.modules()}
         layers: dict[nn.Module, list[str]] = {}
         around: list[str] = []
@@ -63,7 +63,7 @@ class WholeModule:
 
     @contextmanager
     def all_in_place(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put ``tensors`` into the model inside the context, and None in the other places."""
+        """Put ``tensors`` into the model inside the context, and None into all other slots."""
         held = self._put(self._slots, tensors)
         try:
             yield
@@ -72,9 +72,9 @@ class WholeModule:
 
     @contextmanager
     def gathered_by_layer(self, *, keeps_buffers: bool) -> Iterator[None]:
-        """Gather each layer's whole weights for forwards inside the context.
+        """Gather each layer's whole weights for its forward inside the context.
 
-        Buffers are copies; with ``keeps_buffers`` a forward's writes to them stay.
+        Buffers are copies; with ``keeps_buffers`` the writes of a forward to them are kept.
         """
         gathered: dict[nn.Module, list[tuple[Slot, Any]]] = {}
 
@@ -107,7 +107,7 @@ class WholeModule:
             _restore(elsewhere)
 
     def _put_stand_ins(self) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors without memory in the places of other ranks' tensors."""
+        """Put tensors without memory into the empty slots of other ranks' tensors."""
         held: list[tuple[Slot, Tensor | None]] = []
         for name in (name for names in self._layers.values() for name in names):
             if self._weights.is_elsewhere(name):
@@ -124,7 +124,7 @@ class WholeModule:
     def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
         """Compute with whole weights inside the context; their gradients go to the shards.
 
-        Writes to buffers stay.
+        Writes to buffers are kept.
         """
         buffers = [name for name in self._slots if self._is_buffer(name)]
         held = self._put(buffers, self._gather(buffers))
@@ -144,7 +144,7 @@ class WholeModule:
             _restore(held)
 
     def _keep_buffers(self, held: Sequence[tuple[Slot, Any]]) -> None:
-        """Keep the values that a forward has written to the buffers in place."""
+        """Store the values that a forward has written to whole buffers in this rank's buffers."""
         for (module, attribute), old in held:
             value = module._buffers.get(attribute)
             if value is not None and value is not old:
@@ -163,7 +163,7 @@ class WholeModule:
     def _put(
         self, names: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors in their places; return the previous tensors."""
+        """Put tensors into the slots of ``names``; return the tensors held before."""
         before: list[tuple[Slot, Tensor | None]] = []
         for name in names:
             value = tensors.get(name)
@@ -179,7 +179,7 @@ class WholeModule:
 
 
 def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
-    """Undo ``_put``, last first: a module that has two names was changed twice."""
+    """Undo ``_put`` in reverse order, since a module with two names was changed twice."""
     for (module, attribute), value in reversed(held):
         if attribute in module._parameters and not isinstance(value, nn.Parameter | None):
             _compute_with(module, attribute, value)
@@ -188,20 +188,20 @@ def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
 
 
 def _gather_whole(master: Any, dtype: torch.dtype) -> Tensor:
-    """Gather a parameter from all ranks' shards, in the plan's compute dtype."""
+    """Gather a parameter from the shards of all ranks, in the plan's compute dtype."""
     found = whole(master)
     return found.to(dtype) if found.is_floating_point() else found
 
 
 def _compute_with(module: nn.Module, name: str, value: Any) -> None:
-    """Put a tensor that need be no ``nn.Parameter`` in the place of a module's parameter."""
+    """Replace a module's parameter by a tensor that may be no ``nn.Parameter``."""
     module._parameters[name] = value
     if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(name)] = value
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the outermost modules in lists of modules: a model's repeated layers."""
+    """Yield the repeated layers of a model: outermost modules in ModuleLists and the like."""
     lists = nn.ModuleList | nn.ModuleDict
     for child in model.children():
         if isinstance(child, lists | nn.Sequential):

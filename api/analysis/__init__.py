@@ -1,1 +1,1 @@
-"""Questions about a plan: compared, estimated, explained, varied, priced again."""
+"""Analyses of a plan: comparison, cost estimate, explanation, what-if, repricing."""

@@ -1,14 +1,14 @@
-"""Prices of usual configurations: DDP, FSDP, and 3-D parallelism as Megatron-LM has it.
+"""Prices of common configurations: DDP, FSDP, and Megatron-LM's 3-D parallelism.
 
-In: the pricer of a model's configurations, a plan for it. Out: for each of these three the fastest
-configuration that fits, priced by the same cost model as the plan.
+In: the pricer of a model's configurations, and a plan of the model. Out: for each of the three
+kinds the fastest configuration that fits, priced by the same cost model as the plan.
 
-Each is a set of degrees, of which ``configurations`` tries every choice left open. DDP and FSDP
-have all devices on one data-parallel axis, with ZeRO 0 and 3. Of 3-D parallelism (Narayanan et al.
-2021, arXiv:2104.04473) tried are tensor parallelism within a host with its sequence-parallel
-layouts, pipelines of equal stages under 1F1B, ZeRO 1 over the data-parallel axis, and as little
-recomputation as fits; the fastest of these also with larger micro-batches and with interleaved
-stages.
+Each kind fixes some degrees; ``configurations`` enumerates the degrees left open. DDP and FSDP put
+all devices on one data-parallel axis, with ZeRO 0 and 3. The grid of 3-D parallelism (Narayanan et
+al. 2021, arXiv:2104.04473) has tensor parallelism within a host with sequence-parallel layouts,
+pipelines of equal stages under 1F1B, ZeRO 1 over the data-parallel axis, and the least
+recomputation that fits. Its fastest members are also priced with larger micro-batches and
+interleaved stages.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ NAMED = {
     "zero3": Forced(zero=3),
     "3d": Forced(zero=1),
 }
-"""Degrees of baselines by name; those of ``3d`` are incomplete without ``tp`` or ``pp``."""
+"""Degrees of each named baseline. ``3d`` also needs ``tp`` or ``pp`` from the user."""
 
 NUM_REFINED = 3
-"""So many of the fastest 3-D configurations are also tried with other micro-batches and chunks."""
+"""Number of fastest 3-D configurations that are also priced with other micro-batches and chunks."""
 
 LIMIT_SECONDS = 60.0
-"""Of the processor, to price the configurations of one kind; the first is always priced."""
+"""CPU seconds for pricing the configurations of one kind; the first is priced in any case."""
 
 GRID_SHARE = 0.7
-"""Of this time, what the degrees of 3-D parallelism may take; the rest is for refining the best."""
+"""Part of ``LIMIT_SECONDS`` for the grid of 3-D degrees; the rest is for refining the fastest."""
 
 STATES_SHARE = 0.8
-"""Degrees under which a device's even part of parameters, gradients and optimizer states takes more
-memory than it has, divided by this, are not priced: they cannot fit."""
+"""Safety factor of the memory filter. Degrees are skipped if a device's even part of the model
+states (parameters, gradients, optimizer states), times this factor, exceeds its usable memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The fastest configuration of one kind that fits, or the one that exceeds memory least.
+    """Fastest fitting configuration of one kind; if none fits, the configuration of least memory.
 
-    ``configuration`` is "" where none can be priced, which ``reason`` explains. ``num_priced``
-    were priced; ``is_cut_short`` says that the time limit left others out.
+    ``configuration`` is "" if none could be priced; ``reason`` then says why. ``num_priced`` counts
+    the priced configurations; ``is_cut_short`` means that the time limit skipped some.
     """
 
     name: str
@@ -93,7 +93,7 @@ def baselines(
 
 
 def _best(name: str, priced: PricedConfigurations, none: str = "") -> Baseline:
-    """Return the best priced configuration; ``none`` explains that nothing was tried."""
+    """Return the best priced configuration; ``none`` is the reason given if none was priced."""
     if not priced.steps:
         return Baseline(name, reason=none if priced.error is None else priced.error.what)
     best, num_layers = priced.best, len(find_layers(priced.pricer.blocks))
@@ -110,12 +110,13 @@ def _best(name: str, priced: PricedConfigurations, none: str = "") -> Baseline:
 
 
 def fastest(found: Iterable[Baseline]) -> Baseline | None:
-    """The fastest of those that fit."""
+    """Return the fastest baseline that fits memory, None if none fits."""
     return min((each for each in found if each.fits), key=lambda b: b.step_seconds, default=None)
 
 
 def sizes(most: int) -> list[int]:
-    """
+    """Return the powers of two up to ``most``.
+
     >>> sizes(8), sizes(5)
     ([1, 2, 4, 8], [1, 2, 4])
     """
@@ -123,8 +124,7 @@ def sizes(most: int) -> list[int]:
 
 
 def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
-    """Price tensor parallelism in a host, pipelines, and the rest of the devices on "dp", each with
-    the least recomputation that fits."""
+    """Price the grid of 3-D degrees. For each, recomputation is raised only until memory fits."""
     for degrees in _grid(plan, len(find_layers(priced.pricer.blocks))):
         for step in priced.price(configurations(plan, degrees)):
             if step.fits:
@@ -132,7 +132,7 @@ def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
 
 
 def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
-    """Yield the degrees of 3-D parallelism, with one sample per data-parallel rank."""
+    """Yield degrees of 3-D parallelism, with one sample per data-parallel rank if possible."""
     cluster, number = plan.cluster, plan.cluster.num_devices
     host = min(each.num_devices for each in cluster.hosts)
     for tp in reversed(sizes(host)):
@@ -150,7 +150,7 @@ def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
 
 
 def _may_fit(plan: Plan, parts: int, dp: int) -> bool:
-    """Tell whether the states of an even part of the parameters fit a device, under ZeRO 1."""
+    """Return whether an even part of the model states under ZeRO 1 can fit a device."""
     model = plan.model
     rules = policy(model.precision, model.optimizer)
     own = state_bytes(model.num_parameters // parts, rules, 1, dp).total
@@ -158,7 +158,7 @@ def _may_fit(plan: Plan, parts: int, dp: int) -> bool:
 
 
 def _refined(own: Configuration, plan: Plan, num_layers: int) -> Iterator[Configuration]:
-    """Yield a configuration with larger micro-batches, and with interleaved stages."""
+    """Yield variants of ``own`` with larger micro-batches and with interleaved stages."""
     batch = plan.model.global_batch
     for factor in (1, 2, 4):
         rows = own.microbatch_size * factor

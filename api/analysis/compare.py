@@ -1,7 +1,7 @@
-"""What ``autoparallel compare`` compares: plans, runs, and named baselines, each as an item.
+"""Items that ``autoparallel compare`` shows side by side: plans, runs and named baselines.
 
-In: the words of the command line. Out: for each a label, and a plan, or what a run measured. A
-baseline is a usual configuration of the first plan's model, batch and cluster, priced as
+In: the words of the command line. Out: for each a label with a plan, or with the figures of a run.
+A baseline is a common configuration of the first plan's model, batch and cluster, priced as
 ``simulate`` prices it: ``ddp``, ``fsdp``, ``zero1`` to ``zero3``, ``tp8``, ``pp4``, ``3d``; more
 degrees follow a colon (``3d:tp=8,pp=4``, ``fsdp:recompute=full``).
 """
@@ -34,7 +34,7 @@ _DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What the steps of a run say: medians of seconds and throughput, the most memory of rank 0."""
+    """Figures of a run: median step and throughput, peak memory of rank 0, and last loss."""
 
     num_steps: int
     step_seconds: float
@@ -45,9 +45,9 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One column: what it was called, and the plan that it is or the run that was measured.
+    """Item of a comparison: its label, and either a plan or the figures of a run.
 
-    ``measured`` is what a run of the plan measured, where that lies beside its file.
+    ``measured`` is the measurement stored beside the plan's file, None if there is none.
     """
 
     name: str
@@ -63,11 +63,11 @@ def load_items(
     trust: bool = False,
     observe: Observe = ignore,
 ) -> tuple[Item, ...]:
-    """The items that the words name. Raises UsageError.
+    """Load the items that ``words`` name. Raises UsageError:
 
-    AP353: a word is neither a file nor a baseline; AP354: a baseline without a plan; AP355: a
-    file of metrics without steps; AP356: fewer than two; AP155: baselines of a plan whose code
-    is not trusted.
+    AP353: a word is neither a file nor a baseline. AP354: a baseline is given without a plan.
+    AP355: a metrics file has no steps. AP356: fewer than two words. AP155: a baseline is given, but
+    the plan's code is not trusted.
     """
     if len(words) < 2:
         raise UsageError(
@@ -109,7 +109,7 @@ def _plan_item(plan: Plan, place: int) -> Item:
 
 
 def baseline(word: str) -> Forced:
-    """The degrees that a baseline's name stands for. Raises UsageError AP353.
+    """Parse the name of a baseline into its degrees. Raises UsageError AP353 for an unknown name.
 
     >>> found = baseline("3d:tp=8,pp=4")
     >>> found.tp, found.pp, found.zero
@@ -164,7 +164,7 @@ def _is_metrics(path: Path) -> bool:
 
 
 def read_run(path: Path) -> MeasuredRun:
-    """The figures of a file of ``run --metrics``. Raises UsageError AP355 where it has no steps."""
+    """Read the figures in a ``run --metrics`` file. Raises UsageError AP355 if it has no steps."""
     records: list[dict[str, Any]] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,9 +1,9 @@
-"""Hand-written configurations: enumerated, priced, and as whole plans.
+"""Hand-written configurations: enumerated, priced, and turned into plans.
 
-In: a plan whose model and cluster are taken, its captured program, degrees or configurations. Out:
-the configurations that degrees leave open (every power of two of rows per data-parallel rank, with
-no, selective and full recomputation), each with its priced step, the fastest that fits, and the
-plan that a step describes. Baselines, ``compare``, ``simulate`` and exports use the same.
+In: a plan (for its model and cluster), its captured program, and degrees or configurations. Out:
+the configurations that complete the degrees (samples per data-parallel rank by powers of two, with
+no, selective and full recomputation), each with its priced step; the fastest that fits; and the
+plan of a priced step. Baselines, ``compare``, ``simulate`` and exports share this file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from autoparallel.planner.summary import RankSummary, schedule_text, summary_tex
 
 
 def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
-    """Yield the configurations that degrees leave open, for the batch and cluster of a plan.
+    """Yield the configurations that complete ``degrees``, for the batch and cluster of ``like``.
 
-    Raises ``UsageError`` AP124 where the batch cannot be split so.
+    Raises ``UsageError`` AP124 if the global batch cannot be split over the degrees.
     """
     model = like.model
     own = Configuration.completed(
@@ -59,10 +59,10 @@ def divided(
     *,
     count: int | None = None,
 ) -> Iterator[Configuration]:
-    """Yield a configuration with ``count`` micro-batches of a batch, or each number that gives a
-    data-parallel rank 1, 2, 4, … rows, under each of some modes of recomputation.
+    """Yield ``own`` with each division of a global batch of ``batch`` samples into micro-batches.
 
-    Raises ``UsageError`` AP124 where there is none.
+    There are ``count`` micro-batches, or every number that gives a data-parallel rank 1, 2, 4, …
+    samples; each with every recomputation in ``modes``. Raises ``UsageError`` AP124 if none.
 
     >>> [each.num_microbatches for each in divided(Configuration(dp=8), 64, ("none",))]
     [8, 4, 2, 1]
@@ -87,10 +87,10 @@ def divided(
 
 @dataclass
 class PricedConfigurations:
-    """Configurations of one model on a cluster, priced one after another.
+    """Configurations of one model that were priced on a cluster, one after another.
 
-    After ``until``, a time of the processor, only the first is priced; ``is_cut_short`` tells that
-    others were left out. ``error`` is of the last one that does not fit the model or the cluster.
+    Pricing stops at ``until`` (as ``time.process_time()``), but prices at least one configuration;
+    ``is_cut_short`` then tells that others were skipped. ``error`` is the last error of pricing.
     """
 
     pricer: ConfigurationPricer
@@ -101,7 +101,7 @@ class PricedConfigurations:
     error: AutoparallelError | None = None
 
     def price(self, candidates: Iterable[Configuration]) -> Iterator[PricedStep]:
-        """Price candidates, and yield the step of each that can be priced."""
+        """Price each candidate and yield its step; candidates that raise an error are skipped."""
         remaining = iter(candidates)
         while True:
             try:
@@ -120,13 +120,13 @@ class PricedConfigurations:
 
     @property
     def fitting(self) -> list[PricedStep]:
-        """Return the steps that fit the memory, the fastest first."""
+        """Return the steps whose memory fits, the fastest first."""
         fitting = (step for step in self.steps if step.fits)
         return sorted(fitting, key=lambda step: step.step_seconds)
 
     @property
     def best(self) -> PricedStep:
-        """Return the fastest step that fits, or the step with the least memory."""
+        """Return the fastest step whose memory fits, or else the step with the least memory."""
         fitting = self.fitting
         return fitting[0] if fitting else min(self.steps, key=lambda step: step.peak_bytes)
 
@@ -142,7 +142,7 @@ def simulated(
 ) -> tuple[PricedStep, Plan]:
     """Price and simulate a configuration, and return its step and its plan.
 
-    The plan is of ``model``. Raises ``UsageError`` where the configuration does not fit the model
+    The plan describes ``model``. Raises ``UsageError`` if the configuration does not suit the model
     or the cluster.
     """
     configuration = with_rows(program.graph, configuration)
@@ -155,10 +155,10 @@ def simulated(
 
 
 def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan:
-    """Return the plan of a priced step, with its figures.
+    """Return the plan of a priced step, with its predicted figures.
 
-    The bytes of a pipeline rank are those of its first stage. Of ``model`` the plan takes the name,
-    settings, fingerprint and sequence length.
+    The bytes of a pipeline rank are stored with the rank's first stage. The plan's name, settings,
+    fingerprint and sequence length are taken from ``model``.
     """
     own, timeline = step.configuration, step.timeline
     held: list[dict[str, int]] = [{} for _ in step.stages]
@@ -197,7 +197,7 @@ def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan
 
 
 def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
-    """Return the configuration, with one micro-batch if the rows of the model cannot be split."""
+    """Return ``configuration``, with one micro-batch if the model's batch cannot be split."""
     if graph.batch_dims:
         return configuration
     rows = configuration.microbatch_size * configuration.num_microbatches
@@ -205,7 +205,7 @@ def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
 
 
 def check_layers(program: Program, configuration: Configuration) -> None:
-    """Raise ``UsageError`` AP128 where layers, divided evenly, leave a stage without any."""
+    """Raise ``UsageError`` AP128 if the model has fewer layers than stages."""
     stages, count = configuration.num_stages, len(find_layers(program.blocks))
     if configuration.layers is None and count < stages:
         raise UsageError(
@@ -217,7 +217,7 @@ def check_layers(program: Program, configuration: Configuration) -> None:
 
 
 def configuration_summary(own: Configuration, num_layers: int) -> str:
-    """Return a configuration of a model with ``num_layers`` layers in one line, as plans are.
+    """Return a one-line summary of a configuration, in the format of plan summaries.
 
     >>> configuration_summary(Configuration(dp=4, tp=2, zero=1, microbatch_size=8), 4)
     'dp=4 tp=2 · ZeRO 1 · 1 × 8'

@@ -1,9 +1,9 @@
-"""What it takes to train a model: the fewest devices of each kind, and the figures of a plan there.
+"""Hardware needed to train a model: fewest devices of each kind, with the figures of a plan there.
 
-In: a target, and devices by name. Out: for each device and way to train (every weight, or LoRA's
-adapters) the smallest number of devices on which there is a plan, with that plan. The search is
-coarse (``find_plan.COARSE``): pipelines of stages of one size, one per rank, without a bound. That
-nothing fits on fewer devices is mostly proven at once, by the bytes of all states.
+In: a target, and devices by name. Out: for each device and training method (full, or LoRA) the
+smallest number of devices on which a plan exists, with that plan. The search is coarse
+(``find_plan.COARSE``): pipelines of equal stages, one per rank, without a lower bound. Mostly the
+bytes of the model states alone prove at once that fewer devices do not suffice.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ if TYPE_CHECKING:
     from autoparallel.passes.programs.program import Program
 
 Method = Literal["full", "lora"]
-"""Every weight is trained, or LoRA's adapters."""
+"""Training method: "full" trains every weight, "lora" only the adapters."""
 
 DEFAULT_DEVICES = "RTX4090,A100-80GB,H100"
 DEFAULT_LORA = "r=8,alpha=16"
 
 COARSE_GAP = 0.1
-"""Layouts are refined no further than within this part of the best."""
+"""Relative gap at which the search for layouts stops."""
 
 DENIED = ("offload", "mixed-stages")
-"""States stay on the devices, and stages have one size. Stages of unlike sizes took as long again
-on RTX 4090s for Llama-3-8B, were 1.5 % faster on 8, and fitted on no fewer."""
+"""Features that the search leaves out. Stages of unequal sizes doubled the search time for
+Llama-3-8B on RTX 4090s, were 1.5 % faster on 8 of them, and fitted on no fewer."""
 
 MORE_SECONDS = 4.0
-"""Times the limit for a second search, where the first ended before it found a plan."""
+"""Factor of the time limit for a second search, after the first ran out of time without a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is estimated. ``precision`` None is bf16 where a device has it, else fp16. ``lora`` are
-    the settings of adapters, None for none. ``seconds`` limits each search."""
+    """Settings of an estimate. ``precision`` None: bf16 if the device supports it, else fp16.
+    ``lora``: settings of adapters, None to skip LoRA. ``seconds``: time limit of each search."""
 
     devices: tuple[str, ...]
     global_batch: int = 64
@@ -81,8 +81,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One device and way to train. ``plan`` is the one on the fewest devices; None where there is
-    none, and ``why`` says why not. ``tokens`` and ``prices`` are those that were asked for."""
+    """Result for one device and training method. ``plan`` is on the fewest devices; it is None if
+    there is none, and ``why`` says why. ``tokens`` and the price are copied from the request."""
 
     device: str
     method: Method
@@ -97,21 +97,21 @@ class Estimate:
 
     @property
     def days(self) -> float | None:
-        """Training time in days for the tokens (samples, if the model has no sequences)."""
+        """Training time in days for ``tokens`` (samples, if the model has no sequences)."""
         if self.plan is None or self.tokens is None:
             return None
         return self.tokens / self.plan.prediction.tokens_per_second / 86400
 
     @property
     def dollars(self) -> float | None:
-        """Cost of the training on all devices; None where they have no price."""
+        """Cost of the training on all devices, None if they have no price."""
         if self.days is None or self.dollars_per_hour is None:
             return None
         return self.days * 24 * self.dollars_per_hour
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """``--devices`` as names. Raises UsageError AP350 where one is no device.
+    """Parse the text of ``--devices`` into names. Raises UsageError AP350 for an unknown device.
 
     >>> parse_devices("h100, 2x8xA100@ethernet-100g")
     ('H100', '2x8xA100@ethernet-100g')
@@ -143,9 +143,9 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
-    """So many of a device, a part of a host, then whole hosts, by ``counts``.
+    """Yield clusters of a device by size: parts of a host, then whole hosts, as in ``counts``.
 
-    A shorthand such as ``4xH100`` is the one cluster that it names.
+    A shorthand (``4xH100``) gives only the cluster that it names.
 
     >>> [cluster.name for cluster in clusters_of("T4", 24)][5:]
     ['6xT4', '7xT4', '8xT4', '2x8xT4', '3x8xT4']
@@ -161,8 +161,9 @@ def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
 
 
 def counts(most: int) -> Iterator[int]:
-    """Numbers that batches and models are often divided by, each at most a quarter above the one
-    before: all up to 8, then 4, 5, 6 and 7 times a power of two.
+    """Yield round numbers up to ``most``: 1 to 8, then 4, 5, 6 and 7 times each power of two.
+
+    Batches and models often divide by them, and each is at most a quarter above its predecessor.
 
     >>> list(counts(33))
     [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32]
@@ -176,9 +177,9 @@ def counts(most: int) -> Iterator[int]:
 def estimate_target(
     target: Target, asked: Asked, observe: Observe = ignore, cache: Cache = NO_CACHE
 ) -> tuple[Estimate, ...]:
-    """Return an estimate per device and way to train, in the order of the devices.
+    """Return an estimate per device and training method, in the order of the devices.
 
-    Raises the errors of capturing, UsageError AP351 for LoRA of a target that is no ``hf:`` target.
+    Raises the errors of capture, and UsageError AP351 for LoRA of a target that is not ``hf:``.
     """
     methods: tuple[Method, ...] = ("full",) if asked.lora is None else ("full", "lora")
     tasks = [(device, method) for device in asked.devices for method in methods]
@@ -192,14 +193,14 @@ def estimate_target(
 
 
 def has_lora(target: Target) -> bool:
-    """Return whether a target can have LoRA's adapters."""
+    """Return whether a target can be trained with LoRA."""
     return target.name.startswith("hf:")
 
 
 def _mapped(
     search: _Search, tasks: Sequence[tuple[str, Method]], processes: int
 ) -> Iterator[Estimate]:
-    """The tasks' estimates in their order, by two processes where that is wanted."""
+    """Yield the estimates of ``tasks`` in order, by ``processes`` forked processes if over 1."""
     if processes < 2 or len(tasks) < 2 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(search, tasks)
         return
@@ -221,7 +222,7 @@ def _in_fork(task: tuple[str, Method]) -> Estimate:
 
 
 class _Search:
-    """The captured programs of a target, and the search for one task."""
+    """Search for an estimate, with the target's captured programs kept from task to task."""
 
     def __init__(self, target: Target, asked: Asked, cache: Cache) -> None:
         self.target, self.asked, self.cache = target, asked, cache
@@ -229,7 +230,7 @@ class _Search:
         self.tables = SharedTables()
 
     def precision(self, device: str) -> Precision:
-        """Return the precision of the training: bf16 where every device has units for it."""
+        """Return the requested precision, or bf16 if every device supports it, else fp16."""
         if self.asked.precision is not None:
             return self.asked.precision
         cluster = next(clusters_of(device, 1))
@@ -237,8 +238,8 @@ class _Search:
         return "bf16" if have else "fp16"
 
     def ease(self, task: tuple[str, Method]) -> tuple[object, ...]:
-        """Small devices are searched first: the more of them are needed, the longer it takes.
-        Their adapters are next, so that two processes each capture one model to begin with."""
+        """Sort key of a task: the smallest device first, as its search takes longest. Its LoRA and
+        full tasks begin together, so two processes capture one model each."""
         device, method = task
         first = min(self.asked.devices, key=_memory_bytes)
         return (device != first, method == "full", _memory_bytes(device), device)
@@ -275,7 +276,7 @@ class _Search:
         return target, capture_target(target, options, ignore, self.cache)
 
     def __call__(self, task: tuple[str, Method]) -> Estimate:
-        """Return the estimate for a device and a way to train: the first cluster with a plan."""
+        """Return the estimate of a task: the plan on the smallest cluster that has a plan."""
         device, method = task
         precision = self.precision(device)
         target, program = self.program(method, precision)
@@ -299,7 +300,7 @@ class _Search:
     def _planned(
         self, target: Target, program: Program, cluster: Cluster, request: Request
     ) -> Plan:
-        """Return the plan on a cluster, with its final memory."""
+        """Return the plan on a cluster, checked against the memory of its devices."""
         options = self._options(request.precision)
         check_precision(cluster, request.precision)
         cluster = with_choice(cluster, options.tf32)
@@ -312,7 +313,7 @@ class _Search:
             )
 
         def again(limit_bytes: int) -> Plan:
-            """Plan again with less memory: with micro-batches of the best size, if any fit."""
+            """Plan again with less memory, first with the same number of micro-batches."""
             less = replace(request, memory_limit_bytes=limit_bytes)
             try:
                 count = first.num_microbatches

@@ -1,11 +1,10 @@
-"""Why a plan is as it is: what else it could have chosen at one place, priced.
+"""Explanation of a plan: the alternatives to one of its choices, each priced.
 
-In: a plan with its model, and a name: of a tensor, op or module, of a block, of a stage
-(``stage 0``), or ``zero``, ``recompute``, ``schedule``, ``microbatches``. Out: every
-alternative at that place with the step and the fullest device's bytes of the plan that has it, and
-its standing. The rest of the plan stays as it is, as far as an alternative's notes do not say else.
-Of a tensor these are the layouts on its stage's mesh, each with the other layouts of the stage
-solved anew, and those that no rule offers with the reason.
+In: a plan with its model, and a name: of a tensor, op or module, of a block, of a stage (``stage
+0``), or ``zero``, ``recompute``, ``schedule``, ``microbatches``. Out: for each alternative the step
+seconds and peak bytes of the plan changed to it, and its standing. The rest of the plan stays as it
+is, unless a note says otherwise. For a tensor the alternatives are its layouts on the stage's mesh,
+with the stage's other layouts solved anew, and the layouts that no rule offers, with the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _CHUNKED = "several stages per rank cut the model otherwise: see inspect's alter
 
 
 def explain(model: PlanModel, name: str) -> Explanation:
-    """The alternatives at a place of a plan. Raises UsageError AP357 for a name that is none."""
+    """Price the alternatives to a choice. Raises UsageError AP357 for an unknown name."""
     return _Explainer(model).explained(name)
 
 
@@ -55,7 +54,7 @@ class _Explainer:
         self.plan, self.priced = self.model.plan, self.model.variant
 
     def explained(self, name: str) -> Explanation:
-        """See ``explain``."""
+        """Return the explanation of ``name``, see ``explain``."""
         word = name.strip()
         of_word: dict[str, Callable[[], Explanation]] = {
             "zero": self._zero,
@@ -184,7 +183,7 @@ class _Explainer:
         return Explanation(f"block {name}", f"stage {index}", tuple(found), (_AS_PLANNED,))
 
     def _moved(self, index: int, other: int) -> Alternative:
-        """The outer block of a stage in the stage next to it."""
+        """Price moving an outer block of stage ``index`` to the adjacent stage ``other``."""
         stages = list(self.plan.stages)
         one, two, name = stages[index], stages[other], f"in stage {other}"
         at = 0 if other < index else -1
@@ -238,7 +237,7 @@ class _Explainer:
 
 
 def undivided(plan: Plan, rows: int) -> Mesh | None:
-    """The first mesh of a plan that cannot split micro-batches of so many rows."""
+    """Return the first mesh of a plan that cannot split micro-batches of ``rows`` samples."""
     meshes = (stage.mesh for stage in plan.stages)
     return next((mesh for mesh in meshes if rows % mesh.row_parts), None)
 
@@ -248,9 +247,9 @@ def _blocks_text(stage: StagePlan) -> str:
 
 
 def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
-    """The alternatives of the node ``name``, which was called ``path``.
+    """Return the alternative layouts of the graph node ``name``; the user called it ``path``.
 
-    Raises UsageError AP357 for one without a layout in the plan.
+    Raises UsageError AP357 if the node has no layout in the plan.
     """
     graph, blocks = model.structure.graph, model.structure.blocks
     template = blocks.template.get(name, name)
@@ -305,7 +304,7 @@ def _layouts(
     own: NodeLayout,
     choice: tuple[Sequence[Layout], Restriction],
 ) -> Iterator[Alternative]:
-    """Each layout of a node that is offered, the others of its stage solved for it."""
+    """Yield each offered layout of a node, priced with the stage's other layouts solved for it."""
     offered, limited = choice
     stage = model.plan.stages[index]
     seen: set[tuple[str, ...]] = set()
@@ -328,12 +327,12 @@ def _layouts(
 
 
 def _plain(layout: Layout) -> tuple[str, ...]:
-    """A layout as pins see it: whole is whole, whatever its gradient."""
+    """Return a layout for comparison with pins, which do not distinguish "I" from "R"."""
     return tuple("R" if each.kind == "I" else str(each) for each in layout)
 
 
 def layout_text(layout: Layout, mesh: Mesh) -> str:
-    """A layout in words, with its partial sums.
+    """Describe a layout in words, including partial sums.
 
     >>> from autoparallel.planner.layout import PARTIAL, REPLICATE, shard
     >>> layout_text((REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)))
@@ -353,7 +352,7 @@ def layout_text(layout: Layout, mesh: Mesh) -> str:
 def _not_offered(
     node: Node, mesh: Mesh, offered: Sequence[Layout], limited: Restriction
 ) -> list[Alternative]:
-    """Splits on one axis that no offered layout has, with the reason."""
+    """Return the shardings over one axis that no offered layout has, each with the reason."""
     found = []
     shape = node.spec.shape
     for axis, (name, size) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):

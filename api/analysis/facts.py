@@ -1,6 +1,6 @@
-"""Facts of a plan, each found once: figures, memory, seconds, stages, collectives, candidates.
+"""Facts of a plan, each computed in one place: figures, memory, seconds, collectives, candidates.
 
-In: a plan. Out: values and rows of plain values. Text, pages, data frames and JSON render them.
+In: a plan. Out: values, and rows of plain values, for the text, pages, data frames and JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoparallel.planning.tf32 import families_text
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Figure of plans: its key in JSON, its names in text and on pages, its value and format."""
+    """Scalar figure of a plan: its JSON key, its names in text and pages, its value and format."""
 
     key: str
     name: str
@@ -62,13 +62,13 @@ BUBBLE = Figure(
 MEMORY = Figure(
     "memory_bytes", "memory", "memory", lambda plan: plan.prediction.peak_memory_bytes, bytes_text
 )
-"""Memory of the fullest device."""
+"""Peak memory of the fullest device."""
 
 FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
 
 
 class FigureRow(NamedTuple):
-    """Figure of a plan with a remark and its source."""
+    """Row for a figure of a plan, with a remark and the source of the value."""
 
     name: str
     text: str
@@ -77,7 +77,7 @@ class FigureRow(NamedTuple):
 
 
 def figure_rows(plan: Plan) -> list[FigureRow]:
-    """Return the main figures of a plan."""
+    """Return the rows of a plan's main figures: step, throughput, MFU, memory, bubble."""
     memory, unit = fullest_rank(plan), unit_of(plan)
     used = percent_text(MEMORY.of_plan(plan) / memory.limit_bytes)
     limit = bytes_text(memory.limit_bytes)
@@ -96,24 +96,24 @@ def figure_rows(plan: Plan) -> list[FigureRow]:
 
 
 def unit_of(plan: Plan) -> str:
-    """Return the unit of the throughput."""
+    """Return the unit of the throughput: "tokens" or "samples"."""
     return "tokens" if plan.model.seq else "samples"
 
 
 def model_name(plan: Plan) -> str:
-    """Return the name of the model's file without folders, or the whole target."""
+    """Return the file name of the model without folders, or the target if it is no file."""
     target = plan.model.target
     return target.rsplit("/", 1)[-1] if target.endswith(".py") else target
 
 
 def batch_text(plan: Plan) -> str:
-    """Describe the global batch."""
+    """Describe the global batch in words."""
     model = plan.model
     return f"batch {model.global_batch}" + (f" × {model.seq} tokens" if model.seq else "")
 
 
 def configuration_text(plan: Plan) -> str:
-    """Return the summary of a plan with its micro-batches in words."""
+    """Return the summary of a plan with its micro-batches spelled out."""
     size = plan.microbatch_size
     of_ranks = {size // stage.mesh.row_parts for stage in plan.stages}
     is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
@@ -122,7 +122,7 @@ def configuration_text(plan: Plan) -> str:
 
 
 def microbatches_text(count: int, size: int, rank_rows: int) -> str:
-    """Describe micro-batches and a rank's samples of each.
+    """Describe micro-batches by count and size, with the samples of each rank if they are fewer.
 
     >>> microbatches_text(1, 32, 32), microbatches_text(16, 4, 1)
     ('1 micro-batch of 32', '16 micro-batches of 4 (1 a rank)')
@@ -132,7 +132,7 @@ def microbatches_text(count: int, size: int, rank_rows: int) -> str:
 
 
 def precision_text(plan: Plan) -> str:
-    """Return the precision, and for fp32 on devices with TF32 the ops that compute in TF32."""
+    """Return the precision; for fp32 on devices with TF32 also the ops that compute in TF32."""
     found = plan.model.precision
     if found != "fp32" or plan.tf32 is None:
         return found
@@ -140,7 +140,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def device_text(plan: Plan) -> str:
-    """Return the devices by name: ``8 × H100``."""
+    """Return the devices by name and number: ``8 × H100``."""
     counts: dict[str, int] = {}
     for host in plan.cluster.hosts:
         counts[host.device.name] = counts.get(host.device.name, 0) + host.num_devices
@@ -165,15 +165,15 @@ MEMORY_MEANINGS = {
     "communicators": "what NCCL takes for its communicators",
     "reserve": "the context and workspaces of CUDA",
 }
-"""Categories of memory in the order of reports."""
+"""Meaning of each memory category, in the order of reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a pipeline rank at its fullest moment: ``held`` by category, on ``device``.
+    """Memory of a pipeline rank at its peak, as bytes by category in ``held``, on ``device``.
 
-    ``limit_bytes`` is usable on its smallest device; ``excess_bytes`` is the plan's peak above the
-    limit, negative if the plan fits.
+    ``limit_bytes`` is the usable memory of its smallest device; ``excess_bytes`` is the plan's peak
+    minus the limit, negative if the plan fits.
     """
 
     stages: tuple[int, ...]
@@ -194,7 +194,7 @@ class RankMemory:
 
 
 def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
-    """Return distinct names in an order; names that it lacks are last.
+    """Return distinct names sorted as in ``order``; names missing there come last.
 
     >>> in_order(["x", "b", "a"], ("a", "b", "c"))
     ['a', 'b', 'x']
@@ -204,10 +204,10 @@ def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
 
 
 def fullest_rank(plan: Plan) -> RankMemory:
-    """Return the memory of the fullest pipeline rank.
+    """Return the memory of the pipeline rank with the highest peak.
 
-    Transient bytes count once. Replicas of Chimera hold fewer activations at once than the
-    two stages would alone: as many as are left of the predicted peak.
+    Transient bytes of its stages count once. Under Chimera a rank's two stages hold fewer
+    activations together than alone: the predicted peak minus all other categories.
     """
     ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
     stages, found = max(ranks, key=lambda rank: sum(rank[1].values()))
@@ -221,7 +221,7 @@ def fullest_rank(plan: Plan) -> RankMemory:
 
 
 def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
-    """Return the predicted bytes, by category, of a pipeline rank that runs ``stages``."""
+    """Return the predicted bytes by category of a pipeline rank that runs ``stages``."""
     return combine_bytes(
         (plan.stages[stage].prediction.memory_bytes for stage in stages), TRANSIENT
     )
@@ -230,7 +230,7 @@ def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
 def grouped_bytes(
     held: Mapping[str, int], groups: Mapping[str, Sequence[str]], rest: str
 ) -> dict[str, int]:
-    """Add up categories of memory by group; all other categories under the name ``rest``.
+    """Sum categories of memory by group; categories in no group are summed as ``rest``.
 
     >>> grouped_bytes({"master": 2, "buffers": 1}, {"weights": ("parameters", "master")}, "rest")
     {'weights': 2, 'rest': 1}
@@ -245,7 +245,7 @@ def usable_bytes(plan: Plan, stage: StagePlan) -> int:
 
 
 def memory_source(plan: Plan) -> str:
-    """Describe how the bytes of the stages were found."""
+    """Describe the method that predicted the bytes of the stages."""
     held = [stage.prediction.memory_bytes for stage in plan.stages]
     if not all("communicators" in own for own in held):
         return "estimated by the rules of the ops"
@@ -255,7 +255,7 @@ def memory_source(plan: Plan) -> str:
 
 
 class StageRow(TypedDict):
-    """Stage of a plan: its place, its blocks, seconds of a micro-batch, bytes at its peak."""
+    """Row for a stage: its blocks and ranks, seconds of a micro-batch, peak bytes."""
 
     stage: int
     blocks: list[str]
@@ -269,7 +269,7 @@ class StageRow(TypedDict):
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """Return a row per stage."""
+    """Return a row per stage of a plan."""
     return [
         {
             "stage": index,
@@ -287,7 +287,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
 
 
 def memory_rows(plan: Plan) -> list[dict[str, int]]:
-    """Return a row per stage, a column of bytes per category."""
+    """Return a row per stage, with a column of bytes per memory category."""
     return [
         {"stage": index, **stage.prediction.memory_bytes} for index, stage in enumerate(plan.stages)
     ]
@@ -300,14 +300,14 @@ SPENT = {
     "gradient synchronization": "exposed_sync",
     "optimizer": "optimizer",
 }
-"""Parts of a rank's step, and their names in a prediction."""
+"""Purposes that the seconds of a step are spent on, with their keys in a stage's prediction."""
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
     """Return the seconds of a step by purpose, on a rank that runs ``stages``; the rest is waiting.
 
-    ``prediction.seconds`` counts compute, communication and send per micro-batch, and
-    exposed_sync and optimizer per update.
+    ``prediction.seconds`` counts compute, communication and send per micro-batch, and exposed_sync
+    and optimizer per optimizer update.
     """
     updates, parts = num_updates(plan), dict.fromkeys(SPENT, 0.0)
     for stage in stages:
@@ -322,7 +322,7 @@ def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
 
 
 def busiest_rank(plan: Plan) -> tuple[int, ...]:
-    """Return the stages of the rank that sets the pace: the most seconds per micro-batch."""
+    """Return the stages of the rank with the most seconds per micro-batch."""
 
     def busy(stages: Sequence[int]) -> float:
         own = [plan.stages[stage].prediction.seconds for stage in stages]
@@ -332,14 +332,14 @@ def busiest_rank(plan: Plan) -> tuple[int, ...]:
 
 
 def _num_runs(plan: Plan) -> float:
-    """Return the number of micro-batches that a rank runs through each stage; half for Chimera."""
+    """Return the micro-batches that a rank runs through each stage, half of all under Chimera."""
     is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
     return plan.num_microbatches / (2 if is_both_ways else 1)
 
 
 class Communication(NamedTuple):
-    """Collectives of a stage in a step: their purpose, the work that they run beside, and seconds:
-    of the links in all, and the part that adds to the step."""
+    """Collectives of one purpose in a stage's step. ``beside`` names the work that overlaps them;
+    ``seconds`` is the total and ``exposed_seconds`` the part that lengthens the step."""
 
     what: str
     beside: str
@@ -352,7 +352,7 @@ class Communication(NamedTuple):
 
 
 def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
-    """Return the collectives of a stage, without those that take no time."""
+    """Return the collectives of a stage, except purposes that take no time."""
     own, count = stage.prediction.seconds, _num_runs(plan)
     states = own.get("states", 0.0)
     exposed = states - own.get("hidden_states", 0.0)
@@ -384,7 +384,7 @@ def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
 
 
 def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communication]]:
-    """Return the collectives of the stages; equal texts once, with the stages that have them."""
+    """Return the collectives of all stages; equal texts are merged and list their stages."""
     found: dict[tuple[str, ...], tuple[list[int], Communication]] = {}
     for index, stage in enumerate(plan.stages):
         for each in communication(plan, stage):
@@ -399,7 +399,7 @@ def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communicatio
 
 
 class CandidateRow(TypedDict):
-    """Candidate of the search: its configuration and figures, None if unknown; why not this."""
+    """Row for a candidate: its configuration and figures (None if unknown), and why it lost."""
 
     configuration: str
     step_seconds: float | None
@@ -409,8 +409,8 @@ class CandidateRow(TypedDict):
 
 
 def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
-    """Return the plan, then its alternatives, fastest first; if ``merged``, equal texts share a
-    row."""
+    """Return rows for the plan and then its alternatives. If ``merged``, alternatives with equal
+    figures share a row."""
     others = merged_alternatives(plan.alternatives) if merged else plan.alternatives
     best = plan.prediction
     own = Alternative(plan_summary(plan), best.step_seconds, best.peak_memory_bytes, "the plan")
@@ -427,7 +427,7 @@ def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
 
 
 def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    """Merge alternatives with the same figures whose summaries differ in one part.
+    """Merge alternatives with equal figures whose summaries differ in only one part.
 
     >>> first = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H1 · 1 × 32", 1.0, 10, "bubble +9.0 %")
     >>> second = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H2 · 1 × 32", 1.0, 10, "bubble +9.0 %")
@@ -450,7 +450,7 @@ def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative
 
 
 def _joins(merged: list[list[str]], parts: Sequence[str]) -> bool:
-    """Merge ``parts`` if they differ in one place at most, whose words become options."""
+    """Merge ``parts`` into ``merged`` if at most one place differs; return whether it does."""
     if len(merged) != len(parts):
         return False
     new = [at for at, options in enumerate(merged) if parts[at] not in options]

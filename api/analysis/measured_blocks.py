@@ -1,9 +1,9 @@
-"""The blocks and stages of a plan by how wrong the prediction of their compute was.
+"""Prediction errors of compute by block and by stage, against measured times.
 
 In: a plan with its model, and a database of measured times (``autoparallel profile``). Out: for
-each kind of block in each stage, and for each stage, the compute of a micro-batch, forward and
-backward, as specifications predict it and as the measurements have it, the most wrong first.
-Measured are whole blocks and ops on one device, so communication is not part of it.
+each kind of block in each stage, and for each stage, the compute seconds of a micro-batch (forward
+and backward) predicted from specifications and from measurements, the largest error first. Blocks
+and ops are measured on one device, so communication is not included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoparallel.planning.plan import priced
 
 @dataclass(frozen=True, slots=True)
 class ComputeError:
-    """Seconds of a micro-batch's compute: of one block of those named, or of a stage."""
+    """Compute seconds of a micro-batch, for a stage or for each of the named blocks."""
 
     name: str
     predicted_seconds: float
@@ -29,7 +29,7 @@ class ComputeError:
 
     @property
     def error(self) -> float:
-        """The prediction's relative error."""
+        """Relative error of the prediction: 0.1 if it is 10 % above the measurement."""
         return self.predicted_seconds / self.measured_seconds - 1
 
 
@@ -37,7 +37,7 @@ def compute_errors(
     model: PlanModel, database: str | None = None
 ) -> tuple[tuple[ComputeError, ...], tuple[ComputeError, ...]] | None:
     """Return the errors of blocks and of stages, the largest first; None without measurements for
-    the plan's cluster. Raises UsageError AP171 and AP172 for a database that cannot be used."""
+    the plan's cluster. Raises UsageError AP171 or AP172 for an unusable database."""
     if find_profile(model.plan.cluster, "auto", database) is None:
         return None
     options = replace(model.options, profile="auto", database=database)
@@ -63,7 +63,7 @@ def _ordered(found: Sequence[ComputeError]) -> tuple[ComputeError, ...]:
 
 
 def _compute_seconds(model: PlanModel, basis: Basis) -> list[list[float]]:
-    """Return the compute seconds of each block of each stage, with recomputation."""
+    """Return the compute seconds of each block of each stage, recomputation included."""
     graph = at_microbatch(model.graph, model.plan)
     walks = walked_stages(graph, model.program.blocks, model.plan, basis)
     return [

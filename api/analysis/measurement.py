@@ -1,8 +1,8 @@
-"""What a training run measured, in a small JSON file beside the plan that it ran.
+"""Measurement of a training run, stored in a small JSON file beside the plan that it ran.
 
-In: a run's steps, the plan. Out: ``plan.measured.json`` beside ``plan.json``: the median step, each
-step, the memory of rank 0, the device, the versions and the date. Reports show it beside what was
-predicted; the checksum of the plan tells them that the plan is still the one that ran.
+In: the steps of a run, and its plan. Out: ``plan.measured.json`` beside ``plan.json``: median step,
+each step, memory of rank 0, device, versions and date. Reports show it beside the prediction; a
+checksum tells whether the plan file is still the plan that ran.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from autoparallel.planner.plan_file import dumps
 
 SCHEMA = 1
 MOST_STEPS = 1000
-"""Of a longer run the last so many steps are kept one by one."""
+"""Number of last steps whose seconds are stored one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds and bytes of a run. ``step_seconds`` is the median without the warm-up, of
-    ``num_batches`` global batches; ``memory_bytes`` the most that rank 0 held."""
+    """Seconds and bytes of a run. ``step_seconds`` is the median without warm-up steps, for
+    ``num_batches`` global batches; ``memory_bytes`` is the peak of rank 0."""
 
     plan: str
     step_seconds: float
@@ -41,7 +41,8 @@ class Measurement:
 
 
 def measured_path(plan_path: str | Path) -> Path:
-    """
+    """Return the path of the measurement file that belongs to a plan file.
+
     >>> measured_path("runs/plan.json").as_posix()
     'runs/plan.measured.json'
     """
@@ -49,14 +50,14 @@ def measured_path(plan_path: str | Path) -> Path:
 
 
 def checksum(plan: Plan) -> str:
-    """Return a hash of a plan."""
+    """Return the SHA-256 hash of a plan's JSON."""
     return hashlib.sha256(dumps(plan).encode()).hexdigest()
 
 
 def load_measurement(plan_path: str | Path) -> Measurement | None:
-    """Load the measurement beside the plan at ``plan_path``; None where there is none.
+    """Load the measurement beside the plan at ``plan_path``; None if there is none.
 
-    Raises UsageError AP342 where the file is damaged or of a later version.
+    Raises UsageError AP342 if the file is damaged or of another version.
     """
     path = measured_path(plan_path)
     if not path.is_file():
@@ -82,7 +83,7 @@ def load_measurement(plan_path: str | Path) -> Measurement | None:
 
 
 def measured_text(found: Measurement, plan: Plan) -> str:
-    """Describe a measurement and the plan's prediction in a line."""
+    """Describe a measurement and the plan's prediction in one line."""
     predicted = plan.prediction.step_seconds * found.num_batches
     other = "" if found.plan == checksum(plan) else ", of another plan: the file has changed since"
     return (
@@ -92,4 +93,4 @@ def measured_text(found: Measurement, plan: Plan) -> str:
 
 
 WARMUP_STEPS = 2
-"""Steps that the summary leaves out: allocators and caches fill."""
+"""Number of first steps that the median leaves out, as allocators and caches fill in them."""

@@ -1,12 +1,11 @@
-"""A plan with its model, captured again and priced as it was planned.
+"""Plan with its model, captured again and priced as when it was planned.
 
-In: a plan and where its file lies. Out: the target, its program, the graph as it is priced, and the
-measurements for it; with these the plan's figures, those of its variants, and plans of other
-configurations of the same model. Loading a target runs its file, so it has to be trusted.
+In: a plan and the path of its file. Out: the target, its program, the graph as priced, and its
+measured times. They give the figures of the plan, of its variants, and of plans of other
+configurations of the model. Loading a target runs its file, so the file has to be trusted.
 
-A variant is the plan with another choice at one place. Where the layouts of a stage must follow the
-change, they are solved anew. A configuration is written by hand: its layouts are solved, its step
-and memory priced.
+A variant is the plan with one choice changed; if the layouts of a stage depend on it, they are
+solved anew. A configuration is hand-written: its layouts are solved, its step and memory priced.
 """
 
 from __future__ import annotations
@@ -57,15 +56,16 @@ from autoparallel.target.trust import check_trusted
 Standing = Literal[
     "CHOSEN", "TIE", "SLOWER", "CHEAPER", "CHEAPER BUT DOES NOT FIT", "DOES NOT FIT", "NOT OFFERED"
 ]
-"""TIE: within ``EQUAL`` of the plan. CHEAPER: the plan is not the best here; see ``why``."""
+"""Standing of an alternative against the plan. TIE: within ``EQUAL``. CHEAPER: the alternative is
+faster and fits, so the plan is not the best; its ``why`` says why it was not chosen."""
 
 EQUAL = 1e-3
-"""Steps that differ by less than this part are a tie."""
+"""Relative difference of step seconds below which two plans tie."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One choice: the step and the bytes of the fullest device with it, None if not offered."""
+    """Alternative to a choice: the step seconds and peak bytes with it, None if not offered."""
 
     name: str
     standing: Standing
@@ -76,7 +76,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What was explained, where it applies, and the alternatives, the chosen one among them."""
+    """Subject of an explanation, its place in the plan, and all choices, the plan's included."""
 
     subject: str
     where: str
@@ -86,7 +86,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PlanModel:
-    """A plan with its model; ``options`` are those of planning, as far as it says."""
+    """Plan with its model. ``options`` are the options of planning, as far as the plan has them."""
 
     plan: Plan
     target: Target
@@ -106,7 +106,7 @@ class PlanModel:
 
     @cached_property
     def base(self) -> Evaluation:
-        """The plan's own figures."""
+        """Evaluation of the plan itself."""
         return self.evaluate(self.plan)
 
     @cached_property
@@ -114,7 +114,7 @@ class PlanModel:
         return Structure(at_microbatch(self.graph, self.plan), self.program.blocks)
 
     def variant(self, name: str, plan: Plan, *, is_chosen: bool = False) -> Alternative:
-        """Price a variant of the plan as an alternative."""
+        """Price a variant of the plan, and return it as an alternative called ``name``."""
         if is_chosen:
             own, held = self.plan.prediction.step_seconds, self.plan.prediction.peak_memory_bytes
             return Alternative(name, "CHOSEN", own, held)
@@ -150,7 +150,7 @@ class PlanModel:
         return "CHEAPER", why
 
     def at(self, index: int, stage: StagePlan) -> Plan:
-        """Return the plan with another stage at ``index``."""
+        """Return the plan with its stage at ``index`` replaced by ``stage``."""
         stages = list(self.plan.stages)
         stages[index] = stage
         return replace(self.plan, stages=tuple(stages))
@@ -160,12 +160,12 @@ class PlanModel:
         return stage_prices(self.plan, stage, (), PriceCache(), basis=self.basis)
 
     def run(self, index: int) -> Run:
-        """Return the blocks of a stage as a run of the structure."""
+        """Return the blocks of a stage as a run (consecutive blocks) of the structure."""
         start = stage_starts(self.plan)[index]
         return self.structure.run(start, start + len(self.plan.stages[index].blocks))
 
     def restriction(self, index: int) -> Restriction:
-        """Return the uses of a stage's axes, as in the search that made the plan."""
+        """Return the restriction of a stage's layouts, as in the search that made the plan."""
         stage = self.plan.stages[index]
         assembly, _ = assembly_of(
             self.structure, self.run(index), stage, self.plan, default_rules, self.basis
@@ -175,7 +175,7 @@ class PlanModel:
     def solved(
         self, index: int, stage: StagePlan, limited: Restriction
     ) -> Mapping[str, NodeLayout] | None:
-        """Find the fastest layouts of a stage under a restriction, at its ZeRO stage."""
+        """Return the fastest layouts of a stage under a restriction, None if there are none."""
         devices = stage.devices
         link = self.plan.cluster.entry_link(devices[0], len(devices))
         model = StageModel(self.structure, self.prices(stage), limited, link)
@@ -192,16 +192,16 @@ class PlanModel:
         return stage_layouts(self.structure, model, answer, (start, start + len(stage.blocks)))
 
     def configured(self, degrees: Forced) -> Plan:
-        """Return the plan of some degrees; ``dp`` takes the devices that are left.
+        """Return the plan of hand-written ``degrees``; ``dp`` takes the devices that are left.
 
-        Raises UsageError (AP124, AP127, AP128) where they do not fit the model or the cluster.
+        Raises UsageError (AP124, AP127, AP128) if they do not suit the model or the cluster.
         """
         return self.best_configuration(configurations(self.plan, degrees))[1]
 
     def best_configuration(self, candidates: Iterable[Configuration]) -> tuple[Configuration, Plan]:
-        """Return the fastest of some configurations that fit, or that with the least memory.
+        """Return the fastest fitting configuration (else the one with least memory) and its plan.
 
-        Raises as ``configured``.
+        Raises UsageError as ``configured`` does.
         """
         pricer = ConfigurationPricer(self.program.graph, self.program.blocks, self.basis)
         priced = PricedConfigurations(pricer, self.plan.cluster)
@@ -216,7 +216,7 @@ class PlanModel:
         return least.configuration, self._described(least)
 
     def _described(self, step: PricedStep) -> Plan:
-        """Return the plan of a step, with its final memory."""
+        """Return the plan of a priced step, with its memory from ``with_cached_memory``."""
         found = replace(
             described_plan(step, self.program, self.plan.model),
             model=self.plan.model,
@@ -236,10 +236,10 @@ def load_plan_model(
     cache: Cache = NO_CACHE,
     observe: Observe = ignore,
 ) -> PlanModel:
-    """Load the model of a plan. ``profile`` None uses measured times where the plan did.
+    """Load the model of a plan. ``profile`` None uses measured times if the plan did.
 
-    Raises as ``check_trusted``, loading and capturing do, and PlanError AP550 where the model is
-    not the plan's any more.
+    Raises the errors of ``check_trusted``, of loading and of capture, and PlanError AP550 if the
+    model has changed since the plan was made.
     """
     check_trusted(plan, plan_path, trust=trust)
     target = load_plan_target(plan, plan_path)

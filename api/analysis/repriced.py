@@ -1,8 +1,8 @@
-"""A plan priced again from its model, for what a plan file does not hold.
+"""Plan priced again from its model, for details that a plan file does not store.
 
-In: a plan and the file that it is in. Out: its step simulated again with every event, the memory
-of the fullest rank action by action, the ops with their FLOPs and bytes, the shapes of parameters,
-and baselines. Loading a target runs its file.
+In: a plan and the path of its file. Out: its simulated step with every event, the memory of the
+fullest rank after each action, the ops with their FLOPs and bytes, the shapes of parameters, and
+baselines. Loading a target runs its file.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Bytes = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class OpWork:
-    """Ops of one kind in the blocks of one kind, on one rank, forward or backward.
+    """Equal ops in the blocks of one kind, on one rank, forward or backward.
 
-    ``count`` is of a micro-batch, over all stages; ``flops``, ``num_bytes`` and ``seconds`` are of
-    one such op.
+    ``count`` is their number per micro-batch over all stages; ``flops``, ``num_bytes`` and
+    ``seconds`` are of a single op.
     """
 
     name: str
@@ -57,7 +57,7 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True)
 class PricedAgain:
-    """See the module. ``memory`` is of pipeline rank ``fullest``; ``shapes`` are global."""
+    """Result of ``price_again``. ``memory`` is of pipeline rank ``fullest``; shapes are global."""
 
     step_seconds: float
     timeline: Timeline
@@ -73,7 +73,7 @@ def price_again(
 ) -> PricedAgain:
     """Load the plan's target, and price the plan, its ops and the baselines.
 
-    Raises as ``load_plan_model`` does.
+    Raises the errors of ``load_plan_model``.
     """
     made = load_plan_model(plan, plan_path, trust=trust, observe=observe)
     program, blocks = made.program, made.program.blocks
@@ -100,7 +100,7 @@ def price_again(
 
 
 def stage_ops(model: PlanModel) -> list[OpWork]:
-    """Return the ops of the plan's stages at its micro-batch, equal ops counted.
+    """Return the ops of the plan's stages at its micro-batch size, equal ops merged.
 
     Views take no time and are left out.
     """
@@ -135,7 +135,7 @@ def stage_ops(model: PlanModel) -> list[OpWork]:
 
 
 def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: str) -> list[OpWork]:
-    """Return an op's forward and backward on one rank."""
+    """Return the work of an op's forward and of its backward on one rank."""
     node = graph[name]
     specs = input_specs(node, graph)
     sizes = prices.mesh.shape

@@ -1,7 +1,7 @@
-"""How a plan shards parameters and ops, in words: by kind of block, by axis of a mesh.
+"""Description of a plan's sharding in words: parameters by kind of block, ops by mesh axis.
 
-In: a plan, or stages of it. Out: for each kind of block the parameters by layout, and for each axis
-the number of ops that are split on it.
+In: a plan, or some of its stages. Out: for each kind of block the parameters by layout, and for
+each axis the number of ops split over it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autoparallel.planner.summary import mesh_text
 
 @dataclass(frozen=True, slots=True)
 class KindSplit:
-    """How the parameters of one kind of block lie in one stage.
+    """Layouts of the parameters of one kind of block in one stage.
 
-    ``groups`` maps a layout in words to the parameters that have it, named within the block;
-    ``layouts`` has these layouts. ``first`` is the block whose parameters stand for the kind's. Of
-    parameters outside of blocks ``kind`` and ``first`` are "".
+    ``groups`` maps a layout in words to the parameters with that layout, by their names within the
+    block; ``layouts`` maps the words to the layout. ``first`` is the model's first block of the
+    kind. For parameters outside of blocks ``kind`` and ``first`` are "".
     """
 
     kind: str
@@ -33,14 +33,14 @@ class KindSplit:
 
 
 def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[KindSplit, ...]]]:
-    """Yield each mesh of a plan, its stages by number, and the layouts of their parameters."""
+    """Yield each distinct mesh with its stages by number and their parameters' layouts."""
     for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
         members = {at: stage for at, stage in enumerate(plan.stages) if stage.mesh == mesh}
         yield mesh, members, merged_splits(plan, list(members.values()))
 
 
 def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, ...]:
-    """Return the splits of several stages, equal splits merged."""
+    """Return the parameter layouts of several stages; equal layouts of a kind are merged."""
     merged: dict[tuple[str, ...], KindSplit] = {}
     for stage in members:
         for split in _kind_splits(plan, stage):
@@ -51,10 +51,10 @@ def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, 
 
 
 def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
-    """Return the layouts of parameters by the kind of block in ``stage``, then of all others.
+    """Return the parameter layouts of ``stage`` by kind of block, then of all other parameters.
 
-    A kind's layouts are given under the names of its first block in the whole model. The others
-    are parameters of no block, beside the blocks that no parameter is named after.
+    Parameters of a kind are named after its first block in the whole model. The last entry lists
+    the parameters outside of blocks, beside the blocks that have no parameters by name.
     """
     first: dict[str, str] = {}
     for each in plan.stages:
@@ -89,7 +89,7 @@ def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
 
 
 def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
-    """Return leaves that are held as a parameter is: split or whole, never partial."""
+    """Return graph inputs laid out like parameters: sharded or replicated, never partial sums."""
     return [
         (name, node.outputs[0])
         for name, node in layouts.items()
@@ -112,7 +112,7 @@ def weight_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def folded_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return parameter names, ``x.weight`` and ``x.bias`` together as ``x``.
+    """Return parameter names, with ``x.weight`` and ``x.bias`` folded into ``x``.
 
     >>> folded_names(("up.bias", "norm.weight", "up.weight"))
     ('up', 'norm.weight')
@@ -127,9 +127,9 @@ def folded_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def axis_lines(members: Sequence[StagePlan]) -> list[str]:
-    """Return a line per mesh axis: the number of ops that are split on it, and its use.
+    """Return a line per mesh axis with the number of ops split over it and the purpose of the axis.
 
-    The stage with the most kinds of ops is counted.
+    Each axis is described by the stage that has the most ops.
     """
     counted: dict[str, StagePlan] = {}
     for stage in members:
@@ -152,7 +152,7 @@ def _ops(stage: StagePlan) -> list[NodeLayout]:
 
 
 def _axis_line(stage: StagePlan, axis: str) -> str:
-    """Count the ops of distinct blocks that are split or summed on an axis, and name its use."""
+    """Describe a mesh axis: the number of ops split or summed over it, and its purpose."""
     place, ops = stage.mesh.axes.index(axis), _ops(stage)
     num_split = sum(_is_split(node, place) for node in ops)
     num_sums = sum(_makes_sum(node, place) for node in ops)

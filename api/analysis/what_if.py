@@ -1,9 +1,8 @@
-"""What another choice, or another cluster, would make of a plan.
+"""Effect of another choice, or of another cluster, on a plan.
 
-``why_not``: plans again with degrees that are forced. ``what_if``: changes figures of the cluster
-(``link.inter.bytes_per_second=50e9``), prices the plan as it is there, and plans for it. Both
-compare by terms: the seconds of the busiest rank by what they are for, and the bytes of the
-fullest device.
+``why_not`` plans again with forced degrees. ``what_if`` changes figures of the cluster
+(``link.inter.bytes_per_second=50e9``), prices the plan on it, and plans for it. Both compare the
+seconds of the busiest rank by purpose, and the bytes of the fullest device.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ DEVICE_FIGURES = tuple(
 )
 LINK_FIGURES = ("bytes_per_second", "alpha_seconds", "base_seconds", "reduction_bytes_per_second")
 WHOLE = ("memory_bytes", "usable_memory_bytes", "num_units")
-"""Figures that are whole numbers."""
+"""Device figures that are integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A plan, the same on a changed cluster, and the plan that is found for that cluster."""
+    """Plan now, the same plan priced on a changed cluster, and the plan found for the latter."""
 
     now: Plan
     same: Plan
@@ -46,18 +45,18 @@ class Changed:
 
     @property
     def stays(self) -> bool:
-        """Tells whether the plan remains the best on the changed cluster, or ties with it."""
+        """Return whether the plan stays the best on the changed cluster, or ties with the best."""
         least = self.found.prediction.step_seconds * (1 + EQUAL)
         return self.excess_bytes(self.same) <= 0 and self.same.prediction.step_seconds <= least
 
     def excess_bytes(self, plan: Plan) -> float:
-        """Return the bytes by which a plan exceeds the changed cluster's devices."""
+        """Return the bytes by which a plan's peak exceeds the changed devices' memory."""
         return plan.prediction.peak_memory_bytes - self.same.cluster.usable_memory_bytes
 
 
 def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_CACHE) -> Plan:
-    """Plan with ``parallel`` forced. Raises UsageError AP112, and the errors of planning where
-    there is no such plan: AP301 names the memory that it would need."""
+    """Plan with the degrees of ``parallel`` forced. Raises UsageError AP112 for bad degrees, and
+    the errors of planning if no plan exists; AP301 gives the memory that it would need."""
     options = replace(model.options, forced=parse_parallel(parallel), time_limit_seconds=seconds)
     return _planned(model, model.plan.cluster, options, cache)
 
@@ -65,11 +64,11 @@ def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_C
 def what_if(
     model: PlanModel, changes: Sequence[str], seconds: float, cache: Cache = NO_CACHE
 ) -> Changed:
-    """Plan for a changed cluster.
+    """Price the plan on the changed cluster, and plan for that cluster.
 
     Raises UsageError AP358 and AP359 for a bad change, and the errors of planning.
 
-    A change of a device is priced from specifications, as measured times do not follow it.
+    If a device changes, prices come from specifications: measured times are of the old device.
     """
     cluster = changed_cluster(model.plan.cluster, changes)
     options = replace(model.options, time_limit_seconds=seconds)
@@ -92,7 +91,7 @@ def _planned(model: PlanModel, cluster: Cluster, options: Any, cache: Cache) -> 
 
 
 def _repriced(model: PlanModel, cluster: Cluster, options: Any) -> Plan:
-    """Price the plan on a cluster; its memory stays as predicted."""
+    """Price the plan on a cluster; its predicted memory stays."""
     plan = model.plan
     graph, basis = priced(model.program, model.target, cluster, options)
     evaluator = Evaluator(graph, model.program.blocks, basis=basis)
@@ -121,9 +120,9 @@ def terms(plan: Plan) -> Mapping[str, float]:
 
 
 def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
-    """The cluster with other figures: ``PLACE.FIGURE=VALUE``, or ``=*2`` for a factor.
+    """Return the cluster with changed figures: ``PLACE.FIGURE=VALUE``, or ``=*2`` for a factor.
 
-    Raises UsageError AP358 for an unknown figure and AP359 for a value that is none.
+    Raises UsageError AP358 for an unknown figure and AP359 for an invalid value.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> found = changed_cluster(parse_cluster("2x8xH100"), ["link.inter.bytes_per_second=50e9"])
@@ -165,12 +164,12 @@ def _changed(cluster: Cluster, path: str, value: str) -> Cluster:
 
 
 def _plain(path: str) -> str:
-    """``peak.bfloat16`` is ``peak_flops.bfloat16``."""
+    """Expand ``peak.bfloat16`` to ``peak_flops.bfloat16``."""
     return re.sub(r"\bpeak\.", "peak_flops.", path)
 
 
 def figures(cluster: Cluster) -> tuple[str, ...]:
-    """Every figure of a cluster that can be changed."""
+    """Return the names of all figures of a cluster that can be changed."""
     found: dict[str, None] = {f"device.{name}": None for name in DEVICE_FIGURES}
     for host in cluster.hosts:
         found |= {f"device.peak_flops.{dtype}": None for dtype in host.device.peak_flops}
@@ -214,7 +213,7 @@ def _link(link: Link, name: str, text: str) -> Link:
 
 
 def _value(before: float, text: str, name: str) -> float:
-    """Parse a number, a number with a unit, or a factor of the old value."""
+    """Parse a number, a number with a unit, or a factor of the value before."""
     value = -1.0
     for parse in (float, parse_rate, parse_bytes):
         try:

@@ -1,1 +1,1 @@
-"""Captures, plans and measured memory between commands."""
+"""Cache between commands: captures, plans, and the memory of plans; and the profile database."""

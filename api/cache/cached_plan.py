@@ -1,12 +1,12 @@
-"""Plans kept between commands.
+"""Cache of plans between commands.
 
 In: the arguments of a search, a cache, the search. Out: the plan of an earlier search with equal
-arguments, or of this one. The key holds the graph with the source lines of its nodes, the blocks,
-the cluster, the request, and the measurements with their use.
+arguments, or of this search. The key covers the graph with the source lines of its nodes, the
+blocks, the cluster, the request, and the measured times with their use.
 
-Only plans of searches that ended by themselves are kept. A search for another objective than time
-is several searches that share the time limit, so its plan is not kept; nor is a placer's plan,
-because a placer uses all its time.
+Only plans of searches that completed are stored. An objective other than time takes several
+searches that share the time limit, so its plan is not stored; nor is a learned placer's plan,
+because a placer always uses all its time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAN = "plan"
 
 
 PLAN_TEXT = TextCodec(dumps, loads)
-"""Plans are kept as the text of their files."""
+"""Codec of plans: they are stored as the text of their files."""
 
 
 def reuse_or_search(
@@ -41,7 +41,7 @@ def reuse_or_search(
     basis: Basis,
     search: Callable[[], Plan],
 ) -> Plan:
-    """Return an earlier plan of an equal search, marked as reused, or search."""
+    """Return the stored plan of an equal search, marked as reused, or else search."""
     if cache.shelf is None or request.placer is not None or request.goal.objective != "time":
         return search()
     try:
@@ -61,7 +61,7 @@ def reuse_or_search(
 def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, basis: Basis) -> str:
     """Return a hash of all inputs of a plan.
 
-    Raises ``UnkeyedError`` if a function gives the work of an op.
+    Raises ``UnkeyedError`` if a user's function computes the work of an op.
     """
     used = basis.used
     return digest(

@@ -1,15 +1,15 @@
-"""Captured models, and the memory of plans on fake tensors, kept between commands.
+"""Cache of captured models, and of the memory of plans on fake tensors, between commands.
 
 In: a target, the options of its capture, a cache. Out: its ``Program``. The model is always built
-anew, without weights, because its parts belong to the key. The key holds
+again, without weights, because the key covers its parts:
 
-- the sources of every module of the user's that is loaded, and the versions of the packages
-  that the model's classes come from;
-- of each submodule its class, its parameters' and buffers' shapes, and its attributes that are
-  numbers, texts or configurations;
-- the shapes of the example batch, the number format, and the user's registered ops.
+- the sources of all loaded modules of the user, and the versions of the packages that the
+  model's classes come from;
+- for each submodule its class, the shapes of its parameters and buffers, and its attributes that
+  are numbers, texts or configurations;
+- the shapes of the example batch, the precision, and the user's registered ops.
 
-Values that a forward reads while it runs (an environment variable, a file) are not seen. ``run``
+Values that a forward reads while it runs (an environment variable, a file) are not covered. ``run``
 captures the model itself, and refuses a plan of an outdated graph.
 """
 
@@ -56,7 +56,7 @@ CAPTURE, MEMORY = "capture", "memory"
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """A ``Program`` without its model. A literal is (dtype, shape, values)."""
+    """``Program`` without its model, as it is stored. A literal is (dtype, shape, values)."""
 
     graph: Graph
     blocks: Blocks
@@ -72,7 +72,7 @@ _MEMORY = TextCodec(json.dumps, json.loads)
 
 @once
 def _program_codec() -> Codec:
-    """Return the codec of captures: ops have torch's dtypes, devices and formats as arguments."""
+    """Return the codec of captures; ops have torch's dtypes, devices and formats as arguments."""
 
     def find(kind: type) -> Callable[[str], Any]:
         def found(text: str) -> Any:
@@ -95,9 +95,9 @@ def cached_program(
     options: PlanOptions,
     capture: Callable[[], Program],
 ) -> Program:
-    """Return the kept capture of ``model``, or capture it.
+    """Return the stored capture of ``model``, or capture it.
 
-    Only captures that can be rescaled to any batch and hold no functions are kept.
+    Only captures that can be rescaled to any batch, and contain no functions, are stored.
     """
     if cache.shelf is None:
         return capture()
@@ -149,7 +149,7 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
-    """Return all visible inputs of a capture."""
+    """Return all inputs of a capture that the key covers."""
     return (
         target.name,
         sorted(target.settings.items()),
@@ -165,7 +165,7 @@ def program_key(
 
 
 def model_text(model: nn.Module) -> str:
-    """Return a hash of the contents of a model on ``meta``."""
+    """Return a hash of the structure and attributes of a model on ``meta``."""
     made, known = hashlib.sha256(), dict[int, str]()
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
@@ -202,7 +202,7 @@ def _example_text(example: Example) -> tuple[str, ...]:
 
 
 def user_sources() -> str:
-    """Return a hash of the sources of all loaded modules outside of distributions and libraries."""
+    """Return a hash of the sources of all loaded modules that are not of installed packages."""
     made = hashlib.sha256()
     for file in sorted(_user_files()):
         try:
@@ -227,7 +227,7 @@ def _user_files() -> Iterator[Path]:
 
 
 def _versions(packages: set[str]) -> tuple[str, ...]:
-    """Return the versions of packages by import name, "" if not installed."""
+    """Return the versions of packages by import name; a package that is not installed has ""."""
     return tuple(f"{name} {_version(name)}" for name in sorted(packages))
 
 
@@ -241,7 +241,7 @@ def _version(package: str) -> str:
 
 
 def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
-    """Run ``stage_memory.with_stage_memory``, cached because running stages takes long."""
+    """Return a plan with its memory from ``with_stage_memory``, cached if stages have to be run."""
     graph, blocks = program.graph, program.blocks
     if not runs_stages(plan, blocks):
         graph = with_fusion(graph, blocks) if plan.compiled else graph

@@ -1,12 +1,10 @@
-"""Values of the cache as bytes, without pickle.
+"""Codec from values of the cache to bytes, without pickle.
 
 In: frozen dataclasses and named tuples of a given list, tuples, lists, dicts, numpy arrays of
-numbers, texts, numbers. Out: bytes; ``decode`` gives an equal value back, every float bit for bit.
-A decoded value holds only numbers and texts in classes of the list, so a foreign file can make a
-wrong value but run no code; zlib's checksum, JSON or a class that does not fit reveal a damaged
-file.
-
-Objects are written once however often a value holds them, and are shared again when read.
+numbers, texts, numbers. Out: bytes. ``decode`` returns an equal value, every float bit for bit. A
+decoded value contains only numbers and texts in classes of the list, so a foreign file can give a
+wrong value but run no code. A damaged file is detected by zlib's checksum, JSON, or a class that
+does not match. An object that occurs several times is written once, and shared again when read.
 """
 
 from __future__ import annotations
@@ -22,30 +20,30 @@ import numpy as np
 from autoparallel.planner.errors import AutoparallelError
 
 FASTEST = 1
-"""Level of zlib: three quarters of the best level's savings, in a tenth of its time."""
+"""zlib level: three quarters of the best level's savings, in a tenth of its time."""
 
 PLAIN = (str, int, float, bool, type(None))
 DTYPES = ("<f8", "<i8", "|b1")
 
 
 class CodecError(Exception):
-    """Error for values that cannot be written and bytes that cannot be read; never shown to
+    """Error of a value that cannot be written or bytes that cannot be read; never shown to
     users."""
 
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Codec of values that have a text of their own; ``read`` raises ``ValueError`` for others."""
+    """Codec of values with a text form; ``read`` raises ``ValueError`` for invalid text."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
 
     def encode(self, value: Any) -> bytes:
-        """Write a value as bytes."""
+        """Return a value as bytes."""
         return zlib.compress(self.write(value).encode(), FASTEST)
 
     def decode(self, blob: bytes) -> Any:
-        """Read the value that ``encode`` wrote. Raises ``CodecError``."""
+        """Return the value that ``encode`` wrote. Raises ``CodecError`` for other bytes."""
         try:
             return self.read(zlib.decompress(blob).decode())
         except (zlib.error, ValueError, AutoparallelError) as error:
@@ -54,7 +52,7 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class NamedType:
-    """Type whose values have names: ``name`` names a value, ``find`` finds it (or raises)."""
+    """Type whose values have names: ``name`` returns the name, ``find`` the value, or raises."""
 
     type: type
     name: Callable[[Any], str]
@@ -63,7 +61,7 @@ class NamedType:
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec of values made of ``classes``, which are written by name, and of ``names``' types."""
+    """Codec of values made of ``classes``, and of the types in ``names`` (written by name)."""
 
     classes: tuple[type, ...]
     names: tuple[NamedType, ...] = ()
@@ -75,7 +73,7 @@ class Codec:
         object.__setattr__(self, "_fields", tuple(_fields_of(each) for each in self.classes))
 
     def encode(self, value: Any) -> bytes:
-        """Write a value as bytes."""
+        """Return a value as bytes. Raises ``CodecError`` for other types."""
         writing = _Writer(self._numbers, self._fields, self.names)
         root = writing.form(value)
         shape = [list(self._names), writing.objects, writing.shapes, root]
@@ -84,7 +82,7 @@ class Codec:
         return zlib.compress(b"".join((head, text, *writing.parts)), FASTEST)
 
     def decode(self, blob: bytes) -> Any:
-        """Read the value that ``encode`` wrote. Raises ``CodecError``."""
+        """Return the value that ``encode`` wrote. Raises ``CodecError`` for other bytes."""
         try:
             data = zlib.decompress(blob)
             size = int.from_bytes(data[:8], "little")
@@ -107,7 +105,7 @@ class Codec:
 
 
 def _fields_of(owner: type) -> tuple[str, ...]:
-    """Return the arguments that make a class: the fields of its ``__init__``."""
+    """Return the names of the arguments that construct a class."""
     if is_dataclass(owner):
         return tuple(each.name for each in fields(owner) if each.init)
     named: tuple[str, ...] = owner._fields  # type: ignore[attr-defined]
@@ -115,7 +113,7 @@ def _fields_of(owner: type) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Writer: objects in the order in which they can be made again; arrays beside them."""
+    """Writer of a value: its objects in the order of construction, and its arrays separately."""
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class _Writer:
         self.held: list[Any] = []
 
     def form(self, value: Any) -> Any:
-        """Return a value for JSON: plain as it is, a tuple as ``[…]``, others as ``{kind: …}``."""
+        """Return a value as JSON data: plain as it is, tuples as lists, others as ``{kind: …}``."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -173,7 +171,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reader: makes the objects in order."""
+    """Reader of a value; it constructs the objects in order."""
 
     def __init__(
         self, makers: Sequence[Callable[..., Any]], arrays: list[Any], names: Sequence[NamedType]
@@ -211,7 +209,7 @@ def _constructors(classes: Sequence[type]) -> list[Callable[..., Any]]:
 
 
 def _constructor(owner: type) -> Callable[..., Any]:
-    """Return a function that makes a class from its fields in order, also keyword-only fields."""
+    """Return a function that constructs a class from its fields in order."""
     if is_dataclass(owner) and any(each.kw_only for each in fields(owner)):
         names = _fields_of(owner)
         return lambda *parts: owner(**dict(zip(names, parts, strict=True)))
@@ -219,7 +217,7 @@ def _constructor(owner: type) -> Callable[..., Any]:
 
 
 def _arrays(shapes: Sequence[Any], data: bytes, start: int) -> list[Any]:
-    """Read the arrays that follow each other from ``start`` on."""
+    """Read consecutive arrays from ``data``, beginning at ``start``."""
     found = []
     for name, shape in shapes:
         if name not in DTYPES:

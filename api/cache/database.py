@@ -1,4 +1,4 @@
-"""The profile database: its place, and the measurements that count for a cluster."""
+"""Profile database: its path, and the measurements that apply to a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoparallel.planner.plan import Mode
 def default_database(
     environment: Mapping[str, str] = os.environ, platform: str = sys.platform
 ) -> Path:
-    """Return the user's own database, in the system's folder for user data.
+    """Return the path of the user's database, in the system's folder for user data.
 
     >>> str(default_database({"XDG_DATA_HOME": "/data"}, "linux"))
     '/data/autoparallel/profile.sqlite'
@@ -39,14 +39,14 @@ def default_database(
 
 
 def database_path(text: str | None) -> Path:
-    """Return the file that ``--database`` names, or the user's own."""
+    """Return the path that ``--database`` gives, or the path of the user's database."""
     return default_database() if text is None else Path(text)
 
 
 def environment_for(cluster: Cluster) -> Environment | None:
-    """Return the environment whose measurements count for ``cluster``; None if its devices differ.
+    """Return the environment whose measurements apply to ``cluster``; None for mixed devices.
 
-    Processes of one CPU share its memory and cores, so their number is part of the name.
+    Processes on one CPU share its memory and cores, so their number is part of the environment.
     """
     devices = {host.device.name: host.device for host in cluster.hosts}
     if len(devices) > 1:
@@ -61,7 +61,7 @@ def environment_for(cluster: Cluster) -> Environment | None:
 def measuring_environment(cluster: Cluster) -> Environment:
     """Return the environment of this process as a device of ``cluster``.
 
-    Raises UsageError AP174 if the cluster's devices differ from each other.
+    Raises UsageError AP174 for a cluster with different devices.
     """
     found = environment_for(cluster)
     if found is None:
@@ -75,9 +75,9 @@ def measuring_environment(cluster: Cluster) -> Environment:
 
 
 def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile | None:
-    """Return measurements for the devices of ``cluster``, own or shipped; None if there are none.
+    """Return measurements for the devices of ``cluster``, the user's or shipped; None without any.
 
-    Raises UsageError AP171 if the given ``database`` does not exist, AP172 if a database cannot be
+    Raises UsageError AP171 if the given ``database`` is missing, and AP172 if a database cannot be
     read.
     """
     if mode == "analytic":
@@ -95,7 +95,7 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
 
 def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
-    """Load measurements by the device's name, else by the preset of a measured GPU's name."""
+    """Load measurements by the device's name, else by a measured GPU that matches its preset."""
     found = load_profile(database, environment)
     if found is not None or environment.kind == "cpu":
         return found
@@ -108,7 +108,7 @@ def _load(database: Database, environment: Environment, device: Device) -> Profi
 
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Turn a profile database's errors into UsageError AP172."""
+    """Turn errors of the profile database inside the context into UsageError AP172."""
     try:
         yield
     except ProfileError as error:
@@ -121,7 +121,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def find_file(path: Path) -> Path:
-    """Return ``path`` if the file exists; else raise UsageError AP171."""
+    """Return ``path`` if it exists, else raise UsageError AP171."""
     if not path.exists():
         raise UsageError(
             "AP171",
@@ -134,7 +134,7 @@ def find_file(path: Path) -> Path:
 
 
 def database_counts(path: Path) -> list[tuple[Environment, int, int]]:
-    """Count ops and transfers of each environment in a database. Raises UsageError AP171, AP172."""
+    """Count ops and transfers in a database by environment. Raises UsageError AP171, AP172."""
     with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         return [
             (where, len(opened.all(where)), len(opened.all_transfers(where)))

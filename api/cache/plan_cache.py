@@ -1,16 +1,16 @@
-"""The cache of this user: captured models, plans, and the memory of plans.
+"""User's cache of captured models, plans, and the memory of plans.
 
-In: the inputs of a value, and the value or a function that makes it. Out: the value, from the file
-if it is there. The file is in the user's folder for caches, or in ``AUTOPARALLEL_CACHE``. A key is
-SHA-256 of the text of all inputs, so values of other inputs are not found, and nothing has to be
+In: the inputs of a value, and the value or a function that computes it. Out: the value, from the
+file if it is there. The file is in the user's cache folder, or in ``AUTOPARALLEL_CACHE``. A key is
+a SHA-256 of the text of all inputs, so changed inputs are never found, and nothing has to be
 invalidated.
 
-Values are bytes that ``codec`` writes: JSON and arrays of numbers. Pickle would be shorter here but
-runs code from the file, and caches lie in shared folders and travel in images.
+Values are stored as bytes by ``codec``: JSON and arrays of numbers. Pickle would be simpler but
+runs code from the file, and caches are shared in folders and images.
 
-Every key holds the version of the code: a hash of the package's own files, torch, the libraries
-that solve, Python. Values of another version are therefore never found; the command reports their
-number, and they are removed when the file reaches its limit.
+Every key covers the version of the code: a hash of the package's files, torch, solver libraries,
+Python. Values of other versions are thus never found; commands report their number, and they are
+removed when the file reaches its size limit.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ VARIABLE = "AUTOPARALLEL_CACHE"
 FILE = "planner.sqlite"
 
 MOST_BYTES = 512 * 2**20
-"""The file's limit: some hundreds of models."""
+"""Size limit of the file; it holds some hundred models."""
 
 LIBRARIES = ("numpy", "highspy")
-"""Libraries that compute and solve, besides this package and torch."""
+"""Libraries that results depend on, besides this package and torch."""
 
 ORDER = ("capture", "plan", "memory")
-"""Kinds of values, in the order in which a command needs them."""
+"""Kinds of values, in the order in which a command uses them."""
 
 MISSING: Any = object()
-"""Result of ``Cache.get`` for a missing value; None is a value."""
+"""Result of ``Cache.get`` for a missing value, since None may be a value."""
 
 
 class UnkeyedError(Exception):
-    """Error for a key with a part that has no text (a function); never shown to users."""
+    """Error of a key with a part that has no text form (a function); never shown to users."""
 
 
 def digest(*parts: object) -> str:
-    """Return a hash of the parts' texts. Raises ``UnkeyedError``.
+    """Return a hash of the texts of ``parts``. Raises ``UnkeyedError``.
 
     >>> digest(1, "a") == digest(1, "a"), digest(1, "a") == digest("1", "a")
     (True, False)
@@ -75,10 +75,10 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 def graph_digest(graph: Graph, blocks: Blocks) -> str:
-    """Return a hash of a graph, as far as prices depend on it, and of its blocks.
+    """Return a hash of the parts of a graph that prices depend on, and of its blocks.
 
-    The source lines of nodes are left out. Raises ``UnkeyedError`` if a user's function gives an
-    op's work.
+    Source lines of nodes are left out. Raises ``UnkeyedError`` if a user's function computes the
+    work of an op.
     """
     specs: dict[tuple[TensorSpec, ...], str] = {}
 
@@ -103,9 +103,9 @@ def graph_digest(graph: Graph, blocks: Blocks) -> str:
 
 @dataclass(frozen=True)
 class Cache:
-    """Values by key in a file.
+    """Cache of values by key in a file.
 
-    ``base`` is the input of all values. Values are counted by kind (``ORDER``).
+    ``base`` is an input of all values. Values are counted by kind (``ORDER``).
     """
 
     shelf: SqliteStore | None = None
@@ -115,7 +115,7 @@ class Cache:
     faults: Counter[str] = field(default_factory=Counter, compare=False)
 
     def get(self, what: str, codec: Codec | TextCodec, *parts: object) -> Any:
-        """Return the kept value, or ``MISSING``. Damaged bytes count as missing."""
+        """Return the stored value, or ``MISSING``. Damaged bytes count as missing."""
         if self.shelf is None:
             return MISSING
         blob = self.shelf.get(digest(self.base, what, *parts))
@@ -131,7 +131,7 @@ class Cache:
         return MISSING
 
     def put(self, value: Any, what: str, codec: Codec | TextCodec, *parts: object) -> None:
-        """Keep a value if it can be written."""
+        """Store a value if it can be written."""
         if self.shelf is None:
             return
         try:
@@ -142,7 +142,7 @@ class Cache:
     def get_or_make(
         self, make: Callable[[], Any], what: str, codec: Codec | TextCodec, *parts: object
     ) -> Any:
-        """Return the kept value; if there is none, make and keep it."""
+        """Return the stored value; if there is none, compute and store it."""
         found = self.get(what, codec, *parts)
         if found is MISSING:
             found = make()
@@ -151,11 +151,11 @@ class Cache:
 
 
 NO_CACHE = Cache()
-"""Cache that keeps nothing."""
+"""Cache that stores nothing."""
 
 
 def default_folder(environment: Mapping[str, str] = os.environ, system: str = sys.platform) -> Path:
-    """Return ``AUTOPARALLEL_CACHE``, or the system's folder for users' caches.
+    """Return the folder ``AUTOPARALLEL_CACHE``, or the system's folder for user caches.
 
     >>> str(default_folder({"XDG_CACHE_HOME": "/tmp/cache"}, "linux"))
     '/tmp/cache/autoparallel'
@@ -177,7 +177,7 @@ def cache_file() -> Path:
 
 @once
 def code_digest() -> str:
-    """Return a hash of the package's own files: code, and data of prices."""
+    """Return a hash of the package's own files, code and price data."""
     made = hashlib.sha256()
     roots = [Path(place) for place in autoparallel.__path__]
     roots += [Path(place) for room in _rooms() for place in room]
@@ -198,7 +198,7 @@ def _is_code(file: Path) -> bool:
 
 
 def code_version() -> str:
-    """Describe the versions that make values here; equal for equal code."""
+    """Describe the versions that cached values depend on; equal for equal code."""
     own = [f"autoparallel {code_digest()}", f"torch {metadata.version('torch')}"]
     own += [f"{name} {_version(name)}" for name in LIBRARIES]
     return ", ".join([*own, f"python {platform.python_version()}"])
@@ -213,13 +213,13 @@ def _version(name: str) -> str:
 
 @dataclass
 class PlanCache:
-    """The cache of one command. ``values`` goes to ``make_plan``."""
+    """Cache of one command. ``values`` is passed to ``make_plan``."""
 
     values: Cache = NO_CACHE
     shelf: SqliteStore | None = None
 
     def report(self) -> str:
-        """Report reused, ignored and faulty values in a line, "" if there are none."""
+        """Report reused, ignored and faulty values in one line, "" if there are none."""
         if self.shelf is None:
             return ""
         parts = [self._describe_reused(), self._describe_ignored()]
@@ -234,7 +234,7 @@ class PlanCache:
         return f"reused {', '.join(counts)}" if counts else ""
 
     def _describe_ignored(self) -> str:
-        """Report the number of other versions' values if this version has none."""
+        """Describe the values of other versions, if there are some but none of this version."""
         assert self.shelf is not None
         others = self.shelf.origins()
         if not others or self.shelf.origin in others:
@@ -244,7 +244,7 @@ class PlanCache:
 
 
 def _describe_change(other: str) -> str:
-    """Name the differences from another version.
+    """Name the parts in which another version differs.
 
     >>> _describe_change("none")
     'unlike autoparallel, torch, numpy, highspy, python'
@@ -269,7 +269,7 @@ def _describe_fault(item: tuple[str, int]) -> str:
 def plan_cache(wanted: bool = True, most_bytes: int = MOST_BYTES) -> Iterator[PlanCache]:
     """Open the user's cache for a command; new values are written when the block ends.
 
-    They are written also after an error or an interrupt, because all of them are right.
+    They are also written after an error or interrupt, since each value is complete.
     """
     if not wanted:
         yield PlanCache()
@@ -284,7 +284,7 @@ def plan_cache(wanted: bool = True, most_bytes: int = MOST_BYTES) -> Iterator[Pl
 
 @dataclass(frozen=True, slots=True)
 class CacheContents:
-    """Contents of a cache's file. ``values`` counts by version; ``own`` is this version."""
+    """Contents of a cache file. ``values`` are counts by version; ``own`` is this version."""
 
     path: Path
     num_bytes: int
@@ -303,7 +303,7 @@ def read_contents() -> CacheContents:
 
 
 def clear_cache() -> int:
-    """Remove the user's cache and return its size in bytes. Raises MachineError AP710."""
+    """Remove the user's cache; return its size in bytes. Raises MachineError AP710 on failure."""
     try:
         return clear(cache_file())
     except OSError as error:

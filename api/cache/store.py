@@ -1,10 +1,10 @@
-"""The cache's file: bytes by key in SQLite, for several processes at once.
+"""File of the cache: bytes by key in SQLite, for several processes at once.
 
-In: a path, the versions that make the values, a size limit. Out: a shelf for ``cache.Cache``. New
-values stay in memory until ``close`` writes them in one transaction, so a reader sees all of a
-run's values or none, and an interrupted run leaves the file as it was. Every row has its own
-checksum; a file of another format is put aside. If the file would exceed its limit, the values that
-were not read for longest are removed.
+In: a path, the versions that make the values, a size limit. Out: a store for ``plan_cache.Cache``.
+New values stay in memory until ``close`` writes them in one transaction, so a reader sees all or
+none of a run's values, and an interrupted run leaves the file unchanged. Every row has a checksum;
+a file of another format is renamed. If the file would exceed its limit, the least recently used
+values are removed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 FORMAT = 1
 LOCK_SECONDS = 10.0
-"""Time to wait for another process's transaction."""
+"""Seconds to wait for another process's transaction."""
 
 KEPT_SHARE = 0.8
-"""Share of the limit that remains after a removal, so that not every write removes values."""
+"""Share of the limit left after a removal, so that not every write removes values."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entry (
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS entry (
 
 @dataclass
 class SqliteStore:
-    """Values in ``path``. ``origin`` names the versions that make them now.
+    """Store of values in the file ``path``. ``origin`` names the versions that make values now.
 
     ``faults`` counts unusable files and values by reason.
     """
@@ -54,7 +54,7 @@ class SqliteStore:
     _is_closed: bool = False
 
     def get(self, key: str) -> bytes | None:
-        """Return the bytes of a key; None if they are missing or damaged."""
+        """Return the bytes stored under a key; None if missing or damaged."""
         if key in self._new:
             return self._new[key]
         row = None
@@ -75,7 +75,7 @@ class SqliteStore:
         self._new[key] = value
 
     def origins(self) -> Mapping[str, int]:
-        """Count the values by the versions that made them, the latest used first."""
+        """Count the values by the versions that made them, the most recently used first."""
         found: dict[str, int] = {}
         with self._count_faults():
             reader = self._open_reader()
@@ -84,7 +84,7 @@ class SqliteStore:
         return found
 
     def num_bytes(self) -> int:
-        """Return the bytes of all values."""
+        """Return the total bytes of all values."""
         total = 0
         with self._count_faults():
             reader = self._open_reader()
@@ -93,7 +93,7 @@ class SqliteStore:
         return total
 
     def close(self) -> None:
-        """Write new values, note which were read, and keep to the limit."""
+        """Write new values, record the use of values that were read, and enforce the limit."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -117,9 +117,9 @@ class SqliteStore:
                 _shrink(writer, self.most_bytes)
 
     def _open_reader(self) -> sqlite3.Connection | None:
-        """Return a connection for reading; None without a file.
+        """Return a connection for reading; None if there is no file.
 
-        A connection must not be used in a fork of the process that opened it, nor closed there.
+        A connection must be neither used nor closed in a fork of the process that opened it.
         """
         if self._process != os.getpid():
             self._inherited += [self._reader] if self._reader is not None else []
@@ -130,9 +130,9 @@ class SqliteStore:
 
     @contextmanager
     def _count_faults(self) -> Iterator[None]:
-        """Count a file that cannot be used as a fault, and go on.
+        """Count an unusable file as a fault, and continue.
 
-        A file that is no database is put aside; it may not be ours to delete.
+        A file that is no database is renamed, not deleted, as it may not be ours.
         """
         try:
             yield
@@ -154,7 +154,7 @@ def _checksum(value: bytes) -> str:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a connection to a file of this format. Raises ``sqlite3.DatabaseError``."""
+    """Open a connection to a file of this format. Raises ``sqlite3.DatabaseError`` for others."""
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -177,7 +177,7 @@ def _writer(path: Path) -> sqlite3.Connection:
 
 
 def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
-    """Remove the values that were not used for longest, if the file exceeds its limit."""
+    """Remove the least recently used values if the total exceeds ``most_bytes``."""
     total = writer.execute("SELECT COALESCE(SUM(bytes), 0) FROM entry").fetchone()[0]
     if total <= most_bytes:
         return
@@ -191,7 +191,7 @@ def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
 
 
 def clear(path: Path) -> int:
-    """Remove the file and return its size in bytes. Raises ``OSError``."""
+    """Remove the cache file and return its size in bytes. Raises ``OSError``."""
     size = path.stat().st_size if path.exists() else 0
     path.unlink(missing_ok=True)
     return size

@@ -1,6 +1,6 @@
-"""Marks of plans that were verified on this machine, reported when a run begins.
+"""Record of plans that were verified on this machine, reported when a run begins.
 
-In: a plan. Out: a mark in the user's folder for caches, under a hash of the plan's computation.
+In: a plan. Out: a marker file in the user's cache folder, named by a hash of the computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoparallel.planner.plan import Plan
 
 
 def mark_verified(plan: Plan) -> None:
-    """Record that ``plan`` was verified, if the folder can be written."""
+    """Record that ``plan`` was verified, if the folder is writable."""
     with suppress(OSError):
         path = _path(plan)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def mark_verified(plan: Plan) -> None:
 
 
 def verification_text(plan: Plan) -> str:
-    """Tell whether ``plan`` was verified, for the start of a run."""
+    """Return a sentence, for the start of a run, on whether ``plan`` was verified."""
     with suppress(OSError):
         if _path(plan).exists():
             return "this plan of this model was verified against one device"
@@ -30,7 +30,7 @@ def verification_text(plan: Plan) -> str:
 
 
 def _path(plan: Plan) -> Path:
-    """Return the place of a plan's mark: by its model, layouts, stages and schedule."""
+    """Return the path of a plan's marker, from its model, layouts, stages and schedule."""
     stages = [
         (
             stage.devices,

@@ -1,1 +1,1 @@
-"""Calls of a planned model: their accepted forms, and guards against any other computation."""
+"""Calls of a planned model: the accepted forms, and errors for all other computations."""

@@ -1,9 +1,9 @@
-"""A script's arguments as the inputs of the captured program.
+"""Arguments of a script's call as inputs of the captured program.
 
-In: the signature of the model's ``forward``, the example batch that it was captured with, the
-program's inputs. Out: for each call the tensors by input name. Arguments may be given by
-position, by name or left to their defaults, as the model's own signature has it. Arguments that
-are no tensors are settings of the capture; a call with other settings needs another capture.
+In: the signature of the model's ``forward``, the example batch that was captured, and the program's
+inputs. Out: for each call the tensors by input name. Arguments may be given by position, by name,
+or left to defaults, as the signature allows. Arguments other than tensors are fixed in a capture; a
+call with other values needs another capture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autoparallel.planner.errors import UsageError
 
 
 class _Absent:
-    """Mark of an argument that a call does not give."""
+    """Marker of an argument that a call does not give."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -38,9 +38,9 @@ _ABSENT = _Absent()
 
 
 class CallArguments:
-    """Reader of a model's calls.
+    """Reader of the arguments of a model's calls.
 
-    With ``extra`` a batch may have entries for the loss, which ``forward`` does not take.
+    With ``extra`` a batch may have entries for the loss that ``forward`` does not take.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class CallArguments:
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[LeafPath, type, Any], ...]]:
-        """Return a call's program inputs, and the simple arguments that differ from the example's.
+        """Return a call's program inputs, and simple arguments that differ from the example batch.
 
-        Raises TypeError as the model itself would for arguments that it does not take, and
-        UsageError AP920 for a call in another form than the example batch's.
+        Raises TypeError, as the model would, for arguments that it does not take, and UsageError
+        AP920 for a call whose form differs from the example batch.
         """
         given = self._arguments(args, kwargs)
         found: dict[LeafPath, Any] = {}
@@ -85,12 +85,12 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether an argument may stand where the example batch has no tensor."""
+        """Return whether a call may give ``leaf`` where the example batch has no tensor."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
     def _can_change(self, name: str) -> bool:
-        """Return whether a batch can give ``forward`` this argument."""
+        """Return whether an example batch can contain the argument ``name`` of ``forward``."""
         known = self._signature.parameters.get(name)
         if known is None:
             is_further = self._is_variadic(name)
@@ -99,25 +99,25 @@ class CallArguments:
         return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
 
     def _is_variadic(self, name: str) -> bool:
-        """Return whether an argument, as ``_named`` calls it, is of ``*args`` or ``**kwargs``."""
+        """Return whether an argument, named as by ``_named``, is of ``*args`` or ``**kwargs``."""
         return name not in self._signature.parameters and (self._takes_all or "[" in name)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether an argument that is no tensor equals the example batch's."""
+        """Return whether an argument that is no tensor has the value in the example batch."""
         planned = self._leaves.get(path, _ABSENT)
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
-        """Return an input's argument, as code writes it."""
+        """Return the argument of a program input as Python code."""
         return path_text(self._path(name))
 
     def _path(self, name: str) -> LeafPath:
-        """Return the path of an input from the name of its argument."""
+        """Return the path of an input, starting with the name of its argument."""
         path = self._inputs[name].path
         return self._name_of[path[0]], *path[1:]
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return every argument of a call by name, also defaults and arguments of the loss."""
+        """Return all arguments of a call by name, including defaults and entries for the loss."""
         parameters = self._signature.parameters
         is_taken = self._takes_all or not self._has_extra
         taken = {name: kwargs[name] for name in kwargs if is_taken or name in parameters}
@@ -125,7 +125,7 @@ class CallArguments:
         return {**rest, **self._named(args, taken)}
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of ``forward`` by name, with defaults; ``*args`` by their number."""
+        """Return arguments of ``forward`` by name, with defaults; ``*args`` are numbered."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         named: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class CallArguments:
     def _checked(self, name: str, arguments: Mapping[str, Any]) -> dict[LeafPath, Any]:
         """Return the leaves of an argument by their paths.
 
-        Raises UsageError AP920 if it has another form than in the example batch, or another value
+        Raises UsageError AP920 if its structure differs from the example batch, or a value differs
         that is neither a tensor nor simple.
         """
         # A forward can tell None among *args or **kwargs from an argument that is not there.
@@ -177,7 +177,7 @@ def _text(value: Any) -> str:
 
 
 class _ShapeText:
-    """A tensor that is printed as its shape."""
+    """Stand-in for a tensor that is printed as the tensor's shape."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._text = f"a tensor of shape {tuple(tensor.shape)}"

@@ -1,7 +1,7 @@
-"""Comparison of a run's first step with the model alone.
+"""Comparison of a run's first step with the model alone on one device.
 
-In: a trainer before its first step, and the model. Out: a check in front of the first batch. If it
-was asked for and is impossible, rank 0 says why.
+In: a trainer before its first step, and the model. Out: a check that runs before the first batch.
+If the user requested it and it is impossible, rank 0 says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoparallel.target.target import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
-"""Environment variable that turns the comparison on (1) or off (0) without an option."""
+"""Environment variable that turns the comparison on (1) or off (0) if no option does."""
 
 
 def compare_first_step(
@@ -47,12 +47,12 @@ def compare_first_step(
     as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
     done: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compare a trainer's first step with ``model()``'s, a model with other weights.
+    """Make a trainer compare its first step with ``model()``, given the trainer's weights.
 
-    ``run`` runs a step by the plan and returns the loss; ``form`` is its call's form; in the
-    context of ``as_plain`` a call of the model is its own forward. ``done`` is called after a
-    comparison. If ``asked`` is None, only a step that takes one device at most 10 s is compared.
-    Collective over all ranks.
+    ``run`` runs a step by the plan and returns the loss; ``form`` returns the form of its call;
+    inside ``as_plain()`` a call of the model runs its own forward. ``done`` is called after the
+    comparison. ``asked`` None compares only a step that takes one device at most 10 s. Collective
+    over all ranks.
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"
@@ -94,7 +94,7 @@ def _plain_loss(
     form: Callable[[], Form],
     as_plain: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:
-    """Return the loss of the model alone as a function of its weights and of inputs by name."""
+    """Return the loss of the model alone, as a function of weights and inputs by name."""
     program, tied = trainer.program, trainer.program.graph.tied
     dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
 
@@ -115,7 +115,7 @@ def _plain_loss(
 
 
 class _Alone(nn.Module):
-    """A model whose forward takes a batch."""
+    """Module whose forward takes a batch and calls the model with it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def projection(outputs: Sequence[Tensor]) -> Tensor:
-    """Return a number that depends on every element of a model's outputs, each in its own way."""
+    """Return a scalar that depends on each element of a model's outputs with another weight."""
     total = torch.zeros((), dtype=torch.float64)
     for output in outputs:
         flat = torch.view_as_real(output) if output.is_complex() else output

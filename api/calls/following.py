@@ -1,10 +1,10 @@
-"""Captures that follow the model's code as it is now, not as it was when planned.
+"""Captures that follow changes of the model's Python code and values after planning.
 
-In: a model that trains by a plan, and before each batch the Python values that its code reads
-(``python_state``). Out: the number of the capture that computes the batch. If a value has changed,
-or the forward draws random numbers of Python or NumPy, the forward's calls are traced again: equal
-calls with other numbers run the same program with these numbers, and other calls need another
-capture, if the plan's layouts hold for it.
+In: a model that trains by a plan, and the Python values that its code reads (``python_state``),
+read before each batch. Out: the index of the capture that computes the batch. If a value has
+changed, or the forward draws random numbers of Python or NumPy, the forward is traced again. If the
+same ops are called with other numbers, the same program runs with these numbers; if other ops are
+called, they need another capture, for which the plan's layouts must hold.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_CAPTURES = 16
-"""Maximum number of captures that are kept for batches of one size."""
+"""Maximum number of captures kept for batches of one size."""
 
 
 @dataclass
 class _Capture:
-    """A capture with its number; ``numbers`` are the numbers that its programs read."""
+    """Capture with its index; ``numbers`` holds the numbers that its programs read."""
 
     capture: int
     live: LiveProgram
@@ -64,7 +64,7 @@ class _Capture:
 
 
 class _Call(NamedTuple):
-    """The rows of a global batch, and the form in which the model is called."""
+    """Rows of a global batch, and the form in which the model is called."""
 
     rows: int
     form: Form = PLANNED
@@ -72,11 +72,11 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """Functions that trace and capture a model for a global batch of so many rows.
+    """Functions that trace and capture a model for a global batch of given rows.
 
-    ``trace(rows, before, watched)`` calls ``before`` in front of the forward and notes the source
-    of the call number ``watched``. ``plan`` plans another program of the model like the current
-    plan, with the same number of devices of each kind, or returns None.
+    ``trace(rows, before, watched)`` calls ``before`` just before the forward, and records the
+    source line of the call with index ``watched``. ``plan`` plans another program of the model like
+    the current plan, on the same devices, or returns None.
     """
 
     trace: Callable[[int, Callable[[], None], int | None], CallTrace]
@@ -87,13 +87,13 @@ class Sources:
 
 
 class LiveCaptures:
-    """The captures of one model on this rank, and its loss.
+    """Captures of one model on this rank, and its loss function.
 
     ``outputs`` is the form of the model's outputs in the current call.
     """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
-        """Trace the planned program."""
+        """Trace the planned program, so that later traces can be compared with it."""
         self._trainer, self._state, self._sources = trainer, state, sources
         self.loss_fn = sources.loss_fn
         self._kept: dict[_Call, list[_Capture]] = defaultdict(list)
@@ -124,7 +124,7 @@ class LiveCaptures:
 
     def _first_trace(self, rows: int) -> CallTrace | None:
         """Trace the planned batch; None for code that cannot run on fake tensors, such as a module
-        that is kept whole."""
+        that is captured as one node."""
         try:
             return self._sources.trace(rows, lambda: None, None)
         except Exception:  # noqa: BLE001 - of the model's code, which was captured all the same
@@ -132,11 +132,11 @@ class LiveCaptures:
             return None
 
     def __call__(self, rows: int, form: Form = PLANNED) -> int:
-        """Return the number of the capture that computes a batch of ``rows`` rows.
+        """Return the index of the capture that computes a batch of ``rows`` rows.
 
         Collective if values or the form of the call have changed. Raises UsageError AP936 if the
-        plan has no layouts for the model as it is now, AP942 if it differs between ranks, AP920 and
-        AP933 if the plan has no layouts for the form.
+        plan has no layouts for the model's present code, AP942 if values differ between ranks,
+        AP920 and AP933 if the plan has no layouts for the form.
         """
         self._sources.call.form = form
         try:
@@ -146,12 +146,12 @@ class LiveCaptures:
             self._sources.call.form = PLANNED
 
     def as_called(self, batch: Batch, form: Form) -> Batch:
-        """Return a batch of the planned form with a call's own arguments."""
+        """Return a batch of the planned form changed to the arguments of a call's ``form``."""
         return self._sources.call.apply_form(batch, form)
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
-        """Run the model's own forward inside the context without effect on training."""
+        """Let the model's own forward run inside the context without effects on training."""
         for each in self._kept_tensors:
             if each.is_there():
                 each.take_away()
@@ -166,9 +166,9 @@ class LiveCaptures:
 
     @contextmanager
     def undo_changes(self) -> Iterator[None]:
-        """Undo all changes and random draws of forwards inside the context.
+        """Undo the changes and random draws of forwards that run inside the context.
 
-        Additions to containers stay, and count as no change.
+        Items added to containers stay, and do not count as changes.
         """
         with self._without_caches():
             reading, drawn = self._state.read(), Generators.now()
@@ -180,7 +180,7 @@ class LiveCaptures:
                     self._read = self._state.read()
 
     def once(self, call: Callable[P, T]) -> Callable[P, T]:
-        """Return a function whose changes and random draws are undone."""
+        """Wrap a function so that its changes and random draws are undone."""
 
         @functools.wraps(call)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -275,7 +275,7 @@ class LiveCaptures:
         return kept.capture
 
     def _why_not(self, program: Program) -> str:
-        """Say why the plan cannot run a program of its model."""
+        """Describe why the plan cannot run another program of its model."""
         planned, now = (
             [node.name for node in each.graph.parameters]
             for each in (self._trainer.program, program)
@@ -312,10 +312,10 @@ class LiveCaptures:
         return found
 
     def _add(self, call: _Call, live: LiveProgram) -> _Capture | None:
-        """Run batches by another capture; return None if the plan does not fit it. Collective.
+        """Add a capture to the trainer; return None if the plan does not fit it. Collective.
 
-        A capture with other numbers alone has the planned blocks, though its layers differ. Blocks
-        of other parameters than planned are cut into blocks of the same parameters.
+        A capture that differs only in numbers keeps the planned blocks, although its layers differ.
+        Blocks with other parameters than planned are cut into blocks with the planned parameters.
         """
         planned, program = self._trainer.program, live.program
         graph = program.graph
@@ -377,7 +377,7 @@ def _in_blocks(live: LiveProgram, blocks: Blocks) -> LiveProgram:
 
 
 class _MissingTensor:
-    """The value of a tensor that the forward keeps, which training does not make."""
+    """Value of a tensor that the forward stores on the model, which training does not compute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -407,9 +407,9 @@ def follow_model(
     plan: Callable[[Program], Plan | None],
     call: CallForm,
 ) -> LiveCaptures:
-    """Follow a target's model, which is traced in the context of ``ready``.
+    """Follow the code of a target's model, which is traced inside ``ready()``.
 
-    ``target`` and ``capture`` make batches of the form of ``call``.
+    ``target`` and ``capture`` make batches in the form of ``call``.
     """
     model, dtype = trainer.program.model, trainer.program.dtype
 
@@ -460,7 +460,7 @@ def _plan_error(changed: Collection[str], why: str, source: str, form: Form) -> 
 
 
 def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:
-    """Raise UsageError AP942 if ranks would compute with different values. Collective."""
+    """Raise UsageError AP942 if the traces of ranks differ. Collective."""
     parts = hashlib.sha256(repr(sorted(trace.numbers.items())).encode())
     parts.update(str(len(trace.calls)).encode())
     for tensor in trace.tensors:

@@ -1,7 +1,6 @@
 """Differences of a call from the example batch: numbers, flags, gradients of inputs.
 
-In: the differences of the call that is about to run. Out: example batches with these differences,
-for a capture.
+In: the differences of the next call. Out: example batches with these differences, to capture.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from torch import Tensor
 from autoparallel.passes.programs.batch import Batch, LeafPath, fill_batch, leaf_at, path_text
 
 SIMPLE = bool | int | float | str | None
-"""Types of arguments that may differ between calls, beside tensors."""
+"""Types of non-tensor arguments that may differ between calls."""
 
 
 class Form(NamedTuple):
-    """Inputs whose gradients are asked for, and arguments that differ from the example's.
+    """Inputs whose gradients are wanted, and arguments whose values differ from the example batch.
 
-    Both by their paths; an argument with its type, as True is not 1.
+    Both by their paths; an argument includes its type, since True is not 1.
     """
 
     wanted: frozenset[LeafPath] = frozenset()
     fixed: tuple[tuple[LeafPath, type, SIMPLE], ...] = ()
 
     def text(self) -> str:
-        """Return the call as code writes it."""
+        """Describe the differences of the call from the example batch."""
         fixed = [f"{path_text(path)}={value!r}" for path, _, value in self.fixed]
         return ", ".join([*fixed, *sorted(f"a gradient of {path_text(p)}" for p in self.wanted)])
 
@@ -45,7 +44,7 @@ class CallForm:
     form: Form = PLANNED
 
     def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Return ``make`` with batches of the form."""
+        """Wrap ``make`` to return batches in the current form."""
 
         def made(*args: Any) -> Batch:
             return self.apply_form(make(*args), self.form)
@@ -53,7 +52,7 @@ class CallForm:
         return made
 
     def apply_form(self, batch: Batch, form: Form) -> Batch:
-        """Return a batch of the example's form in another ``form``."""
+        """Return a batch of the example's form, changed to ``form``."""
         if form == PLANNED:
             return batch
         parameters = inspect.signature(self.forward).parameters
@@ -76,6 +75,6 @@ class CallForm:
 
 
 def _position(names: list[str], name: str) -> int:
-    """Return the position of an argument. ``args[2]`` is 2 after ``*args``."""
+    """Return the position of an argument; ``args[2]`` is 2 behind the position of ``*args``."""
     first, _, after = name.partition("[")
     return names.index(first) + int(after.rstrip("]") or 0)

@@ -1,8 +1,8 @@
-"""Methods beside ``forward`` of a model that trains by a plan.
+"""Methods besides ``forward`` of a model that trains by a plan.
 
-In: the names that ``parallelize(methods=…)`` was given. Out: functions that run the model's own
-methods with whole weights. Without gradients these are gathered as for a forward in evaluation;
-with gradients every rank computes the whole, because methods have no plan.
+In: the names given as ``parallelize(methods=…)``. Out: methods that run the model's own code with
+whole weights. Without gradients the weights are gathered as in evaluation. With gradients every
+rank computes the whole method, because it has no plan.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def has_forward(kind: type[nn.Module]) -> bool:
-    """Return whether a class of modules has a forward of its own."""
+    """Return whether a module class defines a forward."""
     return kind.forward is not nn.Module.forward
 
 
 def check_methods(kind: type[nn.Module], names: Sequence[str]) -> None:
-    """Raise UsageError AP948 for a name that is no method of the class."""
+    """Raise UsageError AP948 for a name in ``names`` that is no method of the class."""
     if isinstance(names, str):
         raise UsageError(
             "AP948",
@@ -49,7 +49,7 @@ def check_methods(kind: type[nn.Module], names: Sequence[str]) -> None:
 
 
 def whole_method(name: str, adopted_of: Callable[[nn.Module], ParallelState]) -> Callable[..., Any]:
-    """Return a method that runs the method ``name`` of the class with whole weights."""
+    """Return a method that runs the class's method ``name`` with whole weights."""
     told: set[int] = set()
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Modes and random numbers of planning, independent of the surroundings of a model's first use."""
+"""Modes and random states for planning, independent of where a model is first used."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_at_start() -> Iterator[None]:
-    """Plan in training modes inside the context, and draw no random numbers.
+    """Set training modes inside the context, and restore all random states at its end.
 
-    All ranks keep their random states, so a script draws the same batches on every rank and alone.
+    Random states stay as without planning, so a script draws the same batches on all ranks.
     """
     generators = Generators.now()
     try:
@@ -34,8 +34,8 @@ def as_at_start() -> Iterator[None]:
 
 @contextmanager
 def in_modes_of_training() -> Iterator[None]:
-    """Context with gradients and without autocast, whatever the caller has; at its end torch's
-    random generators are as before."""
+    """Enable gradients and disable autocast inside the context, whatever the caller has set;
+    restore torch's random generators at its end."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -47,7 +47,7 @@ def in_modes_of_training() -> Iterator[None]:
 
 
 def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
-    """Warn on rank 0 that micro-batches do not see each other as one device's rows do."""
+    """Warn on rank 0 if an op mixes samples, but under the plan only within each micro-batch."""
     mixing = program.graph.accumulation.mixing
     if mixing and plan.num_microbatches > 1 and rank == 0:
         where = program.graph[mixing[0]].module or mixing[0]
@@ -60,8 +60,8 @@ def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
 
 
 def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:
-    """Warn on rank 0 that each rank draws the random initial values of its own shards, which differ
-    from one device's, unless the user asked for that."""
+    """Warn on rank 0 if each rank draws the initial values of its own shards, which differ from the
+    values drawn on one device, unless the user requested it."""
     own = int(os.environ.get("RANK", "0")) if rank is None else rank
     if asked == "auto" and deferred.init == "sharded" and own == 0:
         sys.stderr.write(

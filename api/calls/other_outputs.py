@@ -1,7 +1,7 @@
-"""Outputs that the plan's program does not compute: made when they are used.
+"""Outputs that the plan's program does not compute: they are computed at their first use.
 
-In: a call of a model that trains by a plan. Out: tensors that the model's own forward makes, with
-the random numbers of the program's last forward, when they are read.
+In: a call of a model that trains by a plan. Out: lazy tensors. When they are read, the model's own
+forward computes them with the random numbers of the program's last forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def merge_outputs(
     made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
 ) -> Callable[[int], Tensor]:
-    """Return the outputs that were ``made``; outputs without gradient are made when used."""
+    """Return a function from index to output: from ``made``, or lazy if not differentiable."""
     tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
     places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
     found = dict(zip(places, made, strict=True))
@@ -36,10 +36,10 @@ def merge_outputs(
 
 
 class OtherOutputs:
-    """Outputs besides the loss: made at first use, by the model's own forward.
+    """Outputs besides the loss, computed at their first use by the model's own forward.
 
-    It draws the random numbers of the last forward of the plan's program. The first use must come
-    before the weights or the call's arguments change.
+    It uses the random numbers of the program's last forward. The first use must come before the
+    weights or the call's arguments change.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OtherOutputs:
         self._made: list[Tensor] | None = None
 
     def leaf(self, position: int) -> Tensor:
-        """Return the tensor at ``position`` among the outputs besides the loss."""
+        """Return a lazy tensor for the output at ``position`` among the model's tensor outputs."""
         return arriving_tensor(_Leaf(self, position), torch.empty(0))
 
     def value(self, position: int) -> Tensor:
@@ -69,7 +69,7 @@ class OtherOutputs:
         return self._made[position]
 
     def _weight_versions(self) -> list[int]:
-        """Return the counts of changes of the weights and of the call's arguments."""
+        """Return the version counters of the weights and of the call's arguments."""
         parameters = self._adopted.joined.model.parameters.values()
         given = tree_flatten((self._args, self._kwargs))[0]
         return [

@@ -1,4 +1,4 @@
-"""Tensors whose backward is an error with advice."""
+"""Tensors whose backward raises an error with advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoparallel.planner.errors import UsageError
 
 
 class _RefuseGradient(torch.autograd.Function):
-    """The identity, whose backward raises."""
+    """Identity function whose backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, error: UsageError) -> Tensor:
@@ -25,7 +25,7 @@ class _RefuseGradient(torch.autograd.Function):
 
 
 def refuse_gradient(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
-    """Make a function that gives a floating tensor a backward which raises."""
+    """Return a function that makes the backward of a floating-point tensor raise this error."""
     error = UsageError(code, what, why=why, fix=fix)
 
     def refuse(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Parameters and buffers from before a model was planned, which train no longer.
+"""Parameters and buffers from before a model was planned, which are trained no longer.
 
-Planning puts this rank's shards in the place of a model's tensors. A script may hold the old
-tensors: in an optimizer, in a list for clipping, in a term of its loss. They get no gradients and
-never change, so each use of one raises.
+Planning replaces a model's tensors by this rank's shards. A script may still hold the old tensors:
+in an optimizer, in a list for clipping, in a term of its loss. They get no gradients and never
+change, so every use of them raises an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _STILL_TRUE = {
         for name in ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad")
     ),
 }
-"""Properties that an old tensor still shares with the new."""
+"""Properties that an old tensor still shares with its replacement."""
 
 
 def retire_tensor(tensor: Tensor, name: str) -> None:
-    """Free the memory of a tensor that a shard has replaced, and make each use raise AP925.
+    """Free the memory of a tensor that a shard has replaced, and make every use raise AP925.
 
-    A gradient of it raises too.
+    Computing a gradient of it raises too.
     """
     if tensor.requires_grad and tensor.is_leaf:
         tensor._backward_hooks = None  # the shard has them
@@ -46,7 +46,7 @@ def retire_tensor(tensor: Tensor, name: str) -> None:
 
 
 def is_retired(tensor: Tensor) -> bool:
-    """Return whether a shard has replaced a tensor already."""
+    """Return whether a shard has already replaced a tensor."""
     return _NAME in tensor.__dict__
 
 
@@ -61,7 +61,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _StaleTensor(Tensor):
-    """A tensor whose uses raise."""
+    """Tensor whose uses raise UsageError AP925."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.__dict__[_NAME]}, as it was before the model was planned>"

@@ -34,10 +34,10 @@ PANELS = {
     "Checkpoints": ("save", "save_every", "keep", "resume", "max_restarts"),
     "Hosts": ("nnodes", "rdzv_endpoint", "trust"),
 }
-"""Options that the help of a command with many options shows, by the title of their group."""
+"""Options shown by the help of a command with many options, by the title of their group."""
 
 MANY = 16
-"""Options of a command of which the help shows all."""
+"""Number of options up to which a command's help shows all of them."""
 
 ALL = "--help-all"
 

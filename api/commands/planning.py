@@ -39,7 +39,7 @@ SEARCHED = (
     "processes",
     "measure_seconds",
 )
-"""Options of planning that a given configuration leaves nothing to."""
+"""Options of planning that have no meaning for a single given configuration."""
 
 
 @command("plan")

@@ -1,1 +1,1 @@
-"""``autoparallel doctor``: facts of a machine, checks of them, and of a cluster."""
+"""``autoparallel doctor``: facts of a machine, and checks of machines and of clusters."""

@@ -1,7 +1,7 @@
 """Checks of one machine: facts in, findings out. No rendezvous is needed.
 
 Each check is a function of the facts and of the planned use; ``CHECKS`` lists them in the order of
-the page. A finding that is not OK has a fix.
+the report. A finding that is not OK has a fix.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ Level = Literal["OK", "WARN", "FAIL"]
 
 GIB = 2**30
 LEAST_SHARED_BYTES = 1 * GIB
-"""Minimum of /dev/shm: NVIDIA's manuals give a container as much (--shm-size=1g)."""
+"""Minimum size of /dev/shm, as NVIDIA's manuals recommend for containers (--shm-size=1g)."""
 LEAST_OPEN_FILES, FEW_OPEN_FILES = 256, 4096
 LEAST_MEMORY_BYTES = 2 * GIB
-"""Minimum of host memory for a process: importing torch, a capture and NCCL take as much."""
+"""Minimum host memory per process: for importing torch, a capture and NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check: a line of the report. ``fix`` is the user's remedy, empty if all is
-    well."""
+    """Result of a check, a line of the report. ``fix`` is the user's remedy, "" if all is well."""
 
     level: Level
     name: str
@@ -49,9 +48,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Planned use of the machine: its part of ``cluster``, with so much memory on each device.
+    """Planned use of the machine: as a host of ``cluster``.
 
-    ``memory_bytes`` is the plan's prediction for its fullest device, 0 without a plan.
+    ``memory_bytes`` is the plan's predicted peak of its fullest device, 0 without a plan.
     """
 
     cluster: Cluster | None = None
@@ -68,7 +67,7 @@ class DoctorRequest:
 
     @property
     def most_devices(self) -> int:
-        """The largest number of devices of a host."""
+        """Largest number of devices of a host."""
         return (
             max((host.num_devices for host in self.cluster.hosts), default=1) if self.cluster else 1
         )
@@ -79,7 +78,7 @@ Check = Callable[[Facts, DoctorRequest], Findings]
 
 
 def check_machine(facts: Facts, wanted: DoctorRequest) -> tuple[Finding, ...]:
-    """Return all findings of a machine."""
+    """Return all findings about a machine."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 
@@ -108,7 +107,7 @@ def _torch(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _triton(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check that torch.compile has the triton that it was built for."""
+    """Check that torch.compile has the version of triton that torch requires."""
     found = facts.extras.get("triton", "")
     if facts.triton and numbers(found)[:2] != numbers(facts.triton)[:2]:
         yield Finding(
@@ -148,7 +147,7 @@ def _kernel(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _driver(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check that torch can use the GPUs, and that the driver is new enough for its CUDA."""
+    """Check that torch can use the GPUs, and that the driver supports torch's CUDA."""
     if not facts.gpus and not facts.has_cuda:
         if wanted.uses_gpus:
             yield Finding(
@@ -190,7 +189,7 @@ def _driver(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _architecture(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check that torch has kernels for the GPUs; kernels of the same major version count."""
+    """Check that torch has kernels for the GPUs; kernels of the same major version suffice."""
     majors = {
         numbers(name.rpartition("_")[2])[0] // 10
         for name in facts.architectures
@@ -207,7 +206,7 @@ def _architecture(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _gpus(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check errors, clocks, memory and partitions of each GPU."""
+    """Check errors, clocks, PCIe lanes, memory and MIG mode of each GPU."""
     for gpu in facts.gpus:
         name = f"GPU {gpu.index}"
         bad: list[Finding] = []
@@ -256,7 +255,7 @@ def _gpus(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _memory_of(name: str, total: int, used: int, wanted: DoctorRequest) -> Findings:
-    """Check that other processes leave a GPU enough memory."""
+    """Check that other processes leave enough memory of a GPU."""
     free, needed = total - used, wanted.memory_bytes
     fix = "end the processes that nvidia-smi shows"
     if needed > total:
@@ -275,7 +274,7 @@ def _memory_of(name: str, total: int, used: int, wanted: DoctorRequest) -> Findi
 
 
 def _peers(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check that GPUs reach each other's memory."""
+    """Check that GPUs can access each other's memory."""
     if facts.peers:
         pairs = ", ".join(f"{one}→{other}" for one, other in facts.peers[:4])
         more = f" and {len(facts.peers) - 4} more" if len(facts.peers) > 4 else ""
@@ -344,7 +343,7 @@ def _host_memory(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check interfaces and addresses for the needs of several hosts."""
+    """Check that interfaces and addresses suit a run on several hosts."""
     own = [each for each in facts.interfaces if not each.is_loopback and not each.is_virtual]
     usable = [each for each in own if each.has_ipv4 or each.has_ipv6]
     yield from _named_interfaces(facts)
@@ -379,7 +378,7 @@ def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _named_interfaces(facts: Facts) -> Findings:
-    """Find variables that name missing interfaces. ``^`` and ``=`` are NCCL's."""
+    """Check variables that name missing interfaces; ``^`` and ``=`` are NCCL's prefixes."""
     known = [each.name for each in facts.interfaces]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = facts.environment.get(variable, "")
@@ -421,7 +420,7 @@ def _families(facts: Facts, usable: list[Interface]) -> Findings:
 
 
 def _environment(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Find variables that make a run slow or hang."""
+    """Check for environment variables that make a run slow or hang."""
     found = False
     for variable, known in HURTFUL_VARIABLES.items():
         value = facts.environment.get(variable)

@@ -1,7 +1,7 @@
-"""Checks of a cluster that is running: measured links and devices against its description.
+"""Checks of a running cluster: measured links and devices against its description.
 
-In: the cluster as described, the facts of each rank and the times of each pair of ranks. Out:
-findings. A level's rate is the median of its pairs'; much slower pairs are named.
+In: the described cluster, the facts of each rank, and the times of each pair of ranks. Out:
+findings. The rate of a level of links is the median of its pairs; much slower pairs are named.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from autoparallel.options.words import ranks_text, rate_text, seconds_text
 from autoparallel.runtime.profile.pairs import Pair, PairTime, RankFacts
 
 WARN_SHARE, FAIL_SHARE = 0.8, 0.5
-"""Shares of the described rate below which a level gets a warning, and fails."""
+"""Shares of the described rate below which a level of links is warned about, and fails."""
 SLOW_PAIR, SLOW_DEVICE = 1.5, 1.3
-"""Limits of a pair's message and a rank's product, as multiples of the median time."""
+"""Multiples of the median time above which a pair's message, and a rank's product, are slow."""
 
 
 def check_cluster(
     cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
 ) -> tuple[Finding, ...]:
-    """Return all findings of a running cluster."""
+    """Return all findings about a running cluster."""
     return (
         *_places(cluster, ranks),
         *_versions(ranks),
@@ -39,7 +39,7 @@ Findings = Iterator[Finding]
 
 
 def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Check that the ranks are on hosts and devices as described."""
+    """Check that the ranks are on the described hosts and devices."""
     names: list[str] = []
     for index, host in enumerate(cluster.hosts):
         start = cluster.first_ranks[index]
@@ -92,7 +92,7 @@ def _versions(ranks: Sequence[RankFacts]) -> Findings:
 
 
 def _devices(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Find ranks that compute more slowly than others with the same device."""
+    """Check for ranks that compute more slowly than others with the same device."""
     for name in dict.fromkeys(host.device.name for host in cluster.hosts):
         own = {
             rank: facts.product_seconds
@@ -130,7 +130,7 @@ def _links(cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTim
 
 
 def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
-    """Compare the rate of a level of links with the described rate, and find its slow pairs."""
+    """Compare the rate of a level of links with the described rate."""
     fits = {
         pair: fit_link([LinkPoint(1, each.num_bytes, each.seconds) for each in own])
         for pair, own in pairs.items()
@@ -158,8 +158,8 @@ def _slow_pairs(
     link: Link,
     pairs: Mapping[Pair, Sequence[PairTime]],
 ) -> Findings:
-    """Name hosts whose pairs with other hosts are all slow, while others' are not; else ranks whose
-    pairs are all slow; else pairs."""
+    """Name slow hosts, all of whose pairs with other hosts are slow; then such ranks; then the
+    remaining slow pairs."""
     largest = {pair: max(own, key=lambda each: each.num_bytes) for pair, own in pairs.items()}
     between = cluster.joins_hosts(link)
     ordered = sorted(each.seconds for each in largest.values())
@@ -202,7 +202,7 @@ def _slow_pairs(
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
-    """Return owners whose pairs are all slow, with two or more others; ``owner`` is by rank."""
+    """Return owners (``owner`` is by rank) all of whose pairs, with 2 or more others, are slow."""
     members: dict[int, dict[Pair, int]] = defaultdict(dict)
     for one, two in pairs:
         members[owner[one]][one, two] = owner[two]

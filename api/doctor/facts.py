@@ -52,7 +52,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as nvidia-smi reports it. ``throttle`` has its bits of reasons for a lower clock."""
+    """GPU as nvidia-smi reports it. ``throttle`` has the bits of its reasons for a lower clock."""
 
     index: int
     name: str
@@ -70,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface that is up; ``is_virtual`` if it joins containers or guests."""
+    """Network interface that is up; ``is_virtual`` if it connects containers or guests."""
 
     name: str
     has_ipv4: bool
@@ -81,11 +81,11 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a host. ``architectures`` are torch's kernels (``sm_90``), ``capabilities`` the
-    GPUs'; ``peers`` are the pairs of GPUs without direct access. ``addresses`` are the host name's;
-    ``limit_bytes`` is the container's limit of memory, 0 for none. ``infiniband`` has each port's
-    name and state; ``machine`` is the kind of processor (``x86_64``), ``triton`` the version that
-    torch asks for, "" for none."""
+    """Facts of a host. ``architectures`` lists torch's kernels (``sm_90``), ``capabilities`` the
+    compute capabilities of the GPUs; ``peers`` are pairs of GPUs without direct access.
+    ``addresses`` belong to the host name; ``limit_bytes`` is the container's memory limit, 0 for
+    none. ``infiniband`` has name and state of each port; ``machine`` is the processor type
+    (``x86_64``); ``triton`` is the version that torch requires, "" for none."""
 
     host: str
     kernel: str
@@ -159,7 +159,7 @@ def machine_facts() -> Facts:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Parse the GPUs that nvidia-smi prints for ``_GPU_FIELDS``, as CSV without units.
+    """Parse the output of nvidia-smi for ``_GPU_FIELDS``, as CSV without units.
 
     Missing values ("[N/A]", "[Not Supported]") count as 0.
     """
@@ -228,7 +228,7 @@ def _shared_bytes() -> int:
 
 
 def _memory_limit() -> int:
-    """Return the limit of this process' control group, of version 2 or 1; 0 without a limit."""
+    """Return the memory limit of this process' control group (version 2 or 1), 0 without one."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -291,7 +291,7 @@ def _infiniband() -> tuple[tuple[str, str], ...]:
 
 
 def _extras() -> Mapping[str, str]:
-    """Return the versions of the optional packages that are installed."""
+    """Return the versions of installed optional packages."""
     found = {}
     for name in ("transformers", "torchao", "pulp", "triton"):
         try:
@@ -302,7 +302,7 @@ def _extras() -> Mapping[str, str]:
 
 
 def _wanted_triton() -> str:
-    """Return the version of triton that torch's packaging requires, "" if none."""
+    """Return the version of triton that torch's package metadata requires, "" if none."""
     try:
         lines = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
@@ -311,7 +311,7 @@ def _wanted_triton() -> str:
 
 
 def parse_triton(requirements: Iterable[str]) -> str:
-    """Return the version of triton among a package's requirements.
+    """Return the version of triton in a package's requirements, "" if none.
 
     >>> parse_triton(["sympy>=1.13", "triton==3.6.0; platform_system == 'Linux'"])
     '3.6.0'

@@ -1,4 +1,4 @@
-"""Known faults: versions, variables, reasons of low clocks; each with its source."""
+"""Known faults: versions, environment variables, reasons for low clocks, each with its source."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 SUPPORTED_TORCH = ((2, 11), (2, 16))
-"""First supported release, and first unsupported release after it. Source: pyproject.toml."""
+"""First supported release, and the first unsupported release after it. Source: pyproject.toml."""
 
 SUPPORTED_EXTRAS: Mapping[str, tuple[tuple[int, ...], str]] = {
     "transformers": ((5, 0), "an hf: target"),
     "torchao": ((0, 18), "--precision fp8"),
     "pulp": ((3, 3, 2), "--solver"),
 }
-"""Optional packages: the least version, and the feature that needs it. Source: pyproject.toml."""
+"""Optional packages: minimum version, and the feature that needs it. Source: pyproject.toml."""
 
 LEAST_KERNEL = (5, 5)
 """Oldest kernel under which processes are not known to hang. Source: huggingface/accelerate,
 ``check_os_kernel``."""
 
 LEAST_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
-"""First series of drivers of each major version of CUDA. Source:
+"""First driver series that supports each major version of CUDA. Source:
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownNccl:
-    """Fault ``what`` of NCCL from ``first`` to before ``fixed``, on ``machine`` (everywhere if
-    empty). ``thread`` is its report."""
+    """Fault of NCCL versions from ``first`` up to, not including, ``fixed``, on ``machine`` ("" for
+    all). ``what`` describes it; ``thread`` is its report."""
 
     first: tuple[int, ...]
     fixed: tuple[int, ...]
@@ -59,12 +59,12 @@ BAD_NCCL = (
         "https://github.com/pytorch/pytorch/issues/149153",
     ),
 )
-"""Versions of NCCL, read 2026-11-25. The second was found with 2.28.9 and is in NVIDIA's notes to
-2.29.3; its thread reads that older versions have it, too. torch 2.11 and later come with newer
-versions than the third; builds with a system's NCCL may not."""
+"""Versions of NCCL with faults, read 2026-11-25. The second was found with 2.28.9 and is in
+NVIDIA's notes to 2.29.3; its thread says that older versions have it too. torch 2.11 and later come
+with newer versions than the third; builds with a system's NCCL may not."""
 
 TRITON_THREAD = "https://github.com/triton-lang/triton/issues/6080"
-"""Report that torch.compile uses private names of triton, whose version torch asks for."""
+"""Report that torch.compile uses private names of the triton version that torch requires."""
 
 THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x08: ("FAIL", "the hardware slows down", "check cooling and power supply"),
@@ -73,13 +73,13 @@ THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x20: ("WARN", "it is near its highest temperature", "check fans and cooling"),
     0x02: ("WARN", "application clocks are set", "nvidia-smi -rac"),
 }
-"""Bits of nvidia-smi's clocks_throttle_reasons.active. The limit of power (0x4) is left out: a GPU
+"""Bits of nvidia-smi's clocks_throttle_reasons.active. The power limit (0x4) is left out: a GPU
 under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault of a variable, if it has one of ``values`` (in capitals; () for any value)."""
+    """Fault of an environment variable if it has one of ``values`` (in capitals; () for any)."""
 
     why: str
     values: tuple[str, ...] = ()
@@ -110,8 +110,9 @@ HURTFUL_VARIABLES: Mapping[str, Fault] = {
     "MALLOC_CHECK_": Fault("every allocation is checked", ("1", "2", "3")),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": Fault("every tensor is allocated by the driver", _ON),
 }
-"""Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_, the pages
-distributed, torch_nccl_environment_variables and cuda_environment_variables of
+"""Environment variables that make runs slow or hang. Sources:
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html for NCCL_, the pages distributed,
+torch_nccl_environment_variables and cuda_environment_variables of
 https://docs.pytorch.org/docs/stable/ for TORCH_, PYTORCH_ and CUDA_LAUNCH_BLOCKING,
 pytorch/torchtitan issue 1147 and verl-project/verl pull request 6976 for
 CUDA_DEVICE_MAX_CONNECTIONS, pytorch/pytorch issue 153960 and pull request 154055 for
@@ -119,7 +120,7 @@ TORCH_NCCL_USE_COMM_NONBLOCKING, mallopt(3) for MALLOC_."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with.
+    """Return the numbers at the beginning of a version.
 
     >>> numbers("2.13.0+cpu"), numbers("5.10.0-28-amd64"), numbers("580.65.06")
     ((2, 13, 0), (5, 10, 0), (580, 65, 6))

@@ -1,1 +1,1 @@
-"""Weights, plans and integer programs written for other software."""
+"""Exports for other software: weights, plans and integer programs."""

@@ -1,7 +1,7 @@
-"""The files beside the weights of a Hugging Face folder: configuration, tokenizer, adapters.
+"""Files beside the weights in a Hugging Face folder: configuration, tokenizer, adapters.
 
 In: an ``hf:`` target and a folder to write to. Out: files that ``from_pretrained`` of transformers,
-or ``PeftModel.from_pretrained`` of peft, reads.
+or ``PeftModel.from_pretrained`` of peft, can read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ COPIED = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""Patterns of files of the model's folder that do not depend on its weights."""
+"""Patterns of files in the model's folder that do not depend on its weights."""
 
 PEFT_PREFIX = "base_model.model."
 
 
 def write_model_files(folder: Path, target: Target, dtype: str) -> None:
-    """Write the configuration that was trained, with the weights' dtype, and the tokenizer."""
+    """Write the trained configuration, with the dtype of the weights, and the tokenizer."""
     config = target_config(target)
     config.dtype = dtype
     config.save_pretrained(folder)

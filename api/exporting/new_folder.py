@@ -1,4 +1,4 @@
-"""A folder that appears complete: written beside its place, and then renamed."""
+"""Output folder that appears only when complete: written beside its path, and then renamed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autoparallel.planner.errors import UsageError
 
 
 def check_free(place: Path, force: bool) -> None:
-    """Raise UsageError AP869 if ``place`` is a file, or holds files and ``force`` is not set.
+    """Raise UsageError AP869 if ``place`` is a file, or is not empty and ``force`` is not set.
 
-    Also if it is or holds the current folder, which cannot be replaced.
+    It is also raised if ``place`` is or contains the current folder, which cannot be replaced.
 
     >>> check_free(Path("no_such_folder"), force=False)
     """
@@ -39,7 +39,7 @@ def check_free(place: Path, force: bool) -> None:
 
 @contextmanager
 def new_folder(place: Path) -> Iterator[Path]:
-    """Make a folder beside ``place`` that takes its place when the block ends without error."""
+    """Yield a folder beside ``place``, which replaces ``place`` if the block ends without error."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f".{place.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)

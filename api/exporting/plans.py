@@ -1,8 +1,8 @@
-"""``autoparallel export PLAN --to FORMAT``: writes a plan as a script, or as the files of
-another training system.
+"""``autoparallel export PLAN --to FORMAT``: write a plan as a script, or for other training
+systems.
 
 In: a plan file, the name of a format. Out: a folder, and a record of its files. ``WRITERS`` is the
-table of formats of plans; formats of checkpoints are in ``weights``.
+table of formats for plans; formats for checkpoints are in ``weights``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import PLAN, load_plan
 
 CHECKPOINT_FORMATS = ("safetensors", "hf", "pt", "peft")
-"""Formats of the weights of a checkpoint."""
+"""Formats for the weights of a checkpoint."""
 
 WRITERS: dict[str, str] = {
     "python": "autoparallel.script.write:write_script",
@@ -31,13 +31,13 @@ WRITERS: dict[str, str] = {
     "accelerate": "autoparallel.systems.accelerate:SYSTEM",
     "transformers": "autoparallel.systems.accelerate:TRAINER",
 }
-"""The formats of a plan: the ``PlanWriter`` of each, as MODULE:NAME, imported when used."""
+"""Formats for a plan: the ``PlanWriter`` of each as MODULE:NAME, imported when used."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
     """Record of a written plan: ``files`` are names in the folder, ``start`` is the command that
-    trains by them. ``report`` is printed below; ``facts`` are further entries of ``--json``."""
+    trains with them. ``report`` is printed below; ``facts`` are further entries for ``--json``."""
 
     files: tuple[str, ...]
     start: str
@@ -46,9 +46,9 @@ class WrittenPlan:
 
 
 class PlanWriter(Protocol):
-    """Function that writes a plan into an empty folder. ``place`` is the folder's later name.
+    """Function that writes a plan into the empty ``folder``, which is later moved to ``place``.
 
-    ``trust``: the plan's target may be code outside of the current folder.
+    ``trust``: the plan's target may be code outside the current folder.
     """
 
     def __call__(
@@ -57,7 +57,7 @@ class PlanWriter(Protocol):
 
 
 def torchrun(cluster: Cluster) -> str:
-    """Return the command that starts a process per device, on one host or on each."""
+    """Return the command that starts a process per device, on the host or on each host."""
     counts = {host.num_devices for host in cluster.hosts}
     count = str(counts.pop()) if len(counts) == 1 else "DEVICES"
     each = f"--nproc-per-node {count}"
@@ -68,9 +68,9 @@ def torchrun(cluster: Cluster) -> str:
 
 
 def is_plan_format(to: str | None, source: str | Path) -> bool:
-    """Return whether ``--to`` is a format of plans. Raises UsageError.
+    """Return whether ``to`` is a format for plans. Raises UsageError:
 
-    AP870: an unknown format; AP361: a plan file with a format of checkpoints.
+    AP870 for an unknown format, AP361 for a plan file with a format for checkpoints.
     """
     known = (*CHECKPOINT_FORMATS, *WRITERS)
     if to is not None and to not in known:
@@ -88,12 +88,12 @@ def is_plan_format(to: str | None, source: str | Path) -> bool:
 
 
 def _is_plan_file(path: Path) -> bool:
-    """Return whether a file is JSON, but no index of files of weights."""
+    """Return whether a file is JSON, but not the index of sharded weights."""
     return path.is_file() and path.suffix == ".json" and not path.name.endswith(".index.json")
 
 
 def check_plan_options(given: Iterable[str]) -> None:
-    """Raise UsageError AP363 if options of weights are given with a plan.
+    """Raise UsageError AP363 if options for weights are given with a plan.
 
     >>> check_plan_options([])
     """
@@ -108,10 +108,10 @@ def check_plan_options(given: Iterable[str]) -> None:
 def export_plan(
     source: str | Path, folder: str | Path, *, to: str, force: bool = False, trust: bool = False
 ) -> WrittenPlan:
-    """Write the plan in ``source``, a file or a folder with a plan.json, to ``folder``.
+    """Write the plan ``source``, a file or a folder with a plan.json, to ``folder``.
 
-    Raises UsageError: AP362 if ``source`` is a checkpoint without a plan, AP869 for a folder that
-    is not empty; and as ``load_plan`` and the writer do.
+    Raises UsageError AP362 if ``source`` is a checkpoint without a plan, AP869 if the folder is not
+    empty, and the errors of ``load_plan`` and of the writer.
     """
     path, place = Path(source), Path(folder)
     if path.is_dir() and not (path / PLAN).is_file():

@@ -1,4 +1,4 @@
-"""Integer programs of a plan's stages, for other solvers: as PuLP problems and as files."""
+"""Integer programs of a plan's stages for other solvers: as PuLP problems and as files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = (".lp", ".mps")
 
 @dataclass(frozen=True, slots=True)
 class WrittenProgram:
-    """A program in a file: its path, its size, and its objective in the plan's layouts."""
+    """Written program: path, size, and the objective's value for the plan's layouts."""
 
     path: Path
     num_variables: int
@@ -33,9 +33,9 @@ class WrittenProgram:
 
 
 def write_program(problem: Any, path: str | Path) -> None:
-    """Write a ``pulp.LpProblem`` in the format of the ending of ``path``.
+    """Write a ``pulp.LpProblem`` in the format given by the ending of ``path``.
 
-    Raises UsageError AP101 for a file that cannot be written.
+    Raises UsageError AP101 if the file cannot be written.
     """
     with writing(path, "-o"):
         if Path(path).suffix == ".lp":
@@ -45,7 +45,7 @@ def write_program(problem: Any, path: str | Path) -> None:
 
 
 def check_format(path: str | Path) -> None:
-    """Raise UsageError AP332 for a file that is neither ``.lp`` nor ``.mps``."""
+    """Raise UsageError AP332 for a path that ends in neither ``.lp`` nor ``.mps``."""
     if Path(path).suffix not in FORMATS:
         raise UsageError(
             "AP332", f"{path} ends in neither .lp nor .mps", where="-o", fix="-o stage.mps"
@@ -63,10 +63,10 @@ def plan_program(
     database: str | None = None,
     trust: bool = False,
 ) -> StageProgram:
-    """Return the program of a stage of the plan in a file, whose model is captured again.
+    """Return the integer program for a stage of the plan in a file; the model is captured again.
 
-    Raises as ``load_plan``, ``check_trusted`` and ``stage_program`` do, and PlanError AP550 if the
-    model is not the plan's any more.
+    Raises the errors of ``load_plan``, ``check_trusted`` and ``stage_program``, and PlanError AP550
+    if the model has changed since the plan was made.
     """
     import_pulp("an integer program in a file")
     plan = load_plan(plan_path)
@@ -85,7 +85,7 @@ def plan_program(
 
 
 def write_plan_program(found: StageProgram, output: str) -> WrittenProgram:
-    """Write a stage's program to a file."""
+    """Write the integer program of a stage to the file ``output``."""
     problem = found.named.as_pulp()
     write_program(problem, output)
     return WrittenProgram(

@@ -1,8 +1,8 @@
 """Weights of a checkpoint as safetensors, as a ``.pt``, or as a Hugging Face folder.
 
-In: a checkpoint (or anything that ``--weights`` reads), and its target if known. Out: a folder,
-written beside its place and renamed when it is complete. One process without a group holds one
-file's tensors at a time.
+In: a checkpoint (or any source that ``--weights`` accepts), and its target if known. Out: a folder,
+written beside its path and renamed when complete. A single process without a process group does it,
+and holds the tensors of one file at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Written weights: the folder, its files with tensors, and the number of tensors."""
+    """Written weights: folder, files with tensors, and number and bytes of tensors."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -55,7 +55,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Weights and the known facts of their model: its target, the model on ``meta``, adapters."""
+    """Weights, and if known their target, its model on ``meta``, and its adapters."""
 
     files: WeightFiles
     target: Target | None = None
@@ -64,13 +64,13 @@ class WeightSource:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Paths of the layers with adapters."""
+        """Paths of the layers that have adapters."""
         return tuple(
             name.removesuffix(LORA_A) for name in self.files.names() if name.endswith(LORA_A)
         )
 
     def names(self) -> tuple[str, ...]:
-        """Return the names without further names of tied tensors."""
+        """Return the names of the weights, with only one name of each tied tensor."""
         aliases = {} if self.model is None else find_tied(self.model)
         known = set(self.files.names())
         return tuple(
@@ -92,18 +92,18 @@ def export(  # noqa: PLR0913 - one parameter per option
     force: bool = False,
     trust: bool = False,
 ) -> Exported:
-    """Write the weights of ``checkpoint`` (of the newest in a folder of them) to ``folder``.
+    """Write the weights of ``checkpoint`` (in a folder of checkpoints, the newest) to ``folder``.
 
-    ``to`` is ``safetensors``, ``pt``, ``hf`` (safetensors with the files that ``from_pretrained``
-    reads) or ``peft`` (LoRA adapters alone). ``model`` is the target that was trained; by default
-    the plan's beside the checkpoint. With it tied weights are written once and adapters are merged
-    into the weights; ``lora`` replaces the target's. Floating tensors are cast to ``dtype``.
-    ``trust``: the plan's target may be code outside of the current folder.
+    ``to`` is ``safetensors``, ``pt``, ``hf`` (safetensors with the files for ``from_pretrained``)
+    or ``peft`` (only LoRA adapters). ``model`` is the target that was trained; the default is the
+    target of the plan beside the checkpoint. If it is known, tied weights are written once and
+    adapters are merged into the weights. ``lora`` overrides the target's setting. Floating-point
+    tensors are cast to ``dtype``. ``max_shard_size`` limits the size of a file. ``trust`` allows a
+    plan's target that is code outside the current folder.
 
     Raises UsageError: AP860 and AP861 if the weights cannot be read, AP869 for a folder that is not
     empty, AP870 for a wrong ``to`` or ``dtype``, AP871 if ``to`` needs a Hugging Face model, AP872
-    if the checkpoint has other parameters than the model, AP155 if the plan's target is not
-    trusted.
+    if checkpoint and model have different parameters, AP155 if the plan's target is not trusted.
     """
     _check_choices(to, dtype)
     most_bytes = parse_size(max_shard_size)
@@ -147,7 +147,7 @@ def _check_choices(to: str, dtype: str | None) -> None:
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> WeightSource:
-    """Return the weights, and the target's facts of them."""
+    """Return the weights, with the known facts of their model."""
     files = open_weights(checkpoint)
     target = _target(checkpoint, model, trust=trust)
     adapters = lora or (None if target is None else target.settings.get("lora"))
@@ -156,7 +156,7 @@ def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: boo
 
 
 def _target(checkpoint: Path, model: str | None, *, trust: bool) -> Target | None:
-    """Return the target of ``model``, or of the plan beside the checkpoint."""
+    """Return the target ``model``, or the target of the plan beside the checkpoint, else None."""
     if model is not None:
         is_folder = (Path(model) / "config.json").exists() and not model.startswith("hf:")
         return load_target(f"hf:{model}" if is_folder else model)
@@ -191,9 +191,9 @@ def _check_huggingface(source: WeightSource, to: str) -> None:
 
 
 def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
-    """Map each tensor of the model to a function that reads it, or adds its adapter.
+    """Map each tensor of the model to a function that reads it and merges its adapter.
 
-    Raises UsageError AP871 if the scale of adapters is unknown, and AP872.
+    Raises UsageError AP871 if the settings of adapters are unknown, and AP872.
     """
     adapted = source.adapted if source.model is not None else ()
     if adapted and source.lora is None:
@@ -214,7 +214,7 @@ def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
 
 
 def _check_names(source: WeightSource, names: list[str]) -> None:
-    """Raise UsageError AP872 unless the checkpoint has exactly the model's parameters."""
+    """Raise UsageError AP872 unless the checkpoint has exactly the parameters of the model."""
     if source.model is None:
         return
     tied = find_tied(source.model)

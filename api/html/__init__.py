@@ -1,4 +1,4 @@
-"""Pages of plans: HTML that needs nothing but a browser, and a short form for notebooks."""
+"""Self-contained HTML pages of plans, and a short form for notebooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts of a page: axes and coordinates, candidates by time and memory, memory in time.
+"""Charts of a page: axes and coordinates, candidates by time and memory, memory over time.
 
 In: figures of candidates, or the memory of a rank by action. Out: coordinates as short text, ticks
 at round values, the Pareto front, and labels that overlap neither points nor each other.
@@ -20,20 +20,20 @@ WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 12, 34
 
 FAR = 2.5
-"""Limits above this multiple of the needed memory are not drawn."""
+"""Limits above this multiple of the largest value are not drawn."""
 
 LETTER = 6.6
-"""Width of a letter of a label."""
+"""Width of a letter of a label, in units of the drawing."""
 
 MOST_OF_LIMIT = 1.3
-"""Candidates that need more memory than this multiple of the limit are drawn at the edge."""
+"""Candidates whose memory exceeds this multiple of the limit are drawn at the edge."""
 
 LEAST_SHARE = 0.01
-"""Categories of memory below this share of the peak are drawn together as "other"."""
+"""Share of the peak below which memory categories are drawn together as "other"."""
 
 
 def number(value: float) -> str:
-    """Write a coordinate with at most two digits after the point.
+    """Write a coordinate with at most two decimals.
 
     >>> number(3.0), number(2.71828), number(-0.001)
     ('3', '2.72', '0')
@@ -62,7 +62,7 @@ def box(x: float, y: float, width: float, height: float) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """Return a step of 1, 2 or 5 times a power of ten, at most ``most`` of which fit in ``span``.
+    """Return the least step of 1, 2 or 5 times a power of ten with at most ``most`` in ``span``.
 
     >>> round_step(3.2, 5), round_step(90, 5)
     (1.0, 20.0)
@@ -73,7 +73,7 @@ def round_step(span: float, most: int) -> float:
 
 
 def round_values(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round values between two ends.
+    """Return multiples of a round step between ``low`` and ``high``.
 
     >>> round_values(0, 3.2), round_values(2.9, 3.5, 3)
     ([0.0, 1.0, 2.0, 3.0], [3.0, 3.2, 3.4])
@@ -87,7 +87,7 @@ def round_values(low: float, high: float, most: int = 6) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Place on an axis."""
+    """Tick of an axis: its coordinate and its text."""
 
     at: str
     text: str
@@ -95,7 +95,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Map from values between ``low`` and ``high`` to coordinates between ``start`` and ``end``."""
+    """Map from values in [``low``, ``high``] to coordinates in [``start``, ``end``]."""
 
     low: float
     high: float
@@ -111,28 +111,28 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, values: Iterable[float], text: Callable[[float], str]) -> tuple[Tick, ...]:
-        """Return ticks at values."""
+        """Return a tick at each value, labelled by ``text``."""
         return tuple(Tick(number(self(value)), text(value)) for value in values)
 
     def ticks_of_seconds(self, most: int) -> tuple[Tick, ...]:
-        """Return at most ``most`` ticks at round seconds."""
+        """Return about ``most`` ticks at round seconds."""
         return self.ticks(round_values(self.low, self.high, most), seconds_text)
 
     def ticks_of_bytes(self, most: int) -> tuple[Tick, ...]:
-        """Return at most ``most`` ticks at round values in GiB or MiB."""
+        """Return about ``most`` ticks at round values in GiB or MiB."""
         unit, name = (2**30, "GiB") if self.high >= 2**31 else (2**20, "MiB")
         values = round_values(self.low / unit, self.high / unit, most)
         return self.ticks((value * unit for value in values), lambda v: f"{v / unit:g} {name}")
 
     def ticks_of_powers(self, text: Callable[[float], str]) -> tuple[Tick, ...]:
-        """Return ticks at the powers of ten."""
+        """Return a tick at each power of ten."""
         powers = range(ceil(log10(self.low)), floor(log10(self.high)) + 1)
         return self.ticks((10.0**power for power in powers), text)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Row of a table and point of a picture; an unknown figure is 0, a missing ``label`` ""."""
+    """Row of a table and point of a chart. An unknown figure is 0; ``label`` "" means no label."""
 
     name: str
     kind: str
@@ -149,7 +149,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Text and its start."""
+    """Text of a label, and the point where it starts."""
 
     x: str
     y: str
@@ -158,7 +158,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class CandidateChart:
-    """Candidates by memory and time, with a line through the Pareto front."""
+    """Chart of candidates by memory and time, with a line through the Pareto front."""
 
     candidates: tuple[Candidate, ...]
     front: str
@@ -170,7 +170,7 @@ class CandidateChart:
 
 
 def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
-    """Chart candidates by time and memory, of which at least one has both, beside the first."""
+    """Chart candidates by time and memory; at least one has both. The first is the reference."""
     best = entries[0].step_seconds
     points = [(e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds]
     points = [(step, held) for step, held in points if held]
@@ -205,7 +205,7 @@ def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
 
 
 def _scales(points: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, Scale, bool]:
-    """Return the axes of memory and of time, and whether the limit lies beyond the first."""
+    """Return the axes of memory and time, and whether the limit is too far away to be drawn."""
     most, least = max(held for _, held in points), min(held for _, held in points)
     is_far = limit > FAR * most
     high = most * 1.1 if is_far else min(max(limit, most) * 1.05, MOST_OF_LIMIT * limit)
@@ -216,7 +216,7 @@ def _scales(points: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, S
 
 
 def _labels(candidates: Sequence[Candidate]) -> list[Label]:
-    """Return the labels, each beside its point if there is room."""
+    """Return labels beside their points; a label without room is left out."""
     points = [(float(each.x), float(each.y)) for each in candidates if each.x]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     found = []
@@ -245,7 +245,7 @@ def _do_overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front by memory: no pair is worse in a figure and no better in the other.
+    """Return the pairs (seconds, bytes) that no other pair dominates, by ascending bytes.
 
     >>> pareto_front([(3, 1), (1, 3), (2, 2), (2.5, 2.5), (1, 4)])
     [(3, 1), (2, 2), (1, 3)]
@@ -259,7 +259,7 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 @dataclass(frozen=True, slots=True)
 class MemoryChart:
-    """Memory in time, below the limit: ``areas`` are stacked SVG paths by category."""
+    """Chart of memory over time with its limit; ``areas`` are stacked SVG paths by category."""
 
     areas: Mapping[str, str]
     x_ticks: tuple[Tick, ...]
@@ -278,7 +278,7 @@ def memory_chart(
     step_seconds: float,
     limit: int,
 ) -> MemoryChart:
-    """Draw the memory of a rank from the start of each action on; ``events`` are the rank's."""
+    """Chart the memory of a rank over time; ``events`` are the rank's."""
     starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
     moments = [(starts[action], own) for action, own in held if action in starts]
     times = [time for time, _ in moments]
@@ -321,7 +321,7 @@ def memory_chart(
 
 
 def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
-    """Return the categories to draw, at the bottom those that are constant, at the top others."""
+    """Return the categories to draw, from bottom to top: as in reports, then "other"."""
     most: dict[str, float] = {}
     for own in held:
         for name, size in own.items():
@@ -333,7 +333,7 @@ def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
 def _steps(
     times: Sequence[float], values: Sequence[float], end: float
 ) -> list[tuple[float, float]]:
-    """Return the corners of a step function, which holds its last value until ``end``."""
+    """Return the corners of a step function that holds its last value until ``end``."""
     nexts = [*times[1:], end]
     return [
         corner

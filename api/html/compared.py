@@ -1,7 +1,7 @@
-"""Plans and runs side by side as a page, and as a table for notebooks.
+"""Comparison of plans and runs as a page, and as a table for notebooks.
 
-In: items of ``compare``. Out: one HTML text in the style of a plan's report: figures, a picture by
-time and memory, different choices, parts of a step and of the memory, and measurements.
+In: items of ``compare``. Out: one HTML text in the style of a plan's report: figures, a chart of
+time and memory, different choices, parts of a step and of memory, and measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECTIONS = {
 
 
 def compared_page(items: Sequence[Item]) -> str:
-    """Return the whole page."""
+    """Return the comparison as a whole page."""
     found = _context(items)
     sections = [
         (name, title) for name, title in SECTIONS.items() if name != "choices" or len(items) > 1
@@ -44,7 +44,7 @@ def compared_page(items: Sequence[Item]) -> str:
 
 
 def compared_notebook(items: Sequence[Item]) -> str:
-    """Return the notebook's form of a comparison: figures and different choices."""
+    """Return the comparison for a notebook: figures and different choices."""
     return render("compared_notebook.html", _context(items))
 
 
@@ -80,7 +80,7 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _name_fastest(found: Sequence[ComparedItem]) -> str:
-    """Name the fastest plan that fits; "" if it is unknown."""
+    """Return a sentence that names the fastest fitting plan; "" if the plans are not comparable."""
     plans = {each.letter: each.item.plan for each in found if each.item.plan is not None}
     fitting = sorted(
         (plans[each.letter].prediction.step_seconds, each.letter)
@@ -95,7 +95,7 @@ def _name_fastest(found: Sequence[ComparedItem]) -> str:
 
 
 def _chart(found: Sequence[ComparedItem], limits: Sequence[int]) -> Any:
-    """Return the chart of items with both seconds and bytes; None without such an item."""
+    """Return the chart of items by time and memory; None if no item has both."""
     entries = [
         Candidate(
             each.name,

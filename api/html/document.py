@@ -1,7 +1,7 @@
-"""The page of a plan, with facts of its model and of a run, put into templates.
+"""Page of a plan, with facts of its model and of a run, rendered from templates.
 
-In: a plan, and if known the plan priced again and the measurements of a run. Out: one HTML text
-that refers to no other file: styles, script, drawings and data are inside.
+In: a plan, and if known the plan priced again and the measurement of a run. Out: one self-contained
+HTML text: styles, scripts, drawings and data are inside.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ SECTIONS = {
 }
 MISSING = "the model was not loaded (--no-target)"
 MOST_STAGE_ROWS = 16
-"""Number of stages above which tables are folded."""
+"""Number of stages above which tables of stages are folded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Sources of a page besides the plan. ``missing`` says why ``priced`` is None."""
+    """Sources of a page besides the plan. If ``priced`` is None, ``missing`` says why."""
 
     priced: PricedAgain | None = None
     missing: str = MISSING
@@ -79,12 +79,12 @@ NOTHING = Sources()
 
 
 def page(plan: Plan, sources: Sources = NOTHING) -> str:
-    """Return the whole page."""
+    """Return the whole page of a plan."""
     return render("report.html", _context(plan, sources))
 
 
 def plan_notebook(plan: Plan) -> str:
-    """Return the notebook's form of a plan: headline, stages and candidates."""
+    """Return a plan for a notebook: headline, stages and candidates."""
     return render("notebook.html", _context(plan, NOTHING))
 
 
@@ -143,8 +143,8 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
 def headline(
     plan: Plan, baselines: Sequence[Baseline], again_seconds: float, measured: Measurement | None
 ) -> list[FigureRow]:
-    """Return the figures at the top; ``again_seconds`` is the plan's step priced together with
-    ``baselines``."""
+    """Return the figures at the top of the page. ``again_seconds`` is the plan's step as priced
+    together with ``baselines``."""
     found = figure_rows(plan)
     if measured is not None:
         seconds = measured.step_seconds / measured.num_batches
@@ -176,7 +176,7 @@ def baselines_text(found: Sequence[Baseline]) -> str:
 
 
 def candidates(plan: Plan, baselines: Sequence[Baseline]) -> list[Candidate]:
-    """Return the plan, its alternatives and the baselines."""
+    """Return the plan, its alternatives and the baselines as candidates of the chart."""
     found = [
         Candidate(
             row["configuration"],
@@ -217,7 +217,7 @@ def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
 
 
 def source_rows(plan: Plan, missing: str) -> list[FigureRow]:
-    """Return every kind of number with its source. ``missing``: why no model was loaded, if so."""
+    """Return each kind of figure with its source; ``missing`` says why there is no model, if so."""
     own, profile = plan.prediction, plan.prediction.profile
     error = profile.interpolation_error if profile is not None else 0.0
     shares, where = shares_text(own.sources, error) or "unknown", "docs/costs.md"
@@ -259,7 +259,7 @@ def _device_rows(device: Device) -> list[tuple[str, str, str]]:
 
 
 def _source(device: Device, key: str, unknown: str) -> str:
-    """Name the source of a figure; the entries of a table may have their own sources."""
+    """Return the source of a figure; entries of a table may have sources of their own."""
     parts = {
         name.partition(".")[2]: text
         for name, text in device.sources.items()

@@ -1,7 +1,7 @@
-"""Plans, comparisons and estimates for users of Python: in notebooks, as frames.
+"""Plans, comparisons and estimates for Python users: displayed in notebooks, and as data frames.
 
-The planner's ``Plan`` is data and knows no report. When a plan leaves the package (``plan``,
-``load_plan``) it becomes a ``ShownPlan``, which has the same fields and equals the same plans.
+The planner's ``Plan`` is plain data without a display. The public functions ``plan`` and
+``load_plan`` return a ``ShownPlan``, which has the same fields and equals the same plans.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class ShownPlan(Plan):
-    """``Plan`` that renders as HTML in notebooks, as its short report in IPython, and in two lines
+    """``Plan`` with a display: HTML in notebooks, the short report in IPython, two lines
     elsewhere."""
 
     __slots__ = ()
@@ -78,17 +78,17 @@ class ShownPlan(Plan):
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted tokens per second of the global batch; samples of models without sequences."""
+        """Predicted tokens (samples, for models without sequences) per second."""
         return self.prediction.tokens_per_second
 
     @property
     def model_flops_utilization(self) -> float:
-        """Predicted share of the devices' peak that the model's own FLOPs take."""
+        """Predicted fraction of peak FLOPS used by the model, recomputation not counted."""
         return self.prediction.model_flops_utilization
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Predicted bytes on the fullest device."""
+        """Predicted peak bytes of the fullest device."""
         return self.prediction.peak_memory_bytes
 
     def __eq__(self, other: object) -> bool:
@@ -100,7 +100,7 @@ class ShownPlan(Plan):
         return plan_notebook(self)
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Print the report on one screen, for IPython without HTML."""
+        """Print the short report, for IPython without HTML."""
         printer.text("ShownPlan(...)" if is_cycle else describe(self, short=True))
 
     def to_frame(self, what: str = "stages") -> pandas.DataFrame:
@@ -126,11 +126,11 @@ TABLES: dict[str, Callable[[Plan], Sequence[Mapping[str, Any]]]] = {
     "weights": weight_rows,
     "candidates": candidate_rows,
 }
-"""Parts of a plan as rows of plain values."""
+"""Functions that return each part of a plan as rows of plain values."""
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Return rows as a DataFrame. Raises UsageError AP340."""
+    """Return rows as a DataFrame. Raises UsageError AP340 if pandas is not installed."""
     try:
         import pandas
     except ImportError as error:
@@ -144,13 +144,13 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
 
 
 def with_display(plan: Plan) -> ShownPlan:
-    """Return the same plan with its display."""
+    """Return the plan as a ``ShownPlan``."""
     return ShownPlan(**{each.name: getattr(plan, each.name) for each in fields(Plan)})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """Items compared with the first: as text, in a notebook, as a page, for pandas."""
+    """Items compared with the first: as text, in a notebook, as a page, and as a data frame."""
 
     items: tuple[Item, ...]
 
@@ -161,11 +161,11 @@ class Comparison:
         return compared_notebook(self.items)
 
     def page(self) -> str:
-        """Return the self-contained page that ``compare --html`` writes."""
+        """Return the self-contained HTML page, as written by ``compare --html``."""
         return compared_page(self.items)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return a row per item: seconds, bytes and shares, and their differences from the first's.
+        """Return a row per item: seconds, bytes, shares, and differences from the first item.
 
         Raises UsageError AP340 if pandas is not installed.
         """
@@ -173,21 +173,21 @@ class Comparison:
 
 
 def compare(*items: Plan | str | Path, trust: bool = False, progress: bool = True) -> Comparison:
-    """Compare plans, runs and usual configurations with the first item.
+    """Compare plans, runs and common configurations with the first item.
 
-    An item is a plan, a plan's file or the folder of a run, a file of ``run --metrics``, or a
-    baseline by name: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are for the model, batch
-    and cluster of the first plan, whose code runs for them; ``trust`` allows that if it lies
-    outside the current folder. ``progress`` False shows none.
+    An item is a plan, the path of a plan file or of a run's folder, a file of ``run --metrics``, or
+    the name of a baseline: ``"fsdp"``, ``"tp8"``, ``"3d:tp=8,pp=4"``. Baselines are priced for the
+    model, batch and cluster of the first plan; this runs the plan's code, which ``trust`` allows if
+    it is outside the current folder. ``progress=False`` shows no progress bars.
 
-    Raises UsageError AP353 to AP356, AP155, and errors of loading a plan and its model.
+    Raises UsageError AP353 to AP356, AP155, and the errors of loading a plan and its model.
     """
     with plan_cache() as cache, shown_to_callers(progress) as observe:
         return Comparison(load_items(items, cache.values, trust=trust, observe=observe))
 
 
 class Estimates(tuple[Estimate, ...]):
-    """Estimates that display themselves: as text, in a notebook, and for pandas."""
+    """Sequence of estimates with a display: as text, in a notebook, and as a data frame."""
 
     __slots__ = ()
 
@@ -204,7 +204,7 @@ class Estimates(tuple[Estimate, ...]):
         )
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return a row per device and way to train, in seconds and bytes.
+        """Return a row per device and training method, in seconds and bytes.
 
         Raises UsageError AP340 if pandas is not installed.
         """
@@ -223,16 +223,14 @@ def estimate(
 ) -> Estimates:
     """Find the fewest devices of each kind that train ``model``, with the plan and its figures.
 
-    The result is a sequence of ``Estimate``, displayed as a table in notebooks. On a terminal and
-    in a notebook bars show the progress; ``progress=False`` shows none.
+    Returns a sequence of ``Estimate``, displayed as a table in notebooks. On a terminal and in a
+    notebook progress bars are shown, unless ``progress=False``. ``model``, ``example_batch`` and
+    ``loss_fn`` are as in ``plan``. ``devices`` are names of devices or clusters (``"8xH100"``),
+    joined by commas or in a sequence. ``options`` are fields of ``Asked``: ``global_batch``,
+    ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``: no adapters; None: default adapters
+    for ``hf:`` targets), ``max_devices``, ``seconds``, ``tokens``, ``prices``.
 
-    ``model``, ``example_batch`` and ``loss_fn`` are as in ``plan``. ``devices`` are names of
-    devices, or clusters (``"8xH100"``), joined by commas or in a sequence; ``options`` are fields
-    of ``Asked``: ``global_batch``, ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``;
-    None: adapters only of ``hf:`` targets, by the usual settings), ``max_devices``, ``seconds``,
-    ``tokens``, ``prices``.
-
-    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and errors of
+    Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and the errors of
     planning.
     """
     target = make_target(model, example_batch, loss_fn)
@@ -249,7 +247,7 @@ def estimate(
 def load_plan(path: str | Path) -> ShownPlan:
     """Return the plan in the file ``path``.
 
-    Raises UsageError AP101 if there is no such file, PlanError if it is damaged or of another
+    Raises UsageError AP101 if there is no such file, and PlanError if it is damaged or of another
     version.
     """
     return with_display(plan_files.load_plan(path))

@@ -1,4 +1,4 @@
-"""Values of a page's drawings: a plan's cluster, blocks and weights.
+"""Values for a page's drawings: a plan's cluster, blocks and weights.
 
 Each function takes a plan and returns plain values for a template.
 """
@@ -19,13 +19,13 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text
 
 MOST_STRIPS = 8
-"""Weights that are cut into more parts are drawn with this number."""
+"""Largest number of parts that a side of a weight is drawn with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Equal neighbouring hosts: ``devices`` are the pipeline ranks of each host's slots, None if
-    idle."""
+    """Run of equal adjacent hosts. ``devices`` has the pipeline rank of each device of a host, None
+    if the device is idle."""
 
     names: str
     number: int
@@ -36,7 +36,7 @@ class Hosts:
 
 
 def cluster_hosts(plan: Plan) -> list[Hosts]:
-    """Return the hosts in order, equal neighbours merged."""
+    """Return the hosts in order, with equal adjacent hosts merged."""
     rank_of: dict[int, int] = {}
     for rank, stages in enumerate(stages_of_ranks(plan)):
         for device in plan.stages[stages[0]].devices:
@@ -64,7 +64,7 @@ def link_text(name: str, bytes_per_second: float) -> str:
 
 
 def between_hosts(cluster: Cluster) -> list[str]:
-    """Describe the links between hosts."""
+    """Describe the links between hosts and between racks."""
     if len(cluster.hosts) < 2:
         return []
     links = [("between hosts", cluster.inter_link)]
@@ -75,8 +75,8 @@ def between_hosts(cluster: Cluster) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCell:
-    """Neighbouring blocks on one rank with equal recomputation: columns [start, start + length) of
-    the drawing."""
+    """Adjacent blocks of one stage with equal recomputation, drawn in columns [start, start +
+    length)."""
 
     start: int
     length: int
@@ -87,7 +87,7 @@ class BlockCell:
     title: str
 
     def path(self, left: float, unit: float, y: float, height: float) -> str:
-        """Return a box per block as an SVG path, with gaps between them if there is room."""
+        """Return a box per block as an SVG path, with gaps if there is room."""
         gap = 1.5 if unit > 4 else 0.0
         if not gap:
             return box(left + self.start * unit, y, max(0.5, self.length * unit), height)
@@ -96,7 +96,7 @@ class BlockCell:
 
 
 def block_cells(plan: Plan) -> list[BlockCell]:
-    """Return the places of the model's blocks, in the model's order."""
+    """Return the cells of all blocks, in the model's order."""
     rank_of = {stage: rank for rank, stages in enumerate(stages_of_ranks(plan)) for stage in stages}
     found, at = [], 0
     for index, stage in enumerate(plan.stages):
@@ -112,8 +112,8 @@ def block_cells(plan: Plan) -> list[BlockCell]:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Layout of a parameter: the parts of its two drawn sides, the axes that cut them, and its
-    shapes if the model is known."""
+    """Layout of a parameter: number of parts of its two drawn sides, layout in words, and shapes if
+    the model is known."""
 
     name: str
     rows: int
@@ -135,7 +135,7 @@ class WeightGroup:
 
 
 def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
-    """Return the weights' layouts of each kind of block; ``shapes`` has known shapes by name."""
+    """Return the weight layouts of each kind of block; ``shapes`` maps names to known shapes."""
     found = []
     for mesh, _, splits in mesh_splits(plan):
         for split in splits:

@@ -1,6 +1,6 @@
-"""HTML from templates: an environment for all pages, filters that write figures, and looks.
+"""Rendering of HTML templates: one environment for all pages, with filters that format figures.
 
-In: the name of a template and its values. Out: HTML that refers to no other file.
+In: the name of a template and its values. Out: self-contained HTML.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEMORY_LOOKS = {
     "activations": "fill-c5",
     "other": "fill-c8",
 }
-"""Classes of the style sheet for categories of memory; others look like ``OTHER_MEMORY``."""
+"""CSS class of each memory category; other categories have ``OTHER_MEMORY``."""
 
 OTHER_MEMORY = "fill-c7"
 
@@ -53,11 +53,11 @@ TIME_LOOKS = {
     "waiting for other stages": "fill-wait",
     "other": "fill-wait",
 }
-"""Parts of a step, in the order in which they are drawn."""
+"""CSS class of each purpose of a step's seconds, in the order of drawing."""
 
 
 def render(name: str, values: Mapping[str, Any]) -> str:
-    """Render a template with its values."""
+    """Render the template ``name`` with its values."""
     return _environment().get_template(name).render(**values)
 
 
@@ -92,5 +92,5 @@ def _environment() -> Environment:
 
 
 def _json(value: Any) -> Markup:
-    """Return data for a script element; no text in it ends the element."""
+    """Return JSON for a script element, escaped so that no text can close the element."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

@@ -1,6 +1,6 @@
-"""The ops of a plan in a roofline (Williams, Waterman, Patterson, CACM 52(4), 2009).
+"""Roofline chart of a plan's ops (Williams, Waterman, Patterson, CACM 52(4), 2009).
 
-In: the ops on one device, the device. Out: a circle per op by its FLOPs per byte and its predicted
+In: the ops on one device, and the device. Out: a circle per op at its FLOPs per byte and predicted
 rate, the roofs, and the longest ops as rows.
 """
 
@@ -28,15 +28,15 @@ from autoparallel.html.charts import (
 from autoparallel.options.words import count_text, percent_text, rate_text, seconds_text
 
 MOST_ROWS = 24
-"""Maximum number of listed ops."""
+"""Maximum number of ops listed in the table."""
 
 LABEL_WIDTH = 190
-"""Width of the label of the level roof."""
+"""Width of the label of the compute roof."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """Line of the roofline, and its label's place."""
+    """Roof of the chart: its line, and its label with position."""
 
     path: str
     x: str
@@ -46,8 +46,8 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """Row of the table of ops, and circle in the roofline at ``x`` and ``y``, "" for an op without
-    FLOPs or bytes; ``radius`` grows with the op's share of the compute."""
+    """Row of the table of ops, and circle of the chart. ``x`` and ``y`` are "" for an op without
+    FLOPs or bytes; ``radius`` grows with the op's share of compute time."""
 
     op: OpWork
     share: float
@@ -75,7 +75,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Ops by arithmetic intensity and rate, under the device's limits."""
+    """Ops by arithmetic intensity and rate, with the device's roofs."""
 
     rows: tuple[OpRow, ...]
     roofs: tuple[Roof, ...]
@@ -85,7 +85,7 @@ class Roofline:
 
 
 def power_text(value: float) -> str:
-    """Write a power of ten with its prefix.
+    """Write a power of ten with its SI prefix.
 
     >>> power_text(1e15), power_text(1e4), power_text(0.1)
     ('1 P', '10 k', '0.1 ')
@@ -97,7 +97,7 @@ def power_text(value: float) -> str:
 
 
 def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
-    """Return the roofline of ops on a device, whose products compute in ``dtype``."""
+    """Return the roofline of ops on a device; matrix products compute in ``dtype``."""
     peak, rate = peak_flops(device, dtype), device.memory_bytes_per_second
     total = sum(op.total_seconds for op in ops) or 1.0
     counted = [op for op in ops if op.flops > 0 and op.num_bytes > 0]
@@ -122,7 +122,7 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
 
 
 def _roofs(x: Scale, y: Scale, peak: float, rate: float, dtype: str) -> tuple[Roof, Roof]:
-    """Return the slanted line of the memory and the level line of the arithmetic."""
+    """Return the sloped roof of memory bandwidth and the flat roof of compute."""
     ridge = peak / rate
     start = max(x.low, y.low / rate)
     memory = line([(x(start), y(start * rate)), (x(ridge), y(peak))])
@@ -158,5 +158,5 @@ def _row(op: OpWork, total: float, peak: float, rate: float, x: Scale, y: Scale)
 
 
 def _power(rounded: Callable[[float], int], value: float) -> int:
-    """Return a power of ten near a value."""
+    """Return the exponent of ten of a value, rounded by ``rounded``."""
     return rounded(log10(value))

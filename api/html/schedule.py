@@ -1,7 +1,7 @@
-"""The step in time: each pipeline rank's compute, messages and waits as a drawing.
+"""Drawing of a step over time: compute, messages and waits of each pipeline rank.
 
-In: a timeline. Out: shapes of a drawing, one row of lanes per rank, and the same events as numbers
-for a page that explains the event under the pointer: its kind, its time, and the reason of a wait.
+In: a timeline. Out: SVG shapes, one row of lanes per rank, and the same events as numbers, with
+which the page's script explains the event under the pointer: its kind, time, and reason for a wait.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from autoparallel.cost_model.simulator.timeline import STREAMS, Event, Timeline
 from autoparallel.html.charts import box
 
 UNITS = 100_000
-"""Width of the drawing: a step has so many units."""
+"""Width of a step in units of the drawing."""
 
 COMPUTE_HEIGHT, LANE_HEIGHT, GAP = 22, 5, 8
 KINDS = ("F", "B", "I", "W", "STEP", "SEND_F", "SEND_B", "REDUCE", "GATHER")
 MOST_WITH_EDGES = 300
 LEAST_WAIT = 1e-4
-"""Waits shorter than this share of a step are not listed."""
+"""Share of the step below which waits are not listed."""
 
 WAITS = ("message", "compute", "gather", "sync", "start", "end")
-"""Reasons for a wait: a message is on its way; the rank it needs still computes; parameters are
-gathered; gradients are summed; the pipeline fills; the step ends for all ranks at once."""
+"""Reasons for a wait, in order: a message is in flight; the sending rank still computes; parameters
+are gathered; gradients are reduced; the pipeline fills; the step ends for all ranks at once."""
 
 
 STREAM_NAMES = {
@@ -40,8 +40,8 @@ STREAM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """Lanes of a pipeline rank, and an SVG path of boxes for each CSS class; ``busy`` and
-    ``exposed`` are shares of the step."""
+    """Lanes of a pipeline rank, and an SVG path of boxes per CSS class. ``busy`` (compute) and
+    ``exposed`` (communication) are shares of the step."""
 
     name: str
     top: int
@@ -64,12 +64,12 @@ class ScheduleView:
 
     @property
     def is_dense(self) -> bool:
-        """True if boxes are too narrow for edges."""
+        """True if boxes are too narrow to be drawn with borders."""
         return max(len(rank["events"]) for rank in self.data["ranks"]) > MOST_WITH_EDGES
 
 
 def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
-    """Draw a step; ``names`` are its ranks' names."""
+    """Draw a step; ``names`` are the names of the pipeline ranks."""
     scale = UNITS / timeline.step_seconds
     ends = _Ends(timeline)
     used = [s for s in STREAMS if any(e.stream == s for events in timeline.events for e in events)]
@@ -122,7 +122,7 @@ def _draw_boxes(
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return boxes by look, and rows [start, length, kind, stage, micro-batch, lane, hidden]."""
+    """Return boxes by class, and rows [start, length, kind, stage, micro-batch, lane, hidden]."""
     paths: dict[str, list[str]] = {}
     table = []
     stages = sorted({event.action.stage for event in events})
@@ -161,7 +161,7 @@ def _box(start: float, length: float, y: int, height: int, scale: float) -> str:
 
 
 def _exposed_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the parts of an event during which its rank does not compute."""
+    """Return the intervals of an event in which its rank does not compute."""
     starts = [each.start_seconds for each in compute]
     first = max(0, bisect_left(starts, event.start_seconds) - 1)
     found, now = [], event.start_seconds
@@ -178,8 +178,8 @@ def _exposed_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Time without compute on a rank. ``stage`` and ``microbatch`` name the action that it waits
-    for, -1 if there is none."""
+    """Time without compute on a rank. ``stage`` and ``microbatch`` identify the action that it
+    waits for, -1 if none."""
 
     start: float
     end: float
@@ -189,7 +189,7 @@ class Wait:
 
 
 class _Ends:
-    """Arrivals of messages, and ends of the computations of their contents."""
+    """Arrival times of messages, and end times of the actions that compute them."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.messages: dict[tuple[str, int, int, int], tuple[float, Action]] = {}
@@ -231,7 +231,7 @@ def _busy_after(events: Sequence[Event], now: float) -> bool:
 
 
 def _wait(events: Sequence[Event], start: float, event: Event, ends: _Ends) -> Wait:
-    """Return the wait from ``start`` until ``event``, with its reason."""
+    """Return the wait of a rank from ``start`` until ``event``, with its reason."""
     kind, stage, microbatch, part = event.action
     end = event.start_seconds
     if kind == "STEP":

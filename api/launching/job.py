@@ -1,11 +1,11 @@
-"""The common job of all launchers: each host checks the cluster, then runs by torchrun.
+"""Common job of all launchers: each host checks the cluster, then runs the plan by torchrun.
 
-In: a plan and its user's options. Out: a ``LaunchJob``, which the launchers turn into their files,
-and the script that each host runs (``host_script``). Hosts have their place in the plan by number,
-from 0 on; the first holds the rendezvous.
+In: a plan and the user's options. Out: a ``LaunchJob``, from which launchers make their files, and
+the script that each host runs (``host_script``). Hosts are numbered from 0 in the plan's order;
+host 0 has the rendezvous.
 
-torchrun's c10d rendezvous orders hosts by their addresses. The order does not matter for equal
-hosts. Unequal hosts must get their own ranks of the plan, so their rendezvous is static, with the
+torchrun's c10d rendezvous orders hosts by their addresses. The order does not matter if hosts are
+equal. Unequal hosts must get their own ranks of the plan, so their rendezvous is static, with the
 order of ``--node-rank``.
 """
 
@@ -22,18 +22,18 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 
 PORT = 29400
-"""Default port of torchrun's rendezvous."""
+"""Default port for torchrun's rendezvous."""
 HOST_SCRIPT, PLAN_FILE = "host.sh", "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """Run to start. ``num_devices`` are each host's, in the plan's order.
+    """Run to start. ``num_devices`` are the devices of each host, in the plan's order.
 
-    ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: the hosts are not
-    alike, so each has its own place. ``folder`` has the files, ``logs`` gets the logs, and the run
-    starts in ``workdir``, all as the hosts see them. ``setup`` is a line of shell that each host
-    runs first, and ``arguments`` go to ``autoparallel run``.
+    ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: hosts differ, so each
+    must get its own ranks. ``folder`` has the files, ``logs`` gets the logs, and the run starts in
+    ``workdir``; all are paths on the hosts. ``setup`` is a shell line that each host runs first,
+    and ``arguments`` are passed to ``autoparallel run``.
     """
 
     name: str
@@ -55,7 +55,7 @@ class LaunchJob:
 
     @property
     def common_devices(self) -> int | None:
-        """The number of devices of every host; None if it differs."""
+        """Number of devices of every host; None if it differs."""
         sizes = set(self.num_devices)
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -75,9 +75,9 @@ def job_of(
     port: int,
     max_restarts: int,
 ) -> LaunchJob:
-    """Return the job of a plan, started in this process' folder.
+    """Return the job of a plan, with the current folder as working folder.
 
-    Raises UsageError AP372 if ``hosts`` are given in another number than the plan's.
+    Raises UsageError AP372 if the number of ``hosts`` differs from the plan's.
     """
     cluster = plan.cluster
     if hosts and len(hosts) != len(cluster.hosts):
@@ -104,7 +104,7 @@ def job_of(
 
 
 def check_lines(texts: Mapping[str, str | None]) -> None:
-    """Raise UsageError AP382 for a text, by the option that gives it, of several lines."""
+    """Raise UsageError AP382 for a text that is not one printable line; keys are option names."""
     for option, text in texts.items():
         if text is not None and not text.isprintable():
             raise UsageError(
@@ -117,7 +117,7 @@ def check_lines(texts: Mapping[str, str | None]) -> None:
 
 
 def are_alike(cluster: Cluster) -> bool:
-    """Return whether hosts may change places: equal devices and links, and no racks that matter.
+    """Return whether hosts are interchangeable: equal in devices and links, and not across racks.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> are_alike(parse_cluster("4x8xH100")), are_alike(parse_cluster("8xA100+8xH100"))
@@ -128,10 +128,10 @@ def are_alike(cluster: Cluster) -> bool:
 
 
 def read_hosts(text: str | None) -> tuple[str, ...]:
-    """Return the hosts that ``--hosts`` names: separated by commas, or the lines of a file.
+    """Return the host names in ``--hosts``: separated by commas, or the lines of a file.
 
-    Text after the name in a line is ignored, as in a hosts file of MPI, and so are comments. Raises
-    UsageError AP373 for bad names and repeated names.
+    In a file, comments and text after the name are ignored, as in an MPI hosts file. Raises
+    UsageError AP373 for invalid and repeated names.
 
     >>> read_hosts("node1, node2")
     ('node1', 'node2')
@@ -158,7 +158,7 @@ _NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 
 def host_script(job: LaunchJob) -> str:
-    """Return the script that every host runs: ``host.sh NUMBER FIRST_HOST``, numbers from 0 on."""
+    """Return the script that every host runs as ``host.sh NUMBER FIRST_HOST``, numbered from 0."""
     plan = shlex.quote(f"{job.folder}/{PLAN_FILE}")
     counts = " ".join(map(str, job.num_devices))
     arguments = "".join(f" {shlex.quote(each)}" for each in job.arguments)

@@ -1,8 +1,8 @@
-"""A job for Kubernetes: an Indexed Job with one pod on each host, behind a headless Service.
+"""Job for Kubernetes: an Indexed Job with one pod per host, behind a headless Service.
 
-The Job numbers its pods by their place in the plan, and the Service gives each a name that the
-others can reach. The plan and the host's script are in a ConfigMap. All are one list in JSON, which
-kubectl takes as it takes YAML. Source:
+The Job numbers its pods in the plan's order, and the Service gives each a name that the others can
+reach. The plan and the host's script are in a ConfigMap. All are written as one JSON list, which
+kubectl accepts like YAML. Source:
 https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/.
 """
 
@@ -20,20 +20,20 @@ from .job import HOST_SCRIPT, PLAN_FILE, LaunchJob, host_script
 
 MANIFEST = "job.json"
 FILES = "/autoparallel"
-"""Folder of the plan and the script in pods."""
+"""Folder with the plan and the script in the pods."""
 MOST_BYTES = 1 << 20
-"""Limit of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
+"""Size limit of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 LONGEST_NAME = 52
-"""Limit that keeps the name of a pod, with its number, a label of DNS (63 letters)."""
+"""Length limit of a job's name: a pod's name with its number must be a DNS label (63 letters)."""
 
 
 def kubernetes_files(
     job: LaunchJob, plan_text: str, *, image: str | None, claim: str | None, workdir: str
 ) -> Mapping[str, str]:
-    """Return the manifest, by name. ``claim`` is a PersistentVolumeClaim, mounted at ``workdir``.
+    """Return the manifest by file name. ``claim`` is a PersistentVolumeClaim for ``workdir``.
 
-    Raises UsageError AP376 without an image, AP377 if the hosts are not alike or the plan is too
-    large, and AP378 for a name that Kubernetes does not take.
+    Raises UsageError AP376 without an image, AP377 if the hosts differ or the plan is too large,
+    and AP378 for a name that Kubernetes does not accept.
     """
     if image is None:
         raise UsageError(
@@ -75,7 +75,7 @@ def _metadata(job: LaunchJob) -> Table:
 
 
 def _service(job: LaunchJob) -> Table:
-    """Name the pods, also before they are ready, because they wait for each other."""
+    """Return the Service, which names pods before they are ready, as they wait for each other."""
     spec = {
         "clusterIP": "None",
         "selector": {"job-name": job.name},

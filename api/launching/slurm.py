@@ -1,7 +1,7 @@
-"""A job for Slurm: one task on each host, which runs the host's script.
+"""Job for Slurm: one task per host, which runs the host's script.
 
-Slurm orders the hosts of a job by name. If the plan's hosts are not alike their names are given
-(``--hosts``), and a host finds its place in that list. Source:
+Slurm orders the hosts of a job by name. If the plan's hosts differ, their names must be given
+(``--hosts``), and each host finds its number in this list. Source:
 https://slurm.schedmd.com/sbatch.html and srun.html.
 """
 
@@ -20,7 +20,7 @@ BATCH_SCRIPT = "job.sbatch"
 def slurm_files(
     job: LaunchJob, *, partition: str | None, account: str | None, time: str | None
 ) -> Mapping[str, str]:
-    """Return the files of the job, by name. Raises UsageError AP374 if Slurm cannot start it."""
+    """Return the job's files by name. Raises UsageError AP374 if Slurm cannot start the job."""
     if job.common_devices is None:
         raise UsageError(
             "AP374",

@@ -1,7 +1,7 @@
-"""A script that starts the run over ssh on hosts that all see the same files.
+"""Script that starts the run over ssh, on hosts that share a file system.
 
-Each host is a connection in the background; when one fails or the script is interrupted, the
-others are ended.
+Each host has a connection in the background; if one fails or the script is interrupted, the others
+are closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START_SCRIPT = "start.sh"
 
 
 def ssh_files(job: LaunchJob) -> Mapping[str, str]:
-    """Write the files of the job. Raises UsageError AP371 for one host, AP375 without names."""
+    """Return the job's files by name. Raises UsageError AP371 for one host, AP375 without names."""
     if job.num_hosts == 1:
         raise UsageError(
             "AP371",

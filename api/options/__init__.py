@@ -1,1 +1,1 @@
-"""Options of a user: parsed, checked, and where they apply."""
+"""Options of a user: declaration, parsing, checks; output streams, progress and formatting."""

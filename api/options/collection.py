@@ -1,8 +1,8 @@
 """Fewer garbage collections while a target is loaded and a plan is made.
 
-A search makes millions of small objects that stay (tables, layouts, figures) and hardly any
-cycles. The collector looks at all of them again whenever some more were made: a third of the time
-that tables take. Memory is freed as before, by counting references; only cycles wait longer.
+A search creates millions of small objects that stay alive (tables, layouts, figures) and hardly any
+reference cycles. By default the collector scans all of them again and again, a third of the time
+for building tables. Reference counting still frees memory as before; only cycles are freed later.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (5_000_000, 20, 100)
-"""New objects between collections of the youngest; of these between the older ones'.
+"""Garbage collection thresholds of the three generations, as for ``gc.set_threshold``.
 
-So many take some hundreds of megabytes. Of GPT-39B on 64 GPUs all collections together took 1.3 s
-of 29 s with a fiftieth of it, and the search holds 2 % more without any.
+The first number of new objects takes some hundred megabytes. In planning GPT-39B on 64 GPUs, with a
+fiftieth of it all collections took 1.3 s of 29 s; without any, the search holds 2 % more memory.
 """
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collects no oftener than ``THRESHOLDS`` say; before and after as the program has it.
+    """Raise garbage collection thresholds to ``THRESHOLDS`` inside the context.
 
     >>> with rare_collections():
     ...     gc.get_threshold() == THRESHOLDS
@@ -32,6 +32,6 @@ def rare_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # or the next new object has all of these looked at
+        gc.freeze()  # else the next allocation triggers a scan of all these objects
         gc.set_threshold(*before)
-        gc.unfreeze()  # they are old ones now
+        gc.unfreeze()  # they are in the oldest generation now

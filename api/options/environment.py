@@ -1,9 +1,9 @@
-"""Trainers that distribute by themselves, told that they are alone.
+"""Contexts that hide torchrun from trainers that distribute by themselves.
 
-``transformers.Trainer``, accelerate and Lightning Fabric look at what torchrun put into the
-environment: they would wrap a model in DDP and give each process a part of every batch. A model
-that ``parallelize`` made is distributed already, and takes the global batch. Inside
-``one_process()`` they see one process; autoparallel itself still sees them all.
+``transformers.Trainer``, accelerate and Lightning Fabric read the environment variables of
+torchrun; they would wrap a model in DDP and give each process a part of every batch. A model made
+by ``parallelize`` is distributed already and takes the global batch. Inside ``one_process()`` they
+see a single process; autoparallel itself still sees all.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _OF_LAUNCH = (
 )
 
 _COPIED_BYTES = 1 << 20
-"""Files of at most this size are copied into a folder of a rank; to larger ones it has links."""
+"""Largest size of files that are copied into a rank's own folder; larger files are linked."""
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """While inside, other libraries take this process for the only one.
+    """Make other libraries see a single process inside the context.
 
-    Make the trainer and call it inside::
+    Create the trainer and call it inside::
 
         model = autoparallel.parallelize(model, example_batch=batch)
         with autoparallel.one_process():
@@ -51,8 +51,8 @@ def one_process() -> Iterator[None]:
             trainer.train()
 
     Batch sizes are then global, every process reads every batch, and every process writes
-    checkpoints, into an ``own_folder``. State dicts of the model and of optimizers have
-    whole tensors, and loading them takes whole tensors. Outside of torchrun it does nothing.
+    checkpoints, into an ``own_folder``. State dicts of the model and of optimizers have whole
+    tensors, and loading them takes whole tensors. Outside torchrun it does nothing.
     """
     if not under_torchrun():
         yield
@@ -62,17 +62,17 @@ def one_process() -> Iterator[None]:
 
 
 def own_folder(folder: str | os.PathLike[str]) -> str:
-    """Return ``folder`` on rank 0, and on every other rank a temporary one in its place.
+    """Return ``folder`` on rank 0, and a temporary folder instead on every other rank.
 
-    Every process of a trainer that thinks it is alone writes its checkpoints::
+    Inside ``one_process`` every process of a trainer writes checkpoints::
 
         with autoparallel.one_process():
             args = transformers.TrainingArguments(autoparallel.own_folder("out"))
 
-    The temporary folder begins with the present contents of ``folder``, so all ranks resume from
-    the same checkpoint. It has folders of its own, copies of files of at most a mebibyte, and links
-    to larger ones. If a trainer writes such a larger file again under the same name, every rank
-    writes to it. The folder is removed when the process ends.
+    The temporary folder starts with the contents of ``folder``, so all ranks resume from the same
+    checkpoint: with its subfolders, copies of files up to 1 MiB, and links to larger files. If a
+    trainer overwrites a larger file under its name, all ranks write to the same file. The temporary
+    folder is removed when the process ends.
     """
     folder = Path(folder)
     if not rank_of_launch():
@@ -93,7 +93,7 @@ def _copy_or_link(source: str, copy: str) -> None:
 
 @contextmanager
 def as_launched() -> Iterator[None]:
-    """While inside, the environment is torchrun's again."""
+    """Restore torchrun's environment variables inside the context."""
     with _renamed(_HIDDEN, ""):
         yield
 
@@ -107,13 +107,13 @@ def under_torchrun() -> bool:
 
 
 def rank_of_launch() -> int:
-    """Return this process's rank of those that torchrun started; 0 if it started none."""
+    """Return this process's rank under torchrun, 0 without torchrun."""
     return int(os.environ.get("RANK") or os.environ.get(f"{_HIDDEN}RANK") or 0)
 
 
 @contextmanager
 def _renamed(before: str, after: str) -> Iterator[None]:
-    """The variables of a launch under another prefix, and as they were at the end."""
+    """Move torchrun's variables from prefix ``before`` to ``after``, and back at the end."""
     moved = {name: os.environ[before + name] for name in _OF_LAUNCH if before + name in os.environ}
     for name, value in moved.items():
         del os.environ[before + name]

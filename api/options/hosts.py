@@ -1,7 +1,7 @@
-"""A run on several hosts, each of which starts its own ranks: what is asked, and if a plan fits.
+"""Options of a run on several hosts, each of which starts its own ranks.
 
 In: ``--nnodes``, ``--rdzv-endpoint``, ``--elastic`` and a plan. Out: the hosts to wait for, and the
-number of ranks on each.
+number of ranks per host, if the plan suits the hosts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from autoparallel.runtime.launch.rendezvous import Hosts, parse_endpoint
 
 
 def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
-    """Return the hosts that the options ask for. Raises UsageError AP156.
+    """Return the hosts that the options request. Raises UsageError AP156 for bad options.
 
-    The hosts need one plan, so ``source`` has to be a plan file.
+    All hosts need the same plan, so ``source`` has to be a plan file.
     """
     hosts = parse_hosts(
         options.nnodes,
@@ -38,7 +38,7 @@ def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
 def parse_hosts(
     nnodes: str | None, endpoint: str | None, *, join_seconds: float = 600.0, elastic: bool = False
 ) -> Hosts | None:
-    """Return the hosts that the options ask for; None without ``nnodes``. Raises UsageError AP156.
+    """Return the requested hosts, None without ``nnodes``. Raises UsageError AP156 for bad options.
 
     >>> parse_hosts("2", "10.0.0.1:29400").most
     2
@@ -73,9 +73,8 @@ def parse_hosts(
 
 
 def ranks_per_host(plan: Plan, hosts: Hosts) -> int:
-    """Return the number of ranks that each host starts.
-
-    Raises UsageError AP156 where the plan is for another number of hosts, or they are not alike."""
+    """Return the number of ranks per host. Raises UsageError AP156 if the plan is for another
+    number of hosts, or if its hosts differ."""
     planned = plan.cluster.hosts
     if len(planned) != hosts.most:
         raise UsageError(

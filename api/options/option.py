@@ -1,8 +1,8 @@
 """Options declared once, as fields of frozen dataclasses.
 
-A field of such a dataclass says with ``option`` how users write it: its help, and how their text
-becomes its value. ``parameters`` derives the parameters of a command line, ``read_options`` makes
-the dataclass of arguments, which are those of the command line and of the Python API alike.
+A field is declared by ``option`` with its help, and with a function from the user's text to its
+value. ``parameters`` derives the parameters of a command; ``read_options`` makes the dataclass from
+arguments. Both the command line and the Python API use it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from autoparallel.options.parse import choice_error, did_you_mean
 from autoparallel.planner.errors import UsageError
 
 LARGEST = 1e18
-"""Maximum of a number that has no maximum of its own."""
+"""Maximum of a number whose option has no own maximum."""
 
 Options = TypeVar("Options")
-"""A dataclass whose fields are options."""
+"""Dataclass whose fields are options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The values of an option, and the code of the error for another value."""
+    """Allowed values of an option, and the code of the error for other values."""
 
     code: str
     names: tuple[str, ...]
@@ -36,9 +36,9 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How users write a field: under ``name`` (the field's own if empty), as a value of ``type``.
+    """Declaration of an option: users write it as ``name`` (the field's if empty) with a ``type``.
 
-    ``read`` makes the field's value of it. ``given`` is the default as users see it.
+    ``read`` converts the user's value to the field's. ``given`` is the default in the user's form.
     """
 
     help: str
@@ -54,7 +54,7 @@ class Option:
 
 
 def option(default: Any, help: str, **how: Any) -> Any:
-    """Declare a field of a dataclass as an option; ``how`` are fields of ``Option``."""
+    """Declare a dataclass field as an option; ``how`` are fields of ``Option``."""
     metadata = {"option": Option(help=help, **how)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -62,7 +62,7 @@ def option(default: Any, help: str, **how: Any) -> Any:
 
 
 def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
-    """Return the options of a dataclass by their names, with the fields that they fill."""
+    """Return the options of a dataclass by name, each with its field."""
     found = {}
     for each in fields(owner):
         own = each.metadata.get("option")
@@ -72,10 +72,10 @@ def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
 
 
 def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
-    """Make a dataclass of options of arguments by name, each as users write it.
+    """Make a dataclass of options from arguments by name, in the form that users write.
 
-    Raises UsageError AP141 for an unknown name, AP133 for a number out of its range, and the errors
-    of reading a value.
+    Raises UsageError AP141 for an unknown name, AP133 for a number out of range, and the errors of
+    parsing a value.
     """
     known = declared(owner)
     check_names(given, list(known))
@@ -91,7 +91,7 @@ def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
 
 
 def check_names(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UsageError AP141 for a name that is not among the known ones."""
+    """Raise UsageError AP141 for a name that is not in ``known``."""
     for name in given:
         if name not in known:
             raise UsageError(
@@ -102,8 +102,8 @@ def check_names(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def check_values(options: Any) -> None:
-    """Raise UsageError for an option whose value is not among its choices, AP133 for a number that
-    is out of its range or not finite."""
+    """Raise UsageError for a value that is not among the option's choices, and AP133 for a number
+    out of range or not finite."""
     for name, (own, how) in declared(type(options)).items():
         value = getattr(options, own.name)
         if how.choices and value is not None and value not in how.choices.names:

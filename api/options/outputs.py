@@ -1,4 +1,4 @@
-"""Places to write to, checked before anything slow begins."""
+"""Output paths, checked before anything slow begins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autoparallel.planner.errors import UsageError
 
 @contextmanager
 def writing(path: str | Path, option: str = "") -> Iterator[None]:
-    """Turn an error of the file system inside the context into UsageError AP101 for ``path``, the
-    value of ``option``."""
+    """Turn file system errors inside the context into UsageError AP101 for ``path``, the value of
+    ``option``."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -39,8 +39,8 @@ def check_output_file(path: str | Path | None, option: str = "-o") -> None:
 
 
 def check_output_folder(path: str | Path | None, option: str = "-o") -> None:
-    """Raise UsageError AP101 if files cannot be written into a folder ``path``, which need not
-    exist, the value of ``option``."""
+    """Raise UsageError AP101 if files cannot be written into folder ``path``, the value of
+    ``option``; the folder need not exist."""
     if path is None:
         return
     path = Path(path)

@@ -1,6 +1,6 @@
-"""Text of options in, values out: sizes, settings and forced degrees.
+"""Parsing of option texts: sizes, settings and forced degrees.
 
-Nothing here imports torch, so that a mistyped option is told at once.
+This file does not import torch, so that a mistyped option is reported at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNITS = {
 }
 
 Texts = str | Sequence[str] | None
-"""One text or several."""
+"""One or several texts, or None."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
@@ -42,13 +42,13 @@ FIELDS = {
     for name in Forced.__dataclass_fields__
     if name != "sequence_parallel"
 }
-"""Fields of forced choices by their names in ``--parallel``."""
+"""Fields of ``Forced`` by their names in ``--parallel``."""
 
 DEGREES = tuple(FIELDS)
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size with a unit; GB is 1e9 and GiB is 2**30.
+    """Parse a size with a unit into bytes; GB is 1e9 and GiB is 2**30.
 
     >>> parse_size("72GiB"), parse_size("80 GB"), parse_size("1.5kB")
     (77309411328, 80000000000, 1500)
@@ -71,9 +71,9 @@ def _bad_size(text: str) -> UsageError:
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """The arguments for ``build_model`` from ``name=value`` pairs.
+    """Parse ``name=value`` pairs into keyword arguments for ``build_model``.
 
-    A value is read as a Python literal, and as text if it is none.
+    A value is read as a Python literal, or else as text.
 
     >>> parse_settings(["layers=4", "name=small", "rope={'base': 1e4}"])
     {'layers': 4, 'name': 'small', 'rope': {'base': 10000.0}}
@@ -100,7 +100,7 @@ def _literal(text: str) -> Any:
 
 
 def parse_parallel(text: str | None) -> Forced:
-    """Parse the degrees and choices that ``--parallel`` forces; the search decides all others.
+    """Parse the choices that ``--parallel`` forces; the search decides all others.
 
     >>> forced = parse_parallel("dp=2,microbatches=4,schedule=1f1b")
     >>> forced.dp, forced.tp, forced.num_microbatches, forced.schedule
@@ -163,7 +163,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_deadline(text: str | None) -> Deadline | None:
-    """A time for a number of tokens or steps.
+    """Parse a time limit for a number of tokens or steps.
 
     >>> parse_deadline("2h/1000steps")
     Deadline(seconds=7200.0, count=1000.0, unit='steps')
@@ -194,7 +194,7 @@ def parse_deadline(text: str | None) -> Deadline | None:
 def parse_prices(
     given: str | float | Sequence[str] | Mapping[str, float] | None,
 ) -> dict[str, float]:
-    """Dollars per hour of a device, for all or by the device's name.
+    """Parse prices in dollars per hour of a device, by device name or for all ("").
 
     >>> parse_prices(["2.5"]), parse_prices(["H100=2.5,A100-80GB=1.2"]), parse_prices(2)
     ({'': 2.5}, {'H100': 2.5, 'A100-80GB': 1.2}, {'': 2.0})
@@ -229,7 +229,7 @@ _COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def parse_count(text: str, option: str) -> float:
-    """A number of tokens.
+    """Parse a number of tokens.
 
     >>> parse_count("15e12", "--tokens"), parse_count("300B", "--tokens")
     (15000000000000.0, 300000000000.0)
@@ -251,13 +251,13 @@ def parse_count(text: str, option: str) -> float:
 def choice_error(
     code: str, option: str, value: str, known: Sequence[str], *, where: str = ""
 ) -> UsageError:
-    """Return the error for a value of ``option`` that is not among the known ones."""
+    """Return the error for a value of ``option`` that is not in ``known``."""
     what = f"{option} {value!r} is not one of {', '.join(known)}"
     return UsageError(code, what, where=where, fix=did_you_mean(value, known))
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A sentence with the closest known name, or an empty one.
+    """Return a sentence with the closest known name, "" if none is close.
 
     >>> did_you_mean("biuld_model", ["build_model", "loss_fn"])
     'did you mean build_model?'
@@ -267,7 +267,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def texts(value: Texts) -> tuple[str, ...]:
-    """Return one text or several as a tuple.
+    """Return one or several texts as a tuple.
 
     >>> texts("tp"), texts(["tp", "dp"]), texts(None)
     (('tp',), ('tp', 'dp'), ())

@@ -1,4 +1,4 @@
-"""What a user asks of a plan: each option once, for the command line, Python and the planner."""
+"""Options of planning, each declared once for the command line, Python and the planner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autoparallel.planner.requests.request import (
 )
 
 MEASURE_SECONDS = 10.0
-"""Default seconds of measurements before planning."""
+"""Default limit in seconds for measuring before planning."""
 
 MEASURE_VARIABLE = "AUTOPARALLEL_MEASURE_SECONDS"
 
@@ -50,13 +50,13 @@ HALF_PRECISIONS = ("bf16", "fp16", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 SEARCHES = ("dp", "rl")
-"""Ways to find pipelines: dynamic programming, and learned placers (``placers``)."""
+"""Search methods for pipelines: dynamic programming, and learned placers (``placers``)."""
 
 
 def num_processes(asked: int | None = None) -> int:
-    """Return the number of processes of a search: by default two, where there are two cores.
+    """Return the number of processes for a search; the default is two if there are two cores.
 
-    A rank that torchrun started searches alone: it shares its cores with the others.
+    A rank started by torchrun searches alone, since ranks share the cores.
     """
     if asked is not None:
         return asked
@@ -67,9 +67,9 @@ def num_processes(asked: int | None = None) -> int:
 
 
 def _measure_seconds(asked: float | None) -> float:
-    """Return the seconds to measure before planning: as asked, else the environment's, else 10.
+    """Return the seconds to measure before planning: as given, else from the environment, else 10.
 
-    Raises UsageError AP840 where the environment's text is no number.
+    Raises UsageError AP840 if the environment variable is not a number.
     """
     if asked is not None:
         return asked
@@ -94,7 +94,7 @@ def _pins(asked: Texts) -> tuple[Pin, ...]:
 
 
 LARGEST_COUNT = 10**9
-"""Maximum samples of a step, and positions of a sequence."""
+"""Maximum of samples per step, and of positions per sequence."""
 
 SEVERAL = list[str] | None
 """Type of an option that may be repeated."""
@@ -102,10 +102,10 @@ SEVERAL = list[str] | None
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the user asks of a plan. ``seq`` None leaves the length to ``example_batch``.
+    """Options of planning. ``seq`` None leaves the length to ``example_batch``.
 
-    ``compiled`` None is no, and of an existing plan as it was planned. ``database`` None is the
-    user's own file of measured times.
+    ``compiled`` None means not compiled, or for an existing plan as it was planned. ``database``
+    None is the user's default file of measured times.
     """
 
     global_batch: int = option(
@@ -251,7 +251,7 @@ class PlanOptions:
         read=_measure_seconds,
     )
     features: Features = field(init=False)
-    """The features that ``allow`` and ``deny`` leave."""
+    """Features that ``allow`` and ``deny`` leave to the search."""
     goal: Goal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -275,12 +275,12 @@ class PlanOptions:
 
     @property
     def autocasts(self) -> bool:
-        """Tells whether autocast's float32 ops compute in float32 in a half-precision model."""
+        """Return whether autocast's float32 ops compute in float32, in a half-precision model."""
         return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
 
 
 class SearchOptions(TypedDict, total=False):
-    """Types of the options of planning as keyword arguments of Python (``PlanOptions``)."""
+    """Types of the options of planning as Python keyword arguments (see ``PlanOptions``)."""
 
     micro_batch: int | None
     precision: Precision
@@ -314,16 +314,16 @@ class SearchOptions(TypedDict, total=False):
 def plan_options(
     global_batch: int = 32, seq: int | None = None, **given: Unpack[SearchOptions]
 ) -> PlanOptions:
-    """Return the options of planning that keyword arguments give, each as users write it.
+    """Return the options of planning for keyword arguments in the form that users write.
 
     Raises UsageError AP141 for an unknown option, and AP111 to AP117, AP173 and AP180 to AP189 for
-    a value that cannot be.
+    an invalid value.
     """
     return read_options(PlanOptions, {"global_batch": global_batch, "seq": seq, **given})
 
 
 def without_servers(options: PlanOptions) -> PlanOptions:
-    """Return the options without parameter servers, unless their number is fixed."""
+    """Return the options with parameter servers denied, unless their number is forced."""
     if options.forced.servers is not None:
         return options
     names = (name.strip() for text in options.allow for name in text.split(","))

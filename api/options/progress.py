@@ -1,7 +1,7 @@
-"""Progress: bars on a terminal's stderr or in a notebook's cell, elsewhere a line per phase.
+"""Progress: bars on a terminal's stderr or in a notebook cell, elsewhere a line per phase.
 
-Planning reports through one callback, ``observe(phase, done, total)``: a phase's first call
-starts it, ``done == total`` ends it, and ``total == 0`` means that the end is not known.
+Planning reports through one callback, ``observe(phase, done, total)``. The first call of a phase
+starts it, ``done == total`` ends it, and ``total == 0`` means that the total is not known.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 CELL_SECONDS = 0.5
-"""A cell's bars are replaced no more often, but at the end of a phase."""
+"""Minimum seconds between updates of the bars in a notebook cell, except at the end of a phase."""
 
 TICK_SECONDS = 0.25
 
 SILENT_SECONDS = 3.0
-"""A phase that takes longer is named in logs before it ends."""
+"""Seconds after which a running phase is named in logs."""
 
 Observe = Callable[[str, float, float], None]
 
 
 def ignore(phase: str, done: float, total: float) -> None:
-    """The observer that shows nothing."""
+    """Show nothing: the observer for quiet use."""
 
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Observe]:
-    """An observer that shows phases until the block ends."""
+    """Yield an observer that shows phases until the block ends."""
     if quiet:
         yield ignore
     elif in_notebook():
@@ -48,7 +48,7 @@ def progress(*, quiet: bool = False) -> Iterator[Observe]:
 
 @contextmanager
 def shown_to_callers(wanted: bool = True) -> Iterator[Observe]:
-    """Show the progress of functions of the Python API: bars on a terminal, nothing in logs."""
+    """Yield an observer for functions of the Python API: bars on a terminal, nothing in logs."""
     from autoparallel.options.environment import under_torchrun
 
     is_watched = in_notebook() or sys.stderr.isatty()
@@ -57,7 +57,7 @@ def shown_to_callers(wanted: bool = True) -> Iterator[Observe]:
 
 
 def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook: Jupyter's, VS Code's, Colab's."""
+    """Return whether this process is the kernel of a notebook (Jupyter, VS Code, Colab)."""
     if "ipykernel" not in sys.modules:
         return False
     from rich.console import Console
@@ -67,7 +67,7 @@ def in_notebook() -> bool:
 
 @contextmanager
 def ticking(observe: Observe, phase: str, seconds: float) -> Iterator[None]:
-    """Shows the seconds that pass, as a part of those that the block may take."""
+    """Report the elapsed seconds of ``phase`` out of ``seconds`` while the block runs."""
     is_over = threading.Event()
 
     def tick() -> None:
@@ -118,10 +118,10 @@ def _observer(shown: Progress) -> Observe:
 
 
 def _cell() -> Iterator[Observe]:
-    """Show bars in the output of a notebook's cell, and one line in their place at the end.
+    """Yield an observer with bars in a notebook cell, replaced by one line at the end.
 
-    The front end is asked to replace its output, by a display's id, which needs no widgets: so
-    a saved notebook has the last state only, and no front end needs an extension.
+    The output is replaced through its display id, which needs no widgets: a saved notebook has only
+    the last state, and no front end needs an extension.
     """
     from IPython.display import display
 
@@ -145,7 +145,7 @@ def _cell() -> Iterator[Observe]:
 
 
 class _Ended:
-    """How long each phase took, in a line."""
+    """Line with the time that each phase took."""
 
     def __init__(self, shown: Progress) -> None:
         times = [(task.description, task.finished_time or task.elapsed) for task in shown.tasks]
@@ -171,7 +171,7 @@ def _lines() -> Iterator[Observe]:
             print(f"autoparallel: {phase} {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def tell() -> None:
-        """Name a phase that takes longer than ``SILENT_SECONDS``, and again at doubled times."""
+        """Name a phase that takes over ``SILENT_SECONDS``, then again whenever its time doubles."""
         told: dict[str, float] = {}
         while not is_over.wait(TICK_SECONDS) and os.getpid() == process:
             for phase in list(started.keys() - ended):

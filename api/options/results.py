@@ -1,4 +1,4 @@
-"""Results of commands, which alone go to stdout; all else that a process prints goes to stderr."""
+"""Results of commands go to stdout; all other output of a process goes to stderr."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TextIO
 import typer
 
 _results: list[TextIO] = []
-"""The stream of stdout while ``others_on_stderr`` keeps everything else from it."""
+"""Streams for results while ``others_on_stderr`` redirects stdout; the last is current."""
 
 
 @contextmanager
 def others_on_stderr() -> Iterator[None]:
-    """Send to stderr, inside the context, all that libraries and the files of models print; results
-    (``say``) go to stdout."""
+    """Send all output of libraries and model files to stderr inside the context; results (``say``)
+    still go to stdout."""
     stdout = sys.stdout
     if not _is_descriptor_1(stdout):  # replaced, as in notebooks and tests
         _results.append(stdout)

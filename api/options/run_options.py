@@ -1,4 +1,4 @@
-"""Options of a run: its updates, metrics, initial weights and hosts, each once."""
+"""Options of a run: updates, metrics, initial weights and hosts, each declared once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from autoparallel.options.option import option
 from autoparallel.planner.errors import UsageError
 
 Init = Literal["auto", "sharded", "exact"]
-"""How initial values are drawn; see ``passes.initialization.deferred_init``."""
+"""Way to draw initial weights; see ``passes.initialization.deferred_init``."""
 
 OnNan = Literal["ignore", "skip", "stop"]
-"""What to do when a gradient is not finite; see ``runtime.update.update``."""
+"""Reaction to a gradient that is not finite; see ``runtime.update.update``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Options of a run's steps.
 
-    ``compiled`` None leaves it to the plan whether blocks run compiled. ``elastic``: options of
-    planning by name, where fewer hosts than the plan's may go on; None where they may not.
-    ``trace_steps`` steps are recorded and written to ``trace``. ``check_first_step`` None compares
-    the first step with the model alone where that is quick.
+    ``compiled`` None leaves to the plan whether blocks are compiled. ``elastic`` has options of
+    planning by name if fewer hosts than planned may continue the run, else None. ``trace_steps``
+    steps are recorded and written to ``trace``. ``check_first_step`` None compares the first step
+    with the model alone if that is quick.
     """
 
     clip_norm: float | None = option(None, "scale the gradient down to this norm", metavar="NORM")
@@ -63,7 +63,7 @@ class RunOptions:
     )
 
     def resolved(self) -> RunOptions:
-        """Return the options with absolute paths, for processes in another folder."""
+        """Return the options with absolute paths, for processes with another working folder."""
         return replace(
             self,
             metrics=absolute(self.metrics),
@@ -74,9 +74,9 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a run's initial weights and data come from.
+    """Sources of a run's initial weights and data.
 
-    Other weights than those of the file ``weights`` are drawn as ``init`` says.
+    Weights that the file ``weights`` does not contain are drawn as ``init`` says.
     """
 
     weights: str | None = option(
@@ -103,7 +103,7 @@ class Sources:
     )
 
     def resolved(self) -> Sources:
-        """Return the sources with absolute paths, for processes in another folder."""
+        """Return the sources with absolute paths, for processes with another working folder."""
         return replace(self, weights=absolute(self.weights), data=absolute(self.data))
 
 
@@ -128,12 +128,12 @@ class HostOptions:
 
 
 def absolute(path: str | None) -> str | None:
-    """Return a path as an absolute one; None for None."""
+    """Return ``path`` as an absolute path; None for None."""
     return None if path is None else str(Path(path).resolve())
 
 
 def checked_init(init: str) -> Init:
-    """Return ``init`` as a value. Raises UsageError AP850 for an unknown one.
+    """Return ``init`` if it is known, else raise UsageError AP850.
 
     >>> checked_init("exact")
     'exact'

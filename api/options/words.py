@@ -1,4 +1,4 @@
-"""Numbers and layouts in words."""
+"""Formatting of numbers and layouts as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoparallel.planner.layout import Layout, Mesh
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes in binary units, three digits.
+    """Format bytes in binary units with three digits.
 
     >>> bytes_text(1536), bytes_text(3.5 * 2**30), bytes_text(12)
     ('1.50 KiB', '3.50 GiB', '12 B')
@@ -22,7 +22,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration with its unit, three digits.
+    """Format a duration with its unit and three digits.
 
     >>> seconds_text(1.234), seconds_text(0.0456), seconds_text(7.8e-6), seconds_text(95)
     ('1.23 s', '45.6 ms', '7.80 µs', '95.0 s')
@@ -34,7 +34,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A long time in minutes, hours or days, a short one in seconds.
+    """Format a long time in minutes, hours or days, a short time in seconds.
 
     >>> duration_text(90), duration_text(600), duration_text(3 * 86400)
     ('90.0 s', '10.0 minutes', '3.00 days')
@@ -46,7 +46,7 @@ def duration_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A count in powers of ten, three digits.
+    """Format a count with three digits and k, M, B or T.
 
     >>> count_text(13_900_000), count_text(950), count_text(8.03e9)
     ('13.9 M', '950', '8.03 B')
@@ -58,7 +58,7 @@ def count_text(count: float) -> str:
 
 
 def rate_text(per_second: float, unit: str) -> str:
-    """A rate in units of 1000.
+    """Format a rate with three digits and M, G or T.
 
     >>> rate_text(450e9, "B/s"), rate_text(989e12, "FLOP/s")
     ('450 GB/s', '989 TFLOP/s')
@@ -70,7 +70,8 @@ def rate_text(per_second: float, unit: str) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """
+    """Format a fraction in percent with two digits.
+
     >>> percent_text(0.4567), percent_text(0.034), percent_text(0.0004), percent_text(0.0)
     ('46 %', '3.4 %', '<0.1 %', '0 %')
     """
@@ -118,7 +119,8 @@ def _three(value: float) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """
+    """Format a list of ranks, with consecutive ranks folded.
+
     >>> ranks_text((0, 1, 2, 3)), ranks_text((5,)), ranks_text((0, 2, 4))
     ('0–3', '5', '0, 2, 4')
     """
@@ -149,7 +151,7 @@ def held_text(layout: Layout, mesh: Mesh) -> str:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Names joined, runs of numbered names folded.
+    """Join names, with runs of consecutively numbered names folded.
 
     >>> names_text(["embed", "layers.0", "layers.1", "layers.2", "head"])
     'embed, layers.0–2, head'

@@ -1,1 +1,1 @@
-"""Learned placers: an extension that finds pipelines instead of the dynamic program."""
+"""Learned placers: an extension that finds pipelines by reinforcement learning."""

@@ -1,15 +1,13 @@
-"""A placer that decides block after block, after ColocRL.
+"""Placer that decides block after block, after ColocRL.
 
 Mirhoseini et al. 2017, "Device Placement Optimization with Reinforcement Learning" (ICML,
-https://proceedings.mlr.press/v70/mirhoseini17a.html): a sequential policy gives every group of ops
-a device, the placement's running time is the reward, policy gradients train it. Here a group is a
-block, and the policy first says how many stages there are, then for every block in order that it
-stays in the open stage or begins a stage on so many devices. Later decisions depend only on the
-open stage and on the remaining stages and devices, so a network of that state replaces the paper's
-recurrent network. Before it has learned, it draws every pipeline of a number of stages with the
-same probability.
-
-In: a record of a space. Out: the record, filled.
+https://proceedings.mlr.press/v70/mirhoseini17a.html): a sequential policy assigns a device to every
+group of ops, the running time of the placement is the reward, and policy gradients train it. Here a
+group is a block. The policy first chooses the number of stages, then for every block in order that
+it stays in the open stage, or begins a stage of a chosen number of devices. Later decisions depend
+only on the open stage and on the remaining stages and devices, so a network of this state replaces
+the paper's recurrent network. Before training it draws every pipeline with a given number of stages
+with equal probability. In: a record of a space. Out: the record, filled.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ BATCH = 10
 HIDDEN = 32
 LEARNING_RATE = 0.02
 ENTROPY = 0.03
-"""Entropy bonus of the first update; it falls to zero with the last."""
+"""Weight of the entropy bonus in the first update; it decreases linearly to zero."""
 
 NUMBERS_ENTROPY = 30.0
-"""Multiple of that bonus for the choice of the number of stages."""
+"""Multiple of the entropy bonus for the choice of the number of stages."""
 
 BASELINE_DECAY = 0.8
 
 
 @dataclass
 class _Open:
-    """Pipeline being written: the closed stages, and the open stage."""
+    """Pipeline under construction: its closed stages, and its open stage."""
 
     left: int
     start: int = 0
@@ -50,7 +48,7 @@ class _Open:
     stages: list[StageChoice] = field(default_factory=list)
 
     def begin(self, block: int, size: int) -> None:
-        """Close the open stage before ``block`` and begin a stage there."""
+        """Close the open stage before ``block``, and begin a stage of ``size`` devices there."""
         if block > 0:
             self.close(block)
             self.left -= 1
@@ -61,8 +59,8 @@ class _Open:
         self.first += self.size
 
     def prior(self, space: Space, block: int) -> Floats:
-        """Count the pipelines that follow if the block stays in the open stage, and for every size
-        of a stage that begins with it."""
+        """Count the pipelines that remain possible if the block stays in the open stage, and if it
+        begins a stage, for every size."""
         if block == 0:
             return np.concatenate([[0.0], space.begins(self.left, 0, 0)])
         ways = space.ways(self.left, self.first, self.size, self.start)
@@ -74,7 +72,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Step:
-    """Decision for every pipeline of a batch."""
+    """Decision about one block in every pipeline of a batch."""
 
     x: Floats
     hidden: Floats
@@ -84,9 +82,9 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """Policy: logits of the number of stages (``numbers``), and the network over states.
+    """Policy: logits of the number of stages (``numbers``), and a network over states.
 
-    ``work`` is the work from each block on, in multiples of a mean block.
+    ``work`` is the remaining work from each block on, in multiples of a mean block.
     """
 
     space: Space
@@ -128,8 +126,8 @@ class _Policy:
         return np.concatenate([place, left, size, shares])
 
     def loads(self, pipeline: _Open, block: int) -> list[float]:
-        """Return the open stage's share of the remaining work over its share of the remaining
-        devices, and of the remaining stages: without the block and with it."""
+        """Return the open stage's share of the remaining work, relative to its share of the
+        remaining devices, and to an even share of the stages: without the block and with it."""
         table, ahead = self.space.problem.table, max(self.work[pipeline.start], 1e-9)
         devices = pipeline.size / (table.num_devices - pipeline.first)
         found = []
@@ -139,8 +137,8 @@ class _Policy:
         return [min(load, 3.0) - 1.0 for load in found]
 
     def fills(self, pipeline: _Open, block: int) -> list[float]:
-        """Return the open stage's cost over the slowest stage's of the best known pipeline with as
-        many stages: without the block and with it."""
+        """Return the open stage's cost relative to the slowest stage of the best known pipeline
+        with as many stages: without the block and with it."""
         cost = self.space.costs.get((pipeline.left, pipeline.first, pipeline.size))
         slowest = self.slowest.get(pipeline.left + len(pipeline.stages))
         if cost is None or slowest is None or block == 0:
@@ -149,7 +147,7 @@ class _Policy:
         return [min(float(fill), 2.0) - 1.0 for fill in own]
 
     def learn_from(self, best: Iterable[Pipeline]) -> None:
-        """Take the slowest stages of the best known pipelines."""
+        """Store the slowest stage's seconds of the best known pipelines."""
         for pipeline in best:
             own = self.space.stage_seconds(pipeline.stages)
             assert own is not None
@@ -158,7 +156,7 @@ class _Policy:
     def draw(
         self, count: int, rng: np.random.Generator
     ) -> tuple[list[tuple[StageChoice, ...]], list[_Step], Ints]:
-        """Draw ``count`` pipelines; return them with their decisions and numbers of stages."""
+        """Draw ``count`` pipelines; return them, their decisions, and their numbers of stages."""
         space, blocks = self.space, self.space.problem.table.num_blocks
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         chosen = sample(odds, rng)
@@ -181,7 +179,7 @@ class _Policy:
     def gradients(
         self, steps: list[_Step], chosen: Ints, advantages: _Advantages, entropy_weight: float
     ) -> list[Floats]:
-        """Return the gradients of ``numbers`` and of the network's parameters, per pipeline."""
+        """Return the gradients of ``numbers`` and of the network, averaged over pipelines."""
         count = len(chosen)
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         first = logit_gradient(
@@ -209,9 +207,9 @@ class _Advantages:
 
 @dataclass
 class _Baseline:
-    """Moving means of −log T, in all and by number of stages, and the moving deviation.
+    """Moving averages of −log T, overall and by number of stages, and moving deviation.
 
-    A mean for every number separates the placement of blocks from the choice of the number.
+    An average per number separates the placement of blocks from the choice of the number.
     """
 
     by_number: Floats
@@ -219,7 +217,7 @@ class _Baseline:
     deviation: float = 0.0
 
     def advantages(self, rewards: Floats, chosen: Ints) -> _Advantages:
-        """Return the advantages of a batch, and move the means."""
+        """Return the advantages of a batch, and update the averages."""
         if math.isnan(self.overall):
             self.overall = float(rewards.mean())
         for number in np.unique(chosen):
@@ -238,10 +236,10 @@ class _Baseline:
 
 
 def learn(record: Record, rng: np.random.Generator) -> None:
-    """Draw, price and learn until the record is full.
+    """Draw and price pipelines, and train the policy, until the record is full.
 
-    An advantage is −log T less its moving mean, over the moving deviation: the same for
-    milliseconds and hours.
+    An advantage is −log T minus its moving average, divided by the moving deviation, so it does not
+    depend on the unit of time.
     """
     policy = _Policy.of(record.space, rng)
     adam = Adam([policy.numbers, *policy.network.parameters], LEARNING_RATE)

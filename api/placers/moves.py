@@ -1,11 +1,11 @@
-"""Moves: changes of a pipeline by a new place of one of its blocks.
+"""Moves: changes of a pipeline that place one of its blocks elsewhere.
 
-In: a pipeline and a block. Out: the pipeline after each of the moves, by number, or None if that is
-no pipeline of the space:
+In: a pipeline and a block. Out: the pipeline after each move, by the move's number, or None if the
+result is no pipeline of the space:
 
     0            the block stays
     1, 2         it joins the stage before or after its own, with the blocks in between
-    3 + i        a stage begins with it; what came before it keeps size i of its devices
+    3 + i        a stage begins with it; the blocks before it keep size i of the stage's devices
     3 + m + i    its stage takes size i of the devices of its own and the stage after (of the
                  stage before, if it is the last)
 
@@ -25,7 +25,7 @@ def num_moves(space: Space) -> int:
 
 
 def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
-    """Return the pipeline after each move of the block."""
+    """Return the pipeline after each move of the block, None for moves that give none."""
     index = next(i for i, stage in enumerate(stages) if stage.stop > block)
     found = [_move_border(stages, index, block + 1, -1), _move_border(stages, index, block, 1)]
     found += [_cut(stages, index, block, size) for size in space.sizes]
@@ -38,7 +38,7 @@ def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
 
 
 def _move_border(stages: Stages, index: int, border: int, step: int) -> Stages | None:
-    """Move the border between a stage and the stage before (−1) or after (1) it."""
+    """Move the border between a stage and the stage before (``step`` −1) or after it (1)."""
     low = index if step > 0 else index - 1
     if low < 0 or low + 1 >= len(stages):
         return None

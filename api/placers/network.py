@@ -1,11 +1,11 @@
-"""Networks of the learned placers, and their gradients. numpy only.
+"""Neural networks of the learned placers, and their gradients, in numpy.
 
-In: features and priors. Out: the probability of every action; and from actions and their
-advantages, the gradient of
+In: features and priors. Out: the probability of every action; and from actions and their advantages
+the gradient of
 
     L = − Σ A·log p(a) − β·Σ H(p)
 
-(REINFORCE, Williams 1992, with an entropy bonus β). An action that is masked, by a prior of 0, has
+(REINFORCE, Williams 1992, with an entropy bonus β). An action masked by a prior of 0 has
 probability 0 and no gradient. Gradients are written by hand; a test compares them with finite
 differences.
 """
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 def softmax(logits: Floats, prior: Floats) -> Floats:
-    """Normalize prior·exp(logits), (batch, actions) to the same. Prior 0 masks an action."""
+    """Return prior·exp(logits), normalized: (batch, actions) to the same. Prior 0 is a mask."""
     allowed = prior > 0
     shifted = np.where(allowed, logits + np.log(np.where(allowed, prior, 1.0)), -np.inf)
     weights: Floats = np.exp(shifted - shifted.max(axis=1, keepdims=True))
@@ -33,7 +33,7 @@ def softmax(logits: Floats, prior: Floats) -> Floats:
 
 
 def sample(probabilities: Floats, rng: np.random.Generator) -> Ints:
-    """Draw an action for every row."""
+    """Draw an action for every row of probabilities."""
     bound = rng.random((len(probabilities), 1)) * probabilities.sum(axis=1, keepdims=True)
     below = np.cumsum(probabilities, axis=1) <= bound
     last = probabilities.shape[1] - 1 - np.argmax(probabilities[:, ::-1] > 0, axis=1)
@@ -54,13 +54,13 @@ def logit_gradient(
 
 
 def weights(rng: np.random.Generator, inputs: int, outputs: int, gain: float = 1.0) -> Floats:
-    """Draw random weights that keep the variance."""
+    """Draw random weights (inputs, outputs) that preserve variance, times ``gain``."""
     return rng.normal(0.0, gain / np.sqrt(inputs), (inputs, outputs))
 
 
 @dataclass
 class Adam:
-    """Adam (Kingma and Ba 2015) over a list of arrays, in place; the gradient's norm ≤ 1."""
+    """Adam (Kingma and Ba 2015) on arrays in place; gradients are clipped to a norm of 1."""
 
     parameters: Sequence[Floats]
     learning_rate: float
@@ -87,7 +87,7 @@ class Adam:
 
 @dataclass
 class Perceptron:
-    """tanh(x·W1 + b1)·W2 + b2: (batch, inputs) to (batch, outputs)."""
+    """Two-layer network tanh(x·W1 + b1)·W2 + b2: (batch, inputs) to (batch, outputs)."""
 
     parameters: list[Floats]
 
@@ -103,13 +103,13 @@ class Perceptron:
         )
 
     def forward(self, x: Floats) -> tuple[Floats, Floats]:
-        """Return the outputs, and the hidden layer, which ``backward`` needs."""
+        """Return the outputs, and the hidden layer for ``backward``."""
         w1, b1, w2, b2 = self.parameters
         hidden = np.tanh(x @ w1 + b1)
         return hidden @ w2 + b2, hidden
 
     def backward(self, x: Floats, hidden: Floats, gradient: Floats) -> tuple[list[Floats], Floats]:
-        """Return the gradients of the parameters, and of x."""
+        """Return the gradients of the parameters, and the gradient of x."""
         inner = (gradient @ self.parameters[2].T) * (1 - hidden**2)
         own = [x.T @ inner, inner.sum(axis=0), hidden.T @ gradient, gradient.sum(axis=0)]
         return own, inner @ self.parameters[0].T
@@ -117,12 +117,12 @@ class Perceptron:
 
 @dataclass
 class MessagePassing:
-    """Embeddings of a graph's nodes, from their own and their neighbours' features.
+    """Network that embeds the nodes of a graph from their own and their neighbours' features.
 
         h⁰ = tanh(x·V),   hʳ⁺¹ = tanh([hʳ, A·hʳ, Aᵀ·hʳ]·Wʳ)
 
-    with A and Aᵀ the means over a node's predecessors and successors: (batch, nodes, features) to
-    (batch, nodes, hidden).
+    A and Aᵀ average over a node's predecessors and successors: (batch, nodes, features) to (batch,
+    nodes, hidden).
     """
 
     parameters: list[Floats]
@@ -147,7 +147,7 @@ class MessagePassing:
         )
 
     def forward(self, x: Floats) -> list[Floats]:
-        """Return h of every round; the last are the embeddings."""
+        """Return h after every round; the last h are the embeddings."""
         layers = [np.tanh(x @ self.parameters[0])]
         for w in self.parameters[1:]:
             layers.append(np.tanh(self._messages(layers[-1]) @ w))
@@ -157,7 +157,7 @@ class MessagePassing:
         return np.concatenate([h, self.feeding @ h, self.fed @ h], axis=2)
 
     def backward(self, x: Floats, layers: Sequence[Floats], gradient: Floats) -> list[Floats]:
-        """Return the gradients of the parameters from the embeddings' gradients."""
+        """Return the gradients of the parameters, given the gradient of the embeddings."""
         found: list[Floats] = []
         for index in range(len(layers) - 1, 0, -1):
             inner = gradient * (1 - layers[index] ** 2)

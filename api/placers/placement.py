@@ -1,15 +1,15 @@
-"""Placers that learn: policy gradients over the pipelines that the dynamic program searches.
+"""Learned placers: policy gradients over the pipelines that the dynamic program searches.
 
-In: the dynamic program's table and prices, a budget of pipelines to price, a seed. Out: the best
+In: the dynamic program's table and prices, a number of pipelines to price, a seed. Out: the best
 pipelines seen, the number of priced pipelines, and the learning curve. Equal arguments give equal
-answers, unless the time limit ends the search. Methods:
+results, unless the time limit ends the search. Methods:
 
-- ``colocrl`` (Mirhoseini et al. 2017): a policy writes pipelines block after block;
+- ``colocrl`` (Mirhoseini et al. 2017): a policy constructs pipelines block after block;
 - ``placeto`` (Addanki et al. 2019): a policy improves a pipeline, one block at a time;
-- ``random``: pipelines at random, what learning must beat.
+- ``random``: random pipelines, as a baseline for learning.
 
-They are baselines. The dynamic program is exact for T = Σ t + (B − 1)·max t, so no placer finds
-less; with another price (a simulator's) a placer may.
+They are baselines. The dynamic program is exact for T = Σ t + (B − 1)·max t, so no placer finds a
+faster pipeline; with another price (a simulator's) a placer may.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autoparallel.planner.inter_op.inter_op import Pipeline, Table
 Method = Literal["colocrl", "placeto", "random"]
 
 EVALUATIONS = 2000
-"""Default number of priced pipelines."""
+"""Default number of pipelines to price."""
 
 RANDOM_BATCH = 10
 
@@ -39,8 +39,8 @@ RANDOM_BATCH = 10
 class Placement:
     """Result of a placer.
 
-    ``pipelines`` has the best known of every number of stages, the best first; it is empty if no
-    pipeline can be run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were distinct.
+    ``pipelines`` has the best known pipeline for each number of stages, the best first, () if none
+    can run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were distinct.
     """
 
     method: Method
@@ -63,7 +63,7 @@ def place(
     time_limit_seconds: float = math.inf,
     observe: Observe | None = None,
 ) -> Placement:
-    """Learn to place by pricing ``evaluations`` pipelines.
+    """Learn to place blocks by pricing ``evaluations`` pipelines.
 
     >>> costs = np.array([[np.inf, 1.0, 2.0], [np.inf, np.inf, 1.0], [np.inf] * 3])
     >>> table = Table(2, 2, lambda first: (1, 2 - first), lambda left, first, size: costs / size)
@@ -106,10 +106,10 @@ def learned_pipelines(
     seed: int = 0,
     time_limit_seconds: float = math.inf,
 ) -> tuple[Pipeline, ...]:
-    """Run ``inter_op.pipelines`` by learning: return the best known of every number of stages.
+    """Find pipelines by learning, as ``inter_op.pipelines`` does by dynamic programming.
 
-    ColocRL and Placeto each price ``EVALUATIONS`` pipelines in half of the time; the better
-    answer of the two counts.
+    Returns the best known pipeline for every number of stages. ColocRL and Placeto each price
+    ``EVALUATIONS`` pipelines in half of the time; the better result counts.
     """
     problem = Problem(table, num_microbatches, tuple(stage_numbers), price)
     best: dict[int, Pipeline] = {}

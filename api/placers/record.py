@@ -1,4 +1,4 @@
-"""The record of a placer: all priced pipelines, the best of them, and the learning curve.
+"""Record of a placer: all priced pipelines, the best of them, and the learning curve.
 
 In: pipelines. Out: their prices, counted. A pipeline priced again counts again, but is not
 simulated again.
@@ -15,17 +15,17 @@ from autoparallel.placers.space import Space
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 
 FEWEST = 20
-"""Minimum number of priced pipelines, even without time."""
+"""Minimum number of pipelines to price, even after the deadline."""
 
 Observe = Callable[[str, float, float], None]
-"""Callback for (phase, done, total)."""
+"""Callback that takes (phase, done, total)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Point of the learning curve, after ``num_evaluations`` pipelines were priced.
 
-    ``mean_seconds`` is of the pipelines priced since the point before.
+    ``mean_seconds`` is the mean of the pipelines priced since the previous point.
     """
 
     num_evaluations: int
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class Record:
-    """Prices of a space's pipelines, until ``limit`` were priced, or until ``deadline_seconds``."""
+    """Prices of pipelines of a space, up to ``limit`` pipelines or until ``deadline_seconds``."""
 
     space: Space
     limit: int
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def left(self) -> int:
-        """Number of pipelines that may still be priced; 0 after all pipelines of the space."""
+        """Number of pipelines that may still be priced; 0 once the whole space is priced."""
         if len(self.known) >= self.space.num_pipelines:
             return 0
         is_late = time.perf_counter() >= self.deadline_seconds
@@ -63,7 +63,7 @@ class Record:
         return min((pipeline.seconds for pipeline in self.best.values()), default=math.inf)
 
     def price(self, stages: tuple[StageChoice, ...]) -> float:
-        """Return the seconds of a step under these stages."""
+        """Return the seconds of a step with these stages, and record them."""
         if stages not in self.known:
             self.known[stages] = self.space.seconds(stages)
         seconds = self.known[stages]
@@ -75,7 +75,7 @@ class Record:
         return seconds
 
     def reward(self, stages: tuple[StageChoice, ...]) -> float:
-        """Return −log of the price over the first finite price; an infinite price counts tenfold.
+        """Return −log of the price relative to the first finite price; infinite counts as tenfold.
 
         The logarithm keeps differences between fast pipelines visible beside slow pipelines.
         """

@@ -1,14 +1,14 @@
-"""The space of a placer: every pipeline whose stages have finite costs.
+"""Search space of a placer: every pipeline whose stages have finite costs.
 
 In: the table that the dynamic program searches (``inter_op``). Out: masks of the decisions that can
-still end in a pipeline, for a policy's samples; and random pipelines.
+still lead to a pipeline, for a policy; and random pipelines.
 
 With s stages to come, for the blocks from k on, on the devices from d on,
 
     N(s, k, d) = Σ over i, n of  [t(k..i, n at d, s) < ∞]·N(s − 1, i, d + n),  N(0, K, D) = 1
 
-counts the pipelines left. A decision is allowed if its N is positive. Deciding in proportion to N
-draws every pipeline of s stages with the same probability.
+counts the remaining pipelines. A decision is allowed if its N is positive. Decisions drawn in
+proportion to N give every pipeline of s stages equal probability.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table, pipeline_seconds
 
 Price = Callable[[tuple[StageChoice, ...]], float]
-"""Seconds of a step under given stages, infinite if it cannot be run."""
+"""Function from stages to the seconds of a step, infinite if they cannot be run."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Task of a placer: the dynamic program's, under the same prices.
+    """Problem for a placer: the dynamic program's, with the same prices.
 
-    ``num_stages`` are the allowed numbers of stages. A step costs ``price``; its default is T = Σ t
-    + (B − 1)·max t. ``edges`` (from, to) connect blocks; None is a chain.
+    ``num_stages`` are the allowed numbers of stages. ``price`` returns the seconds of a step, by
+    default T = Σ t + (B − 1)·max t. ``edges`` (from, to) connect blocks; None is a chain.
     """
 
     table: Table
@@ -43,9 +43,9 @@ class Problem:
 class Space:
     """Pipelines of a problem that can be run.
 
-    ``costs`` by (stages left, first device, devices). ``counts`` by (stages left, first device) are
-    N by block, divided by ``largest``, the largest of that number of stages. ``num_pipelines`` is
-    their number.
+    ``costs`` are keyed by (stages left, first device, devices). ``counts``, keyed by (stages left,
+    first device), are N by block, divided by ``largest``, the largest N for this number of stages.
+    ``num_pipelines`` is the number of all pipelines.
     """
 
     problem: Problem
@@ -59,7 +59,8 @@ class Space:
     _begins: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def ways(self, left: int, first: int, size: int, start: int) -> Floats:
-        """Return by stop the N of continuations of a stage that begins at block ``start``."""
+        """Return N (see above) of the continuations of a stage from block ``start``, by its
+        stop."""
         key = (left, first, size, start)
         if key not in self._ways:
             cost, after = self.costs.get(key[:3]), self.counts.get((left - 1, first + size))
@@ -71,9 +72,9 @@ class Space:
         return self._ways[key]
 
     def begins(self, left: int, first: int, start: int) -> Floats:
-        """Return by size the N of the stages that may begin at block ``start``.
+        """Return N of the stages that may begin at block ``start``, by size.
 
-        It has the same scale as ``ways`` of the stage before.
+        The scale is the same as in ``ways`` for the stage before.
         """
         key = (left, first, start)
         if key not in self._begins:
@@ -82,7 +83,7 @@ class Space:
         return self._begins[key]
 
     def stage_seconds(self, stages: Sequence[StageChoice]) -> list[float] | None:
-        """Return t of every stage, or None if any cannot be run."""
+        """Return the seconds t of every stage, or None if any cannot be run."""
         if len(stages) not in self.numbers:
             return None
         found = []
@@ -95,7 +96,7 @@ class Space:
         return found
 
     def seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        """Return the seconds of a step; infinite outside of the space."""
+        """Return the seconds of a step; infinite for stages outside the space."""
         own = self.stage_seconds(stages)
         if own is None:
             return np.inf
@@ -104,7 +105,7 @@ class Space:
         return pipeline_seconds(own, self.problem.num_microbatches)
 
     def draw(self, rng: np.random.Generator) -> tuple[StageChoice, ...]:
-        """Draw a number of stages uniformly, then uniformly such a pipeline."""
+        """Draw a pipeline: first its number of stages, then the pipeline, each uniformly."""
         left, start, first = int(rng.choice(self.numbers)), 0, 0
         stages = []
         while left > 0:
@@ -117,7 +118,7 @@ class Space:
 
 
 def space_of(problem: Problem) -> Space:
-    """Return the space of a problem, with the dynamic program's requests to the table."""
+    """Return the space of a problem, from the same table entries as the dynamic program."""
     table, wanted = problem.table, problem.num_stages
     done = np.zeros(table.num_blocks + 1)
     done[table.num_blocks] = 1.0
@@ -149,7 +150,7 @@ def space_of(problem: Problem) -> Space:
 
 
 def block_shares(space: Space) -> Floats:
-    """Return the least cost of every block alone, over their mean; 1 if unknown."""
+    """Return the least cost of every block as a stage, relative to their mean; 1 if unknown."""
     blocks = space.problem.table.num_blocks
     least = np.full(blocks, np.inf)
     for cost in {id(matrix): matrix for matrix in space.costs.values()}.values():

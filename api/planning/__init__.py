@@ -1,1 +1,1 @@
-"""From a target, a cluster and options to a plan."""
+"""Planning: from a target, a cluster and options to a plan."""

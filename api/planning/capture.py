@@ -1,4 +1,4 @@
-"""Captures of targets: their models recorded without weights, and their graphs."""
+"""Captures of targets: their models built without weights, and traced as graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from autoparallel.options.plan_options import DTYPES, PlanOptions
 def capture_target(
     target: Target, options: PlanOptions, observe: Observe = ignore, cache: Cache = NO_CACHE
 ) -> Program:
-    """The target's model and loss as a graph; no weights are allocated."""
+    """Capture the target's model and loss as a graph; no weights are allocated."""
     observe("capture", 0, 1)
     deferred = record_target(target)
     program = cached_program(
@@ -64,7 +64,7 @@ def capture_program(
     precision: Precision,
     autocast: bool = False,
 ) -> Program:
-    """A recorded target as a graph (``capture_rows``), which can be captured again."""
+    """Capture a recorded target as a graph (``capture_rows``) that can be captured again."""
 
     def captured(rows: int, change: Change = keep_batch) -> Program:
         return capture_rows(
@@ -88,11 +88,11 @@ def capture_rows(
     precision: Precision,
     autocast: bool = False,
 ) -> Program:
-    """A target's model as a graph, of few rows where it can be rescaled to any number.
+    """Capture a target's model as a graph, with few rows if it can be rescaled to any number.
 
-    Numbers that the model makes of the rows are those of the global batch. Where it cannot be
-    rescaled (rows meet before the loss, as in a contrastive loss; it takes another path for few
-    rows), it is captured with all rows of the global batch, which then is one micro-batch.
+    Numbers that the model computes from the number of rows are computed for the global batch. A
+    model that cannot be rescaled (rows interact before the loss, as in a contrastive loss, or few
+    rows take another path) is captured with all rows of the global batch, as a single micro-batch.
     """
     batch, all_rows = example_batches(target, global_batch, seq)
     return capture_model(
@@ -101,11 +101,9 @@ def capture_rows(
 
 
 def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferred:
-    """The target's model without its weights, and how to make them from ``seed``.
+    """Build the target's model without weights, recording how to make them from ``seed``.
 
-    ``init``: see ``deferred_init``.
-
-    Raises UsageError AP106 where the user's code fails.
+    ``init``: see ``deferred_init``. Raises UsageError AP106 if the user's code fails.
     """
     with building(target):
         return record_build(target.build_model, seed, init)
@@ -120,9 +118,9 @@ def capture_model(
     all_rows: Example | None = None,
     autocast: bool = False,
 ) -> Program:
-    """A model on ``meta`` as a graph, in the dtype that ``precision`` computes in.
+    """Capture a model on ``meta`` as a graph, in the compute dtype of ``precision``.
 
-    With ``autocast`` losses and the other ops of its float32 list are in float32.
+    With ``autocast`` losses and the other ops in autocast's float32 list stay in float32.
     """
     rules = registered_rules()
     return capture(
@@ -137,7 +135,7 @@ def capture_model(
 
 
 def captured_seq(program: Program) -> int | None:
-    """The length of the program's token input: the second dimension of its first integers."""
+    """Return the sequence length: the second dimension of the first integer input, if any."""
     for node in program.graph.inputs:
         if node.spec.dtype == "int64" and len(node.spec.shape) > 1:
             return node.spec.shape[1]

@@ -1,10 +1,10 @@
-"""Causes of a model that does not fit, and changes under which it does, found by planning again.
+"""Error of a model that does not fit, with changes under which it does, found by planning again.
 
-In: the error, the cluster, the request, the search. Out: the error with the plan that needs least
-memory: its fullest device and the bytes there; the user's choices; and the changes that were tried
-and really give a plan, with their command lines. Each gives up one thing: a forced choice, a pin, a
-denied feature, the memory limit, or the size of the cluster. Of a model whose rows see each other
-(batch norm) the first is that all of a step's do: without a number of micro-batches there is one.
+In: the error, the cluster, the request, the search. Out: the error with the nearest plan (least
+memory): its fullest device and the bytes there; the user's choices; and changes that were tried and
+give a plan, with their command lines. Each change gives up one thing: a forced choice, a pin, a
+denied feature, the memory limit, or the size of the cluster. For a model whose rows interact (batch
+norm) the first change splits the batch: by default all rows of a step are one micro-batch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from autoparallel.planning.plan_command import IMPLIED, plan_command
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 
 Change = tuple[str, Cluster, Request]
-"""In words, and what is planned instead."""
+"""Description of a change, and the cluster and request to plan instead."""
 
 MOST_SECONDS = 20.0
-"""All changes are tried within so long, and within the time limit of the search itself."""
+"""Limit in seconds for trying all changes; the time limit of the search also applies."""
 
 ENOUGH = 3
-"""Changes that are named."""
+"""Number of changes to name."""
 
 FACTORS = (1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 16.0)
-"""Limits of memory under which the nearest plan is sought, as multiples of the real one."""
+"""Multiples of the memory limit under which the nearest plan is searched."""
 
 UNLIMITED = 1e6
-"""Times the limit: no limit."""
+"""Multiple of the memory limit that stands for no limit."""
 
 EXTRA_SECONDS = 10.0
-"""The plan without a limit may take so long, and nearer ones so much longer than the changes."""
+"""Seconds to search without a memory limit, and extra seconds to search under larger limits."""
 
 MOST_TIMES = 64
-"""The most times as many devices that are tried."""
+"""Largest multiple of the cluster that is tried."""
 
 MICROBATCH_SECONDS = 6.0
-"""For one number of micro-batches: enough for a first plan, which is all that is asked."""
+"""Seconds for each number of micro-batches; a first plan suffices."""
 
 
 def with_nearest_change(
@@ -55,10 +55,10 @@ def with_nearest_change(
     mixing: str = "",
     observe: Observe = ignore,
 ) -> InfeasibleError:
-    """Return the error that names the changes under which there is a plan, nearest first.
+    """Return the error with the changes under which a plan exists, nearest first.
 
-    ``mixing``: a node in which rows see each other, if there is one. ``observe`` is told of the
-    phase "trying changes".
+    ``mixing`` names a module in which rows interact, "" if none. ``observe`` is told of the phase
+    "trying changes".
     """
     observe("trying changes", 0, 0)
     runs = RepeatedSearch(search, min(MOST_SECONDS, request.time_limit_seconds), ignores=True)
@@ -88,10 +88,10 @@ def with_nearest_change(
 
 
 def _nearest(cluster: Cluster, request: Request, runs: RepeatedSearch) -> Plan | None:
-    """Return the plan for the least of a few larger limits that gives one, or None.
+    """Return the plan for the smallest multiple of the memory limit that has one, or None.
 
-    Searches under tight limits are quick, as few candidates are left. The one without a limit is
-    the last, with its own time: there is a plan to name however long the others took.
+    Searches under tight limits are quick, since few candidates are left. The search without a limit
+    is last and has its own time, so that a plan can be named however long the others took.
     """
     limit = _limit_bytes(cluster, request)
     nearer = runs.anew(max(runs.left, 0.0) + EXTRA_SECONDS)
@@ -112,7 +112,7 @@ def _limit_bytes(cluster: Cluster, request: Request) -> int:
 
 
 def _fullest(plan: Plan) -> tuple[str, StagePlan]:
-    """The stage whose devices hold the most, in words too."""
+    """Return the stage with the most bytes on its devices, after a description of it."""
     sizes = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
     index = sizes.index(max(sizes))
     stage = plan.stages[index]
@@ -128,7 +128,7 @@ def _binding(plan: Plan) -> str:
 
 
 def _choices(request: Request) -> str:
-    """Yield the fixed choices that may make a plan impossible."""
+    """Describe the fixed choices that may make a plan impossible."""
     said = [f"{name}={value}" for name, value in request.forced.decided.items()]
     if request.microbatch_size is not None:
         said.append(f"micro-batches of {request.microbatch_size} samples a rank")
@@ -141,7 +141,7 @@ def _choices(request: Request) -> str:
 
 
 def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
-    """Return a line for a change that gives a plan: its memory, and the command to paste."""
+    """Return a line for a change that gives a plan: its memory, and the command to run."""
     figures = f"{bytes_text(plan.prediction.peak_memory_bytes)} on the fullest device"
     if plan.offload != "none" and request.forced.offload is None:
         figures += ", optimizer states in host memory"
@@ -150,7 +150,7 @@ def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
-    """Requests that ask for one thing less, in words, the cheapest to give up first."""
+    """Yield variants of the request without one restriction, each described, the mildest first."""
     forced = request.forced
     plain = replace(request, microbatch_size=None)
 
@@ -196,7 +196,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
 def _more_microbatches(
     cluster: Cluster, request: Request, runs: RepeatedSearch, mixing: str
 ) -> list[str]:
-    """The fewest micro-batches, of those about twice as many each time, that give a plan."""
+    """Return a line for the first number of micro-batches, doubled each time, that gives a plan."""
     forced = request.forced
     if forced.num_microbatches is not None or request.microbatch_size is not None:
         return []
@@ -214,7 +214,7 @@ def _more_microbatches(
 
 
 def _more_devices(cluster: Cluster, request: Request, runs: RepeatedSearch) -> list[str]:
-    """The first multiple of the cluster on which there is a plan: more of its hosts."""
+    """Return a line for the first multiple of the cluster's hosts on which a plan exists."""
     times = 2
     forced = request.forced
     if forced.dp is not None and forced.tp is not None and forced.pp is not None:

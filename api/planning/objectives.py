@@ -1,11 +1,10 @@
-"""The best plan by what the user wants: time, tokens per dollar, memory, or few devices.
+"""Search by objective: step time, tokens per dollar, memory, or number of devices.
 
-In: what ``find_plan.plan`` takes; the request's goal. Out: the plan, which says what was tried.
-
-``cost`` and ``devices`` plan for parts of the cluster (``sub_clusters``): some of its hosts, whole,
-or some devices of a host, of which like ones count once. ``memory`` plans with lower and lower
-limits, halving between what fits and what does not. Each search has an equal share of the time
-limit that is left. A deadline counts for every objective.
+In: the arguments of ``find_plan.plan``, and the request's goal. Out: the plan, with a report of the
+tries. ``cost`` and ``devices`` plan for parts of the cluster (``sub_clusters``): some whole hosts,
+or some devices of a host; equal parts are tried once. ``memory`` plans under memory limits found by
+bisection between the least that fits and the most that does not. Each search gets an equal share of
+the time that is left. A deadline applies to every objective.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from autoparallel.planning.repeated_search import RepeatedSearch, Search
 from autoparallel.planning.search_worker import two_processes
 
 LINEAR = 16
-"""Up to so many parts are tried one by one; of more, the fewest that do are found by halving."""
+"""Number of parts up to which all are tried in turn; above, the smallest is found by bisection."""
 
 TOLERANCE = 0.01
-"""The least memory is found within this part of it."""
+"""Relative precision to which the least memory is found."""
 
 MOST_LIMITS = 12
-"""Limits of memory that are tried."""
+"""Maximum number of memory limits that are tried."""
 
 MOST_COUNTED = 8
-"""Of up to so many like hosts, or devices of a host, every number is tried; then doublings."""
+"""Number of equal hosts or devices up to which every count is tried; above, only doublings."""
 
 MOST_PARTS = 256
-"""Parts of a cluster of many kinds of hosts, the smallest first."""
+"""Maximum number of parts of a cluster that are tried; the smallest are kept."""
 
 
 def plan_for(
@@ -57,13 +56,13 @@ def plan_for(
     observe: Observe = ignore,
     **options: Any,
 ) -> Plan:
-    """Find the best plan by the request's goal.
+    """Find the best plan for the request's goal.
 
-    With ``processes`` 2 or more, two search. ``options`` are those of ``find_plan.plan``, and
+    With 2 or more ``processes``, two search. ``options`` are passed to ``find_plan.plan``;
     ``observe`` is told of the phases "search" and "trying changes".
 
-    Raises as ``find_plan.plan`` does, AP301 with the nearest change that fits; AP126 for bf16
-    on a GPU without it, AP188 where a device has no price, AP302 where nothing meets the deadline.
+    Raises the errors of ``find_plan.plan``, AP301 with the nearest change that fits; AP126 for bf16
+    on a GPU without it; AP188 if a device has no price; AP302 if no plan meets the deadline.
     """
     check_precision(cluster, request.precision)
     method = SearchMethod(start_workers=two_processes if processes > 1 else serial_workers)
@@ -85,7 +84,7 @@ def plan_for(
 
 
 def _mixing(graph: Graph) -> str:
-    """The module and op in which rows see each other, empty where none do."""
+    """Return the module and op in which rows of a batch interact, "" if none."""
     nodes = [graph[name] for name in graph.accumulation.mixing]
     norms = [node for node in nodes if packet(node.op) in BATCH_NORMS]
     for node in norms or nodes:
@@ -106,7 +105,7 @@ class _Job:
         self.runs = RepeatedSearch(self.search, self.request.time_limit_seconds)
 
     def found(self) -> Plan:
-        """The plan for the goal."""
+        """Return the plan for the goal."""
         objective = self.request.goal.objective
         if objective == "cost":
             self._dollars(self.cluster)
@@ -134,7 +133,7 @@ class _Job:
 
     @property
     def _tokens(self) -> int:
-        """Tokens of a step, or rows where the model has no sequences."""
+        """Tokens of a step; rows, if the model has no sequences."""
         return self.request.global_batch * (self.request.seq or 1)
 
     @property
@@ -153,7 +152,7 @@ class _Job:
         left: int,
         value: Callable[[Plan], float | None],
     ) -> Plan | None:
-        """Plan with a part of the time that is left, and note what came of it with its value."""
+        """Plan within a share of the time left, and record the result with its ``value``."""
         found = self.runs.run(cluster, request, parts=left)
         seconds, number, reason = 0.0, None, ""
         if found is None:
@@ -165,11 +164,11 @@ class _Job:
         return found
 
     def _try_part(self, part: Cluster, left: int) -> Plan | None:
-        """Find the fastest plan on a part of the cluster; None where there is none."""
+        """Return the fastest plan on a part of the cluster, None if there is none."""
         return self._try(part.name, part, self.request, left, self._value)
 
     def _value(self, found: Plan) -> float | None:
-        """Tokens per dollar, where there are prices."""
+        """Return the tokens per dollar of a plan, None without prices."""
         price = self.request.goal.dollars_per_hour(found.cluster)
         if not price:
             return None
@@ -220,7 +219,7 @@ class _Job:
         raise self._too_late([each for each in known.values() if each is not None])
 
     def _thriftiest(self) -> Plan:
-        """The fastest plan under the least limit of memory that any plan was found for."""
+        """Return the fastest plan under the least memory limit for which a plan was found."""
         best = self.search(self.cluster, self.runs.share(self.request, 3))
         if not self._is_in_time(best):
             raise self._too_late([best])
@@ -247,7 +246,7 @@ class _Job:
         return self._reported(best, words)
 
     def _too_late(self, plans: list[Plan]) -> AutoparallelError:
-        """AP302, or why there is no plan at all."""
+        """Return error AP302, or the last error if there is no plan at all."""
         if not plans:
             assert self.runs.error is not None
             return self.runs.error
@@ -274,7 +273,7 @@ class _Job:
 
 
 def doublings(last: int) -> Iterator[int]:
-    """Indices at growing distances, ``last`` at the end.
+    """Yield indices at doubling distances, and ``last`` at the end.
 
     >>> list(doublings(20))
     [0, 1, 3, 7, 15, 20]
@@ -287,7 +286,7 @@ def doublings(last: int) -> Iterator[int]:
 
 
 def first_meeting(below: int, meeting: int, meets: Callable[[int], bool]) -> int:
-    """Find the first index for which ``meets`` is true by bisection; it is true from there on.
+    """Find by bisection the first index at which ``meets`` is true, assuming it is monotone.
 
     >>> first_meeting(7, 15, lambda index: index >= 11)
     11
@@ -302,7 +301,7 @@ def first_meeting(below: int, meeting: int, meets: Callable[[int], bool]) -> int
 
 
 def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
-    """The parts of a cluster by number of devices, the whole cluster last.
+    """Return the parts of a cluster by number of devices, the whole cluster last.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [part.num_devices for part in sub_clusters(parse_cluster("2x4xH100"))]
@@ -330,7 +329,7 @@ def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
 
 
 def first_hosts(cluster: Cluster, number: int) -> Cluster:
-    """The part of a cluster that its first hosts are.
+    """Return the part of a cluster that consists of its first ``number`` hosts.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> first_hosts(parse_cluster("4x8xH100"), 3).name
@@ -342,7 +341,7 @@ def first_hosts(cluster: Cluster, number: int) -> Cluster:
 
 
 def counted(number: int) -> tuple[int, ...]:
-    """The numbers of ``number`` like things to try.
+    """Return the numbers to try of ``number`` equal things: all, or doublings if there are many.
 
     >>> counted(3), counted(48)
     ((1, 2, 3), (1, 2, 4, 8, 16, 32, 48))
@@ -353,7 +352,7 @@ def counted(number: int) -> tuple[int, ...]:
 
 
 def _kinds(cluster: Cluster) -> list[list[int]]:
-    """Group the hosts that are alike, in the cluster's order."""
+    """Group the indices of equal hosts, in the cluster's order."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, host in enumerate(cluster.hosts):
         device = host.device

@@ -1,7 +1,7 @@
-"""From a captured program, a cluster and options to a plan: prices, request, search.
+"""Planning of a captured program: prices, request, search.
 
-``profiling.measured_plan.make_plan`` plans a target: it captures, measures, and searches by this.
-Targets and options that parameter servers cannot run are planned without, or refused.
+``profiling.measured_plan.make_plan`` plans a target: it captures, measures, and then uses this
+file. If parameter servers cannot run a target or its options, plans have none, or an error says so.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from autoparallel.runtime.servers.server import served_optimizer
 from autoparallel.target.target import Target
 
 MOST_REPEATS = 4
-"""So often the search is repeated for a plan whose final memory keeps the limit."""
+"""Maximum number of repeated searches for a plan whose final memory keeps the limit."""
 
 
 def within_limit(
     found: Plan, program: Program, limit_bytes: int, search: Callable[[int], Plan], cache: Cache
 ) -> Plan:
-    """A found plan with its final memory, or, where that exceeds the limit, another one.
+    """Return a plan with its final memory: ``found``, or another plan if it exceeds the limit.
 
-    The search counts no messages, inputs and communicators between stages. Where a plan exceeds
-    the limit by them, ``search`` runs again, with a limit that is lower by the most that any plan
-    so far had of them. If no plan keeps the limit so, that which exceeds it least is returned; its
-    report says so.
+    The search does not count messages, inputs and communicators between stages. If a plan exceeds
+    the limit because of them, ``search`` runs again with a limit lowered by the largest such excess
+    of any plan so far. If no plan keeps the limit, the plan with the least memory is returned; its
+    report says that it does not fit.
     """
     check_host_memory(found, program.graph, program.blocks)
     tried: list[Plan] = []
@@ -81,7 +81,7 @@ def plan_program(
     observe: Observe = ignore,
     cache: Cache = NO_CACHE,
 ) -> Plan:
-    """The best plan found for a captured program."""
+    """Return the best plan found for a captured program."""
     graph, basis = priced(program, target, cluster, options)
     if not can_be_served(program, target, cluster):
         options = without_servers(options)
@@ -107,7 +107,7 @@ def plan_program(
 def priced(
     program: Program, target: Target, cluster: Cluster, options: PlanOptions
 ) -> tuple[Graph, Basis]:
-    """Return a program's graph as it is priced, and the measurements for it."""
+    """Return a program's graph as it is priced, and the measured times for it."""
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
     if not options.compiled:  # whole blocks are measured as they run eagerly
@@ -116,14 +116,14 @@ def priced(
 
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
-    """Return a program's graph as it is priced: with fused ops where blocks are compiled."""
+    """Return a program's graph as it is priced: with fused ops if blocks are compiled."""
     return with_fusion(program.graph, program.blocks) if compiled else program.graph
 
 
 def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
-    """Return the measurements for the cluster, to be used as the options say.
+    """Return the measured times for the cluster, to be used as the options say.
 
-    Raises UsageError AP170 where times must be measured and none is.
+    Raises UsageError AP170 if measured times are required and there are none.
     """
     profile = find_profile(cluster, options.profile, options.database)
     if options.profile == "measured" and profile is None:
@@ -141,7 +141,7 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
 
 
 def own_update(target: Target) -> str:
-    """The name of the target's own optimizer in a profile; "" where it has none."""
+    """Return the name of the target's own optimizer in a profile, "" if it has none."""
     if target.build_optimizer is None:
         return ""
 
@@ -149,7 +149,7 @@ def own_update(target: Target) -> str:
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
-    """Return the options as the planner takes them, those of its own names unchanged."""
+    """Return the options as the planner's request."""
     asked = {each.name for each in fields(Request)} & {each.name for each in fields(PlanOptions)}
     given: dict[str, Any] = {name: getattr(options, name) for name in asked} | {
         "seq": options.seq if options.seq is not None else captured_seq(program),
@@ -167,14 +167,14 @@ def request_of(program: Program, target: Target, options: PlanOptions) -> Reques
 
 
 def stamped(plan: Plan) -> Plan:
-    """``plan`` with the versions that made it."""
+    """Return ``plan`` with the versions of this package and torch that made it."""
     return replace(plan, version=__version__, torch_version=torch.__version__)
 
 
 def find_cluster(text: str) -> Cluster:
-    """The cluster that ``--cluster`` names: ``local``, a shorthand or a TOML file.
+    """Return the cluster that ``--cluster`` names: ``local``, a shorthand or a TOML file.
 
-    Raises UsageError AP115 where there is none.
+    Raises UsageError AP115 if there is none.
     """
     try:
         return resolve_cluster(text)
@@ -185,10 +185,10 @@ def find_cluster(text: str) -> Cluster:
 
 
 def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
-    """Return whether parameter servers can run the target: it has no scheduler, and an optimizer
-    that steps each element by itself.
+    """Return whether parameter servers can run the target: on CPUs, without a scheduler, and with
+    an optimizer that updates each element by itself.
 
-    Its ``build_optimizer`` is called with parameters that have no memory.
+    ``build_optimizer`` is called with parameters without memory.
     """
     if target.build_scheduler is not None or any(h.device.kind != "cpu" for h in cluster.hosts):
         return False
@@ -206,7 +206,7 @@ def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
 
 
 def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str]:
-    """List in words the options of a run that parameter servers cannot do."""
+    """Return descriptions of the run's options that parameter servers do not support."""
     wrong = {
         "clipping by norm or value": options.clip_norm or options.clip_value,
         "accumulation": options.accumulate > 1,
@@ -222,7 +222,7 @@ def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str
 def check_served_run(
     plan: Plan, options: RunOptions, asked: Mapping[str, Any], target: Target
 ) -> None:
-    """Raise UsageError AP959 for the first option that a plan's parameter servers cannot run."""
+    """Raise UsageError AP959 for an option that a plan's parameter servers do not support."""
     if plan.servers is None:
         return
     wrong = what_servers_lack(options, asked)

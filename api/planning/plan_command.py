@@ -1,4 +1,4 @@
-"""The command line that plans what a request asks for: to paste, where an error names a change."""
+"""Command line equivalent to a request, for users to paste from an error that names a change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.requests.request import Forced, Request
 
 IMPLIED = frozenset({"servers"})
-"""Features that are denied where a model's target rules them out, not by the user."""
+"""Features that may be denied because of the model's target, not by the user."""
 
 _DEFAULTS = Request(1)
 _SAME = ("precision", "gradient_dtype", "optimizer", "max_tp", "gap", "solver")
-"""Fields of a request that are options of the same name."""
+"""Fields of a request whose option has the same name."""
 
 
 def plan_command(cluster: Cluster, request: Request) -> str:
     """Return ``autoparallel plan …`` for a request on a cluster.
 
-    It is "" if no shorthand names the cluster, or the target has no name.
+    It is "" if the cluster has no shorthand, or the target no name.
     """
     place = shorthand_of(cluster)
     if not place or not request.target:
@@ -62,7 +62,7 @@ def _options(request: Request) -> Iterator[str]:
 
 
 def forced_text(forced: Forced) -> str:
-    """Return forced choices as the value of ``--parallel``.
+    """Return forced choices in the syntax of ``--parallel``.
 
     >>> forced_text(Forced(dp=2, num_microbatches=4, sequence_parallel=True))
     'dp=2,microbatches=4'
@@ -75,7 +75,7 @@ def forced_text(forced: Forced) -> str:
 
 
 def shorthand_of(cluster: Cluster) -> str:
-    """Return the shorthand of a cluster that presets make, "" for any other.
+    """Return the shorthand of a cluster made from presets, "" for other clusters.
 
     >>> from dataclasses import replace
     >>> twice = parse_cluster("2xH100")
@@ -98,6 +98,6 @@ def shorthand_of(cluster: Cluster) -> str:
 
 
 def _links(cluster: Cluster) -> tuple[object, ...]:
-    """Return the devices of a cluster by name, and its links."""
+    """Return the hosts of a cluster by number and name of devices, and its links."""
     hosts = [(host.num_devices, host.device.name, host.link) for host in cluster.hosts]
     return hosts, cluster.inter_link, cluster.rack_link

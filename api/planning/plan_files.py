@@ -1,4 +1,4 @@
-"""Plan files: reading and writing them, for commands and users."""
+"""Plan files: loading and saving, for commands and users."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autoparallel.target.target import Target
 from autoparallel.target.trust import target_name
 
 PLAN = "plan.json"
-"""What ``run --save`` calls the plan beside its checkpoints."""
+"""File name of the plan that ``run --save`` writes beside its checkpoints."""
 
 
 def load_plan(path: str | Path) -> Plan:
     """Return the plan in the file ``path``.
 
-    Raises UsageError AP101 where there is no such file, PlanError where it is damaged or of
-    another version.
+    Raises UsageError AP101 if there is no such file, and PlanError if it is damaged or of another
+    version.
     """
     path = Path(path)
     try:
@@ -45,22 +45,25 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Writes ``plan`` to ``path``; the same plan always gives the same file."""
+    """Write ``plan`` to the file ``path``; equal plans give equal files.
+
+    Raises UsageError AP101 if the file cannot be written.
+    """
     with writing(path):
         Path(path).write_text(dumps(plan), encoding="utf-8")
 
 
 def load_job(plan_path: str) -> tuple[Plan, Target]:
-    """The plan and the target that it was made for."""
+    """Load a plan and the target that it was made for."""
     plan = load_plan(plan_path)
     return plan, load_plan_target(plan, plan_path)
 
 
 def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """The target that ``plan`` was made for, whose code runs."""
+    """Load the target that ``plan`` was made for, which runs the target's code."""
     return load_target(target_name(plan, plan_path), plan.model.settings)
 
 
 def batch_seq(plan: Plan, target: Target) -> int | None:
-    """The length to ask ``example_batch`` for: the plan's, unless the batch takes none."""
+    """Return the sequence length to pass to ``example_batch``, None if it takes none."""
     return plan.model.seq if target.takes_seq else None

@@ -1,4 +1,4 @@
-"""A search that is run again and again, with one budget of time for all of its runs."""
+"""Search that is run repeatedly, with one time budget for all of its runs."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from autoparallel.planner.requests.request import Request
 Search = Callable[[Cluster, Request], Plan]
 
 CANNOT = ("AP124", "AP127", "AP128", "AP183", "AP184")
-"""Codes of usage errors that a part of a cluster or another request may raise where the whole does
-not."""
+"""Codes of usage errors that can occur for a part of a cluster, or another request, although the
+whole raises none."""
 
 LEAST_SECONDS = 0.1
-"""Least time of one search."""
+"""Minimum time limit of one search."""
 
 
 @dataclass
 class RepeatedSearch:
-    """A search with the seconds for all of its runs; ``error`` is that of the last failed run."""
+    """Search with the seconds for all of its runs; ``error`` is of the last failed run."""
 
     search: Search
     seconds: float
     ignores: bool = False
-    """Whether any error of planning counts as no plan."""
+    """True if every error of planning counts as no plan."""
     began: float = field(default_factory=lambda: time.perf_counter())
     error: AutoparallelError | None = None
 
     def anew(self, seconds: float) -> RepeatedSearch:
-        """Return the same search with other seconds, from now on."""
+        """Return the same search with a new budget of ``seconds`` from now on."""
         return RepeatedSearch(self.search, seconds, self.ignores)
 
     @property
     def left(self) -> float:
-        """The seconds that are left."""
+        """Seconds left of the budget."""
         return self.seconds - (time.perf_counter() - self.began)
 
     def share(self, request: Request, parts: int = 1) -> Request:
-        """Return a request whose time limit is an equal part of the seconds that are left."""
+        """Return a request whose time limit is an equal part of the seconds left."""
         seconds = max(max(self.left, 0.0) / max(parts, 1), LEAST_SECONDS)
         return replace(request, time_limit_seconds=seconds)
 
     def run(self, cluster: Cluster, request: Request, *, parts: int = 1) -> Plan | None:
-        """Plan within a part of the time that is left; None where that gives no plan.
+        """Plan within a part of the time left; None if that gives no plan.
 
-        Raises UsageError for other codes than ``CANNOT``.
+        Raises UsageError for codes outside ``CANNOT``.
         """
         try:
             return self.search(cluster, self.share(request, parts))

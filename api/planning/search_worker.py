@@ -1,8 +1,8 @@
-"""A second process that searches a part of the micro-batch sizes.
+"""Second process that searches a part of the micro-batch sizes.
 
-In: a context, functions of it and of some sizes. Out: what they return. The process is forked from
-this one and keeps its tables from one call to the next; what comes back is small (pipelines and
-bounds). Where no process can be had, or it is lost, its part is done here.
+In: a search context, and functions of the context and of some sizes. Out: their results. The
+process is forked from this one and keeps its tables between calls; results are small (pipelines and
+bounds). If it cannot be started, or is lost, this process does its part.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.workers import Result, Sizes, Workers, parts_of
 
 LATE_SECONDS = 5.0
-"""How long after the time limit an answer is waited for."""
+"""Seconds after the time limit for which an answer is still awaited."""
 
 
 class LostError(Exception):
-    """A process ended, failed, or did not answer in time; caught inside the search."""
+    """Error of a process that ended, failed, or was late; caught inside the search."""
 
 
 @dataclass
 class Beside:
-    """A process with a copy of the context; one call at a time."""
+    """Process with a copy of the search context; it handles one call at a time."""
 
     process: BaseProcess
     pipe: Connection
 
     @staticmethod
     def start(context: SearchContext) -> Beside | None:
-        """Forks; None where that cannot be."""
+        """Fork the process; return None if that is impossible."""
         if sys.platform != "linux":
             return None
         forks = multiprocessing.get_context("fork")
@@ -53,16 +53,16 @@ class Beside:
         return Beside(process, own)
 
     def ask(self, function: Callable[..., Any], *args: object) -> None:
-        """Has ``function(context, *args)`` called. Raises ``LostError``."""
+        """Request a call of ``function(context, *args)``. Raises ``LostError``."""
         try:
             self.pipe.send((function, args))
         except OSError as error:
             raise LostError from error
 
     def answer(self, context: SearchContext) -> Any:
-        """Wait for the result until shortly after the time limit; ``context`` gets its seconds.
+        """Wait for the result until shortly after the time limit, timed in ``context``'s budget.
 
-        Raises ``LostError``.
+        Raises ``LostError`` if none comes.
         """
         with context.budget.timed("waiting"):
             try:
@@ -79,14 +79,14 @@ class Beside:
         return found
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kill the process."""
         self.pipe.close()
         self.process.kill()
         self.process.join()
 
 
 def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
-    """Answers calls until the other end is closed; Ctrl-C is for the other end to act on."""
+    """Answer calls until the other end is closed; Ctrl-C is left to the other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with suppress(EOFError, OSError):  # the other end is closed, or its process gone
@@ -106,7 +106,7 @@ def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
 
 @dataclass
 class SearchProcesses:
-    """The parts of the micro-batch sizes, and the process that has the last of them, if any."""
+    """Parts of the micro-batch sizes, and the process that handles the last part, if any."""
 
     context: SearchContext
     parts: tuple[Sizes, ...]
@@ -118,7 +118,7 @@ class SearchProcesses:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """``function(context, sizes, *args)`` of each part; of the first ``first(sizes)``."""
+        """Return ``function(context, sizes, *args)`` of each part; part 0 may use ``first``."""
         *own, last = self.parts
         try:
             if self.beside is not None:
@@ -138,14 +138,14 @@ class SearchProcesses:
         return found
 
     def end(self) -> None:
-        """End the process; tasks that it has not answered are done here when they are asked for."""
+        """End the process; from now on this process does its part."""
         if self.beside is not None:
             self.beside.end()
         self.beside = None
 
 
 def two_processes(context: SearchContext, sizes: Sizes) -> Workers:
-    """This process and one that is forked from it; only this one where that cannot be, or where
-    there is one part."""
+    """Return this process and one forked from it as workers; only this one if forking is
+    impossible, or if there is only one part."""
     parts = parts_of(context, sizes)
     return SearchProcesses(context, parts, Beside.start(context) if len(parts) > 1 else None)

@@ -1,7 +1,7 @@
-"""TF32: the user's choice, or torch's setting in this process, on the cluster that is planned for.
+"""TF32 in planning and running: the user's choice, or torch's setting in this process.
 
-A process that trains for us is set as its plan says. A script has settings of its own, which
-plans follow where nothing else is asked for, and which are left alone.
+``autoparallel run`` sets torch in its processes as the plan says. A script's settings are never
+changed; its plans follow them, unless the user chooses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WORDS = {"conv": "convolutions", "matmul": "matmuls"}
 
 
 def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
-    """The cluster with the products in TF32 that are asked for; None: as torch is set here.
+    """Return the cluster with the products in TF32 that ``choice`` names; None: as torch is set.
 
-    Raises UsageError AP129 for "all" where no device computes in TF32.
+    Raises UsageError AP129 for "all" if no device supports TF32.
     """
     if choice is None:
         return with_tf32(cluster, torch_families())
@@ -50,7 +50,7 @@ def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
 
 
 def families_text(families: Collection[str]) -> str:
-    """Families of products in words.
+    """Describe families of products in words.
 
     >>> families_text(("conv", "matmul"))
     'convolutions and matmuls'
@@ -59,9 +59,9 @@ def families_text(families: Collection[str]) -> str:
 
 
 def set_as_planned(plan: Plan, rank: int) -> None:
-    """Sets this process's torch as a plan says; rank 0 says where it was set otherwise.
+    """Set this process's torch as a plan says; rank 0 reports a change.
 
-    A plan that does not say, or of a device without TF32, leaves torch as it is.
+    A plan without a setting, or for a device without TF32, leaves torch unchanged.
     """
     planned, now = _planned(plan, rank), torch_families()
     if planned is None or planned == now:
@@ -76,7 +76,7 @@ def set_as_planned(plan: Plan, rank: int) -> None:
 
 
 def tell_difference(plan: Plan, rank: int) -> None:
-    """Rank 0 says where a script's torch is not set as the plan was priced."""
+    """Warn on rank 0 if a script's TF32 setting differs from the setting that was priced."""
     planned, now = _planned(plan, rank), torch_families()
     if rank == 0 and planned is not None and planned != now:
         print(
@@ -89,6 +89,6 @@ def tell_difference(plan: Plan, rank: int) -> None:
 
 
 def _planned(plan: Plan, rank: int) -> tuple[str, ...] | None:
-    """Return the families of a rank's device that a plan has in TF32; None for one without TF32."""
+    """Return the families that a plan computes in TF32 on a rank's device; None without TF32."""
     device = plan.cluster.device(min(rank, plan.cluster.num_devices - 1))
     return device.tf32 if has_tf32(device) else None

@@ -1,1 +1,1 @@
-"""Measurements that a plan asks for: what to measure, and the processes that do."""
+"""Measurements for planning: the list of times to measure, and the processes that measure them."""

@@ -1,7 +1,7 @@
-"""Processes that measure before planning: started for it, one per device of this machine.
+"""Processes that measure before planning, started for it: one per device of this machine.
 
-Each loads the target by its name; rank 0 captures it and leads (``work_list``). The
-options cross as a pickle: between processes of one program.
+Each loads the target by its name; rank 0 captures it and leads (``work_list``). Options are passed
+as JSON.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PHASE = "measuring"
 def start_measuring(
     target: Target, cluster: Cluster, options: PlanOptions, observe: Observe
 ) -> None:
-    """Measure the times that planning ``target`` asks for, with one process per device.
+    """Measure the times that planning ``target`` needs, with one process per device.
 
-    Where that fails, planning goes on without, and stderr says why. A ``KeyboardInterrupt``
-    goes through; earlier measurements are kept.
+    If that fails, planning continues without, and stderr says why. A ``KeyboardInterrupt`` passes
+    through; earlier measurements are kept.
     """
     if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())
@@ -56,7 +56,7 @@ def start_measuring(
                 num_processes=number,
             )
     except (InfeasibleError, TimeLimitError):
-        return  # planning says so
+        return  # planning reports the same error
     except AutoparallelError as error:
         print(f"autoparallel: planned without measuring, which failed: {error}", file=sys.stderr)
 
@@ -70,7 +70,7 @@ def measure(
     options: Mapping[str, Any],
     began: float,
 ) -> None:
-    """Inside each process. Collective."""
+    """Measure in each of the processes: load the target, then work on rank 0's list. Collective."""
     loaded = load_target(target, settings)
     on = from_dict(dict(cluster), "cluster")
     chosen = options_from_json(options)

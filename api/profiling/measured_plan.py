@@ -1,4 +1,4 @@
-"""Plans for this machine, once the times that they ask for are measured."""
+"""Plans for targets, made after the times that they need are measured on this machine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def make_plan(
     observe: Observe = ignore,
     cache: Cache = NO_CACHE,
 ) -> Plan:
-    """The best plan found for ``target`` on the cluster that ``cluster_text`` names.
+    """Return the best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is found action by action, see ``passes.memory.stage_memory``.
+    Its memory is simulated action by action, see ``passes.memory.stage_memory``.
     """
     observe("cluster", 0, 1)
     cluster = with_choice(find_cluster(cluster_text), options.tf32)
@@ -50,7 +50,7 @@ def plan_on(
     observe: Observe = ignore,
     cache: Cache = NO_CACHE,
 ) -> Plan:
-    """``make_plan`` for a cluster as a value."""
+    """Return the best plan found for ``target`` on ``cluster``, as ``make_plan`` does."""
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started
@@ -81,7 +81,7 @@ def _plan_measured(
     observe: Observe,
     cache: Cache,
 ) -> Plan:
-    """Find the best plan, after measuring the times that it asks for where that is wanted.
+    """Return the best plan found, after measuring the times that it needs if that is wanted.
 
     Nothing is measured under torchrun, or for a target that other processes cannot load.
     """

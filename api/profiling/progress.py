@@ -1,4 +1,4 @@
-"""The progress of measuring, on stderr: a bar with the time left, or a line now and then."""
+"""Progress of measuring on stderr: a bar with the time left, or a line now and then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ LINE_SECONDS = 10.0
 
 @dataclass
 class Shown:
-    """What is shown. ``expect`` begins a round of so many measurements, ``advance`` ends one."""
+    """State of the display. ``expect`` begins a round of measurements; ``advance`` counts a
+    finished measurement."""
 
     budget_seconds: float
     bar: Progress | None = None
@@ -48,7 +49,7 @@ class Shown:
 
     @property
     def left_seconds(self) -> float:
-        """The seconds that are left of the budget, or fewer, at the pace so far."""
+        """Expected seconds left at the pace so far, within the budget."""
         spent = time.perf_counter() - self.began
         pace = spent / max(self.done, 1) * (self.total - self.done)
         return max(0.0, min(self.budget_seconds - spent, pace))
@@ -56,7 +57,7 @@ class Shown:
 
 @contextmanager
 def shown_progress(budget_seconds: float, *, quiet: bool = False) -> Iterator[Shown]:
-    """Progress on stderr until the block ends; ``quiet`` where another process shows it."""
+    """Show progress on stderr until the block ends; ``quiet`` if another process shows it."""
     if quiet or not sys.stderr.isatty():
         yield Shown(budget_seconds, quiet=quiet)
         return

@@ -1,4 +1,4 @@
-"""Starting ``autoparallel profile``'s processes: one per device, here or those of torchrun."""
+"""Start of the processes of ``autoparallel profile``: one per device, here or by torchrun."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def profile(
     progress: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure on this machine the times that planning ``target`` asks for, in ``budget`` seconds.
+    """Measure on this machine the times that planning ``target`` needs, within ``budget`` seconds.
 
-    As ``autoparallel profile``: ``settings`` are those of ``--set``, ``options`` those of ``plan``
-    (``global_batch``, ``precision``, ...). The measurements are kept in the database, where
-    planning finds them; a summary comes back. In a notebook a bar shows the seconds.
+    The Python form of ``autoparallel profile``: ``settings`` are texts of ``--set``, ``options``
+    are keyword arguments of ``plan`` (``global_batch``, ...). Measurements are stored in the
+    database, where planning finds them; a summary is returned. In a notebook a bar shows the
+    seconds.
 
     Raises UsageError AP141 for an unknown option, and the errors of loading and measuring.
     """
@@ -69,8 +70,8 @@ def start_profiling(
 ) -> dict[str, Any]:
     """Measure with one process per device of ``cluster``, and return rank 0's summary.
 
-    ``quiet`` workers show no progress. A ``KeyboardInterrupt`` goes through; the database has all
-    earlier measurements.
+    If ``quiet``, workers show no progress. A ``KeyboardInterrupt`` passes through; the database
+    keeps all earlier measurements.
     """
     load_target(target, parse_settings(settings))
     found = find_cluster(_own_processes(cluster))
@@ -95,7 +96,7 @@ def start_profiling(
 
 
 def _own_processes(cluster: str) -> str:
-    """``local`` under torchrun on CPUs: the processes that it started."""
+    """Return ``cluster``; for ``local`` under torchrun on CPUs, torchrun's processes."""
     if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
         return f"cpu:{os.environ['WORLD_SIZE']}"
     return cluster
@@ -107,6 +108,6 @@ def options_to_json(options: PlanOptions) -> dict[str, Any]:
 
 
 def options_from_json(values: Mapping[str, Any]) -> PlanOptions:
-    """Return the options of which ``options_to_json`` made ``values``."""
+    """Return the options that ``options_to_json`` turned into ``values``."""
     hints = get_type_hints(PlanOptions)
     return PlanOptions(**{name: decode(value, hints[name]) for name, value in values.items()})

@@ -1,16 +1,16 @@
-"""Lists of measurements that plans ask for, and the loop that makes them.
+"""Lists of measurements that planning needs, and the loop that makes them.
 
 In: a captured program, this machine's processes, seconds. Out: measurements in the profile
-database. Rank 0 has a list (``WorkList``) that it makes of a plan or a search with what is known by
-then; all ranks measure its tasks together, as training runs them, and rank 0 keeps each result at
-once. With that another plan may be the best, which may ask for more: the list is made anew, until
+database. Rank 0 makes a list (``WorkList``) from a plan or search with the times known so far. All
+ranks measure its tasks together, as training runs them, and rank 0 stores each result at once. With
+the new times another plan may be the best and need other times, so the list is made again, until
 nothing is missing or the seconds are used up.
 
-``PlanWork`` is the list before planning for this machine: the blocks of the best plan in one piece
-at the rows of a rank, its collectives and messages, and the optimizer's step, as far as the
-database lacks them; most of the predicted step first. Blocks that are left out are scaled as those
-that were measured (``planner.pricing.whole_block``). ``autoparallel profile`` has another list
-(``worker``), of all that a search asks for.
+``PlanWork`` is the list for planning on this machine: the blocks of the best plan measured as a
+whole at the rows of a rank, its collectives and messages, and the optimizer's step, if missing in
+the database; the largest part of the predicted step first. Times of unmeasured blocks are scaled by
+the measured blocks (``planner.pricing.whole_block``). ``autoparallel profile`` has another list
+(``worker``) with all times that a search needs.
 """
 
 from __future__ import annotations
@@ -60,42 +60,41 @@ from autoparallel.target.target import Target
 
 MOST_ROUNDS = 6
 MEASURING_SHARE = 0.5
-"""Least share of the user's wait that is for measuring."""
+"""Minimum share of the user's wait that is spent on measuring."""
 
 MOST_WAIT = 1.5
 """Largest ratio of the user's wait to the seconds for measuring: on a busy machine processes start
 slowly."""
 
 WORTH_STARTING = 0.01
-"""Share of a predicted step that must depend on unmeasured times for processes to be started."""
+"""Share of a predicted step that must depend on unmeasured times before processes are started."""
 
 LINK_STEP = 16
-"""Factor between the sizes of transfers."""
+"""Factor between successive sizes of transfers."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.05, 3.0
-"""Limits of the seconds for measuring one size of a transfer, or one block."""
+"""Minimum and maximum seconds for measuring one size of a transfer, or one block."""
 
 LINK_SHARE, BLOCK_SHARE = 0.01, 0.5
-"""Shares of the seconds that are left: for one size of a transfer, and for all blocks of a plan."""
+"""Shares of the remaining seconds: for one size of a transfer, and for all blocks of a plan."""
 
 BLOCK_ROUNDS = 5
-"""Least number of forwards and backwards of a measured block."""
+"""Minimum number of forward and backward runs of a measured block."""
 
 UPDATE_SHARE = 0.05
-"""Share of a predicted step that stands for the optimizer's: it is priced too low for small steps,
-but blocks come before it."""
+"""Assumed share of the optimizer in a predicted step, since small updates are priced too low;
+blocks still come before it."""
 
 SLOWER = 2.0
-"""Factor by which an unmeasured block may be slower than the prices of its ops."""
+"""Factor by which an unmeasured block may be slower than its ops' prices."""
 
 LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
-"""Sizes of transfers: from the first to the second, as far as is asked, each ``STEP`` times the one
-before."""
+"""Sizes of transfers: smallest, largest (if needed), and the factor between successive sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTask:
-    """A block to measure in one piece, with the graph at the rows that it is measured at."""
+    """Block to measure as a whole, with the graph at the number of rows to measure."""
 
     graph: Graph
     block: Block
@@ -109,9 +108,9 @@ class BlockTask:
 
 @dataclass(frozen=True, slots=True)
 class LinkTask:
-    """Transfers to measure, and the place in the database where they belong.
+    """Transfers to measure, and their key in the database.
 
-    ``is_asked``: the search asked for them; others are measured where time is left.
+    ``is_asked``: the search needs them; others are measured if time is left.
     """
 
     links: Links
@@ -121,7 +120,7 @@ class LinkTask:
     is_asked: bool
 
     def transfer(self, found: LinkTime) -> Transfer:
-        """Return a measured transfer with its place."""
+        """Return a measured transfer with its key."""
         return Transfer(*self.place, found.num_bytes, found.seconds, found.repeats)
 
     @property
@@ -132,7 +131,7 @@ class LinkTask:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTask:
-    """An optimizer's step to measure, of parameters of these bytes."""
+    """Optimizer's step to measure, on parameters of each size."""
 
     optimizer: str
     num_bytes: tuple[int, ...] = SIZES
@@ -140,14 +139,14 @@ class UpdateTask:
 
 @dataclass(frozen=True, slots=True)
 class OpsTask:
-    """Ops to measure, one after the other."""
+    """Ops to measure, one after another."""
 
     cases: tuple[OpCase, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to measure: ``weight`` seconds of the predicted step depend on it.
+    """Measurement to make; ``weight`` seconds of the predicted step depend on it.
 
     Each of its blocks, ops or sizes is measured for ``seconds``.
     """
@@ -158,7 +157,7 @@ class Task:
 
     @property
     def key(self) -> object:
-        """The identity of the measurement, which is tried once."""
+        """Identity of the measurement; each is tried once."""
         if isinstance(self.what, BlockTask):
             return self.what.case
         if isinstance(self.what, LinkTask):
@@ -167,7 +166,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The name that users read while it is measured."""
+        """Name shown to users while it is measured."""
         if isinstance(self.what, BlockTask):
             return self.what.block.name
         if isinstance(self.what, LinkTask):
@@ -178,11 +177,11 @@ class Task:
 
 
 Found = OpTime | Transfer
-"""The result of a measurement."""
+"""Result of a measurement."""
 
 
 def sizes_to(most_bytes: float, step: int = STEP) -> tuple[int, ...]:
-    """Return the sizes to measure for transfers of up to ``most_bytes``.
+    """Return the sizes in bytes to measure for transfers of up to ``most_bytes``.
 
     >>> sizes_to(20_000)
     (1024, 4096, 16384, 65536)
@@ -194,7 +193,7 @@ def sizes_to(most_bytes: float, step: int = STEP) -> tuple[int, ...]:
 
 
 def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Block], ...]:
-    """Return each kind of block of a plan, with the graph at the rows that one rank has of it."""
+    """Return each kind of block of a plan, with the graph at the number of rows of one rank."""
     found: dict[tuple[str, int], tuple[Graph, Block]] = {}
     position = 0
     for stage in plan.stages:
@@ -210,7 +209,7 @@ def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Bl
 
 
 def is_at_hand(cluster: Cluster) -> bool:
-    """Return whether a cluster is this machine: processes of its CPU, or its GPUs."""
+    """Return whether a cluster is this machine: processes on its CPU, or its GPUs."""
     if len(cluster.hosts) != 1:
         return False
     (host,) = cluster.hosts
@@ -226,12 +225,12 @@ def is_at_hand(cluster: Cluster) -> bool:
 
 
 def is_wanted(options: PlanOptions, cluster: Cluster) -> bool:
-    """Return whether anything is measured before planning for a cluster."""
+    """Return whether times are measured before planning for a cluster."""
     return options.profile == "auto" and options.measure_seconds > 0 and is_at_hand(cluster)
 
 
 def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun started the processes of a cluster, all on this machine."""
+    """Return whether torchrun started exactly the processes of a cluster, all on this machine."""
     started = environment.get("WORLD_SIZE", "")
     is_one_host = environment.get("LOCAL_WORLD_SIZE", started) == started
     return is_one_host and started == str(cluster.num_devices)
@@ -239,7 +238,7 @@ def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.en
 
 @dataclass
 class WorkList(ABC):
-    """Rank 0's list of measurements: what is known, and what is missing."""
+    """List of measurements on rank 0: the known times, and the tasks that are missing."""
 
     program: Program
     target: Target
@@ -256,14 +255,14 @@ class WorkList(ABC):
 
     @abstractmethod
     def tasks(self) -> tuple[Task, ...]:
-        """Return the next tasks; none where nothing is missing, or the time is up."""
+        """Return the next tasks; none if nothing is missing, or time is up."""
 
     @abstractmethod
     def left_seconds(self, task: Task) -> float:
-        """Return the seconds that are left for a task."""
+        """Return the seconds left for a task."""
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
-        """Return the measurements in exactly this environment, and the reasons of failed ones."""
+        """Return the measurements in exactly this environment, and the reasons for failures."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
         with explain_errors(self.path), Database(self.path) as opened:
@@ -275,7 +274,7 @@ class WorkList(ABC):
             ), opened.failures(self.environment)
 
     def keep(self, found: Found) -> None:
-        """Write a measurement to the database, or the reason why there is none."""
+        """Write a measurement, or the reason for its failure, to the database."""
         with explain_errors(self.path), Database(self.path) as opened:
             if isinstance(found, Transfer):
                 opened.put_transfer(self.environment, found)
@@ -286,7 +285,7 @@ class WorkList(ABC):
 
     @staticmethod
     def reached(known: Profile) -> Mapping[object, int]:
-        """Return the largest measured size of each kind of transfer, by its place."""
+        """Return the largest measured size of each kind of transfer, by its key."""
         most: dict[object, int] = {}
         for each in known.transfers:
             place = (each.level, each.library, each.kind, each.num_ranks, each.num_hosts)
@@ -296,7 +295,7 @@ class WorkList(ABC):
 
 @dataclass
 class PlanWork(WorkList):
-    """The measurements that the best plan lacks.
+    """List of the measurements that the best plan lacks.
 
     ``began`` is when the user's wait began (``time.time``): starting processes and planning count.
     A share of the seconds is for measuring even so, unless that makes the wait ``MOST_WAIT`` times
@@ -306,14 +305,14 @@ class PlanWork(WorkList):
     began: float = field(default_factory=time.time)
 
     def left_seconds(self, task: Task | None = None) -> float:
-        """Return the seconds that are left to measure in."""
+        """Return the seconds left for measuring."""
         all_seconds = self.options.measure_seconds
         waited = time.time() - self.began
         share = MEASURING_SHARE * all_seconds - self.measured_seconds
         return min(max(all_seconds - waited, share), MOST_WAIT * all_seconds - waited)
 
     def tasks(self) -> tuple[Task, ...]:
-        """Return the tasks of the best plan, the weightiest first."""
+        """Return the missing measurements of the best plan, the largest weight first."""
         if self.left_seconds() <= 0:
             return ()
         return self.missing(plan_program(self.program, self.target, self.cluster, self.options))
@@ -324,7 +323,7 @@ class PlanWork(WorkList):
         return weight > WORTH_STARTING * plan.prediction.step_seconds
 
     def missing(self, plan: Plan) -> tuple[Task, ...]:
-        """Return the measurements that a plan lacks, the weightiest first, each once."""
+        """Return the untried measurements that a plan lacks, the largest weight first."""
         known, failures = self.known()
         found = [
             *self._update(plan, known),
@@ -336,7 +335,7 @@ class PlanWork(WorkList):
         return tuple(sorted(found, key=lambda each: -each.weight))
 
     def _blocks(self, plan: Plan, known: Profile, failures: Mapping[str, str]) -> Iterator[Task]:
-        """Yield the blocks of a plan at its rows, or at fewer where measuring takes too long."""
+        """Yield the blocks of a plan at a rank's rows, or at fewer rows if that takes too long."""
         graph = with_precision(self.program.graph, plan.model.precision)
         counts: dict[str, int] = {}
         for block in self.program.blocks.blocks:
@@ -359,7 +358,7 @@ class PlanWork(WorkList):
             yield Task(task, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)), weight)
 
     def _links(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """Yield the collectives and messages of a plan, up to its sizes."""
+        """Yield the collectives and messages of a plan, up to the sizes in it."""
         asked = CostQueries()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
@@ -379,7 +378,7 @@ class PlanWork(WorkList):
                 yield Task(task, seconds, each.seconds)
 
     def _update(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """Yield the optimizer's step, of parameters as large as the plan's."""
+        """Yield the optimizer's step, for parameters up to the largest of the plan."""
         optimizer = own_update(self.target) or plan.model.optimizer
         if update_curve(known, optimizer) is None:
             largest = max(
@@ -398,9 +397,9 @@ def measure_together(
     build: BuildOptimizer | None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Measure the tasks of rank 0's list, on every rank. Collective over all ranks.
+    """Measure the tasks of rank 0's list on every rank. Collective over all ranks.
 
-    Random numbers that a script draws afterwards are those that it would have drawn without.
+    Random states are restored, so a script draws the same numbers as without measuring.
     """
     devices = [device] if device.type == "cuda" else []
     meshes = Meshes(device)
@@ -433,7 +432,7 @@ def measure_together(
 def _measured(
     task: Task, ends: float, meshes: Meshes, *, device: torch.device, build: BuildOptimizer | None
 ) -> Iterator[Found]:
-    """Measure a task until ``ends`` of rank 0's ``perf_counter``, result by result."""
+    """Measure a task until ``ends`` (rank 0's ``perf_counter``), and yield each result."""
     what, seconds = task.what, task.seconds
 
     def is_late() -> bool:

@@ -1,9 +1,9 @@
-"""The processes of ``autoparallel profile``: ask the search, measure, keep.
+"""Worker processes of ``autoparallel profile``: they run the search, measure, and store.
 
-Runs inside a process group with one rank per device. Rank 0 plans and so finds the ops, transfers
-and blocks whose times a search asks for; all ranks measure them (``work_list``). Then it plans
-again with the new times: the winner may be another, with other ops. Blocks in one piece are
-measured last, with a part of the budget that is kept for them.
+They run inside a process group with one rank per device. Rank 0 plans, and so finds the ops,
+transfers and blocks whose times a search needs; all ranks measure them (``work_list``). Then rank 0
+plans again with the new times, as another plan with other ops may win. Whole blocks are measured
+last, in a reserved part of the budget.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from autoparallel.runtime.profile.links import COLLECTIVES, OVERLAPPED, Links, p
 from autoparallel.target.load import load_target
 
 LINK_SHARE = 0.3
-"""Largest share of the budget for transfers that the search asked for."""
+"""Maximum share of the budget for transfers that the search needs."""
 LINK_SECONDS = 0.15
 BLOCK_SHARE = 0.2
-"""Share of the budget that is kept for whole blocks."""
+"""Share of the budget that is reserved for whole blocks."""
 MOST_BLOCK_SECONDS = 2.0
 LEAST_CASE_SECONDS, MOST_CASE_SECONDS = 0.05, 1.0
 SEARCH_ROUNDS = 4
-"""Rounds of ops and transfers at most; blocks are measured in the round after them."""
+"""Maximum number of rounds for ops and transfers; blocks are measured afterwards."""
 USUAL_BYTES = 1 << 22
-"""Largest size of transfers that are measured without being asked for."""
+"""Largest size of common transfers, which are measured even if the search does not need them."""
 COLLECTIVE_OF = {STATE_KINDS.get(kind, kind): kind for kind in STATE_COLLECTIVES}
-"""By the kind of transfer that the search asks for, the collective of states that it is of: what
-compute loses beside that collective is measured, too."""
+"""Collective of model states for each kind of transfer that a search needs. The compute lost beside
+this collective is measured too."""
 
 
 def profile(
@@ -81,7 +81,7 @@ def profile(
     database: str,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measure the times that planning ``target`` with these options asks for. Collective.
+    """Measure the times that planning ``target`` with these options needs. Collective.
 
     Rank 0 returns a summary.
     """
@@ -94,7 +94,7 @@ def profile(
         if worker.rank == 0:
             shown = stack.enter_context(shown_progress(budget, quiet=quiet))
             with explain_errors(Path(database)), Database(database):
-                pass  # a file that cannot be written is told before anything is measured
+                pass  # an unwritable file is reported before anything is measured
             chosen = options_from_json(options)
             tell("capturing the model")
             work = SearchWork(
@@ -111,20 +111,20 @@ def profile(
 
 
 Transfers = tuple[str, Group, tuple[tuple[int, ...], ...], float]
-"""A kind of transfer, one group, the partition into such groups, and the largest size in bytes."""
+"""Kind of transfer, one group, the partition of ranks into such groups, and the largest bytes."""
 
 
 def _of_overlap(
     kind: str, group: Group, partition: tuple[tuple[int, ...], ...]
 ) -> tuple[Transfers, Transfers]:
-    """Return the two measurements whose quotient is the share of compute that a collective costs:
-    the collective alone, and the compute lost beside it."""
+    """Return two measurements, the collective alone and the compute lost beside it; their ratio is
+    the share of compute that the collective costs."""
     return (kind, group, partition, USUAL_BYTES), (overlapped(kind), group, partition, USUAL_BYTES)
 
 
 @dataclass(kw_only=True)
 class SearchWork(WorkList):
-    """The measurements that a search asks for, and the usual transfers, within a budget."""
+    """List of the measurements that a search needs, and of common transfers, within a budget."""
 
     budget: float
     shown: Shown
@@ -139,7 +139,7 @@ class SearchWork(WorkList):
     links_began: float = 0.0
 
     def left_seconds(self, task: Task) -> float:
-        """Return the seconds that are left for a task's share of the budget."""
+        """Return the seconds left in a task's share of the budget."""
         now = time.perf_counter()
         if isinstance(task.what, BlockTask):
             return self.budget
@@ -149,7 +149,7 @@ class SearchWork(WorkList):
         return left
 
     def tasks(self) -> tuple[Task, ...]:
-        """Return the tasks of a round: of the search, in the end of whole blocks."""
+        """Return the tasks of a round: as the search needs, and at the end whole blocks."""
         is_late = time.perf_counter() - self.began > (1 - BLOCK_SHARE) * self.budget
         found = () if is_late or self.rounds >= SEARCH_ROUNDS else self._searched()
         self.rounds = self.rounds + 1 if found else SEARCH_ROUNDS
@@ -185,7 +185,7 @@ class SearchWork(WorkList):
         )
 
     def _blocks(self) -> tuple[Task, ...]:
-        """Return the blocks to measure in one piece: those of the best plan that is known."""
+        """Return the tasks that measure whole blocks of the best plan known."""
         known, _ = self.known()
         graph, blocks = self.program.graph, self.program.blocks
         request = request_of(self.program, self.target, without_servers(self.options))
@@ -204,7 +204,7 @@ class SearchWork(WorkList):
         return tuple(Task(each, seconds) for each in tasks)
 
     def _links(self, wanted: ProfilingTargets, known: Profile) -> Iterator[LinkTask]:
-        """Yield the search's transfers in sizes that nothing measured reaches, then the usual."""
+        """Yield the search's transfers at sizes not yet measured, then the common transfers."""
         reached = self.reached(known)
         asked: list[Transfers] = [
             (each.kind, each.group, each.partition, each.most_bytes) for each in wanted.transfers
@@ -229,7 +229,8 @@ class SearchWork(WorkList):
                 yield replace(link, links=replace(links, num_bytes=sizes))
 
     def _usual(self) -> Iterator[Transfers]:
-        """Yield every kind on each level: a whole host, one rank of every host, all ranks."""
+        """Yield all kinds of collectives and messages at a common size: in a host, across hosts,
+        and over all ranks."""
         sizes = [host.num_devices for host in self.cluster.hosts]
         total, first = sum(sizes), sizes[0]
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -251,7 +252,7 @@ class SearchWork(WorkList):
             yield "p2p", Group(2, 1, 2, link, link, library=library), (), USUAL_BYTES
 
     def keep(self, found: Found) -> None:
-        """Write a measurement to the database, and count it; a failure is reported, not kept."""
+        """Store a measurement and count it; failures are reported, not stored."""
         if isinstance(found, Transfer):
             self.shown.advance(found.kind)
             self.waiting_links = max(0, self.waiting_links - 1)
@@ -267,7 +268,7 @@ class SearchWork(WorkList):
         self.measured += 1
 
     def outcome(self) -> dict[str, Any]:
-        """Return a summary of the measurements, as plain data."""
+        """Return a summary of the measurements as plain data."""
         known, _ = self.known()
         families = sorted({case.family for case in known.ops})
         return {

@@ -1,8 +1,8 @@
-"""Plans and runs side by side: figures and choices of items, found once, and as text and JSON.
+"""Comparison of plans and runs side by side: figures and choices, as text and as JSON.
 
-In: items of ``compare``. Out: a column per item, differences from the first marked: different
-figures show their change, different choices have ``*`` before them. Figures that a run does not
-measure are ``—``. ``html.compared`` renders the same figures.
+In: items of ``compare``. Out: a column per item, with differences from the first item marked: a
+different figure shows its change, a different choice has ``*`` before it. Figures that a run does
+not measure are ``—``. ``html.compared`` renders the same figures.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_
 from autoparallel.report.printing import list_table, plain_table, section
 
 MOST_COLUMNS = 4
-"""Items side by side; the first is repeated beside the next items."""
+"""Number of items side by side; further items are shown below, again beside the first."""
 
 SAME = 5e-4
-"""Figures with a smaller relative difference are equal."""
+"""Relative difference below which figures count as equal."""
 
 LEAST_SHARE = 1e-3
-"""Seconds and bytes that are below this share of the whole in every item have no row."""
+"""Share of the whole below which, in every item, a part of the seconds or bytes has no row."""
 
 SHORT_NAMES = {
     "compute": "compute",
@@ -55,7 +55,7 @@ SHORT_NAMES = {
     "optimizer": "optimizer",
     "waiting for other stages": "waiting",
 }
-"""Parts of a step in the order of the table, and their names in it."""
+"""Purposes of a step's seconds in the order of the table, with their names in it."""
 
 Value = float | None
 
@@ -65,19 +65,19 @@ OF_RUNS: Mapping[Figure, Callable[[MeasuredRun], Value]] = {
     THROUGHPUT: lambda run: run.throughput,
     MEMORY: lambda run: run.memory_bytes,
 }
-"""Figures that a run has; memory is of rank 0."""
+"""Figures of a run's metrics, with functions that read them; memory is of rank 0."""
 
 MEASURED: Mapping[Figure, Callable[[Measurement], float]] = {
     STEP: lambda measured: measured.step_seconds / measured.num_batches,
     MEMORY: lambda measured: measured.memory_bytes,
 }
-"""Figures that are measured beside a plan."""
+"""Figures that a run measured, as stored beside its plan, with functions that read them."""
 
 OF_PLANS = (UTILIZATION, BUBBLE)
 
 
 def value_of(figure: Figure, item: Item) -> Value:
-    """Return a figure of an item: predicted, or of a run."""
+    """Return a figure of an item: predicted for a plan, measured for a run."""
     value: Value = None
     if item.run is not None and figure in OF_RUNS:
         value = OF_RUNS[figure](item.run)
@@ -87,21 +87,21 @@ def value_of(figure: Figure, item: Item) -> Value:
 
 
 def measured_value(figure: Figure, item: Item) -> Value:
-    """Return a measured figure of an item."""
+    """Return the measured value of a figure for an item, None if not measured."""
     if item.measured is not None:
         return float(MEASURED[figure](item.measured))
     return None if item.run is None else value_of(figure, item)
 
 
 def measured_key(figure: Figure) -> str:
-    """Return the key of a measured figure."""
+    """Return the JSON key of a measured figure."""
     return f"measured_{figure.key}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Figure of an item: its value, as text, its change from the first item's, and whether that is
-    better. Without a value the text is a dash."""
+    """Figure of an item: its value and text, its relative change from the first item, and whether
+    the change is an improvement. Without a value the text is a dash."""
 
     value: Value
     text: str
@@ -112,7 +112,7 @@ class Cell:
 def cells(
     values: Sequence[Value], write: Callable[[float], str], less_is_better: bool = True
 ) -> tuple[Cell, ...]:
-    """Format values with their changes from the first.
+    """Format values as cells, with their relative changes from the first value.
 
     >>> [(cell.text, cell.change) for cell in cells([1.0, 1.5, None], seconds_text)]
     [('1.00 s', None), ('1.50 s', 0.5), ('—', None)]
@@ -126,7 +126,7 @@ def cells(
 
 
 def difference(value: Value, first: Value) -> float | None:
-    """Return the relative difference of a value from the first; None if equal or unknown."""
+    """Return the relative difference of ``value`` from ``first``; None if equal or unknown."""
     if value is None or not first:
         return None
     change = value / first - 1
@@ -145,8 +145,8 @@ def change_text(change: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComparedItem:
-    """Facts of an item: its ``cells`` by the key of a figure, the ``seconds`` of the busiest rank
-    by purpose, and the memory of the fullest rank; a run has only cells."""
+    """Facts of an item: its ``cells`` by figure key, the ``seconds`` of the busiest rank by
+    purpose, and the memory of the fullest rank. A run has only cells."""
 
     item: Item
     letter: str
@@ -162,12 +162,12 @@ class ComparedItem:
 
     @property
     def is_over(self) -> bool:
-        """True for a plan that does not fit."""
+        """True for a plan that does not fit memory."""
         return self.memory is not None and self.memory.excess_bytes > 0
 
     @property
     def short_seconds(self) -> dict[str, float]:
-        """Seconds by the short name of the purpose."""
+        """Seconds by the short name of their purpose."""
         return {SHORT_NAMES.get(name, name): value for name, value in self.seconds.items()}
 
     @property
@@ -178,7 +178,7 @@ class ComparedItem:
 
     @property
     def measured(self) -> list[tuple[str, Cell, Cell, float | None]]:
-        """Step and memory, predicted and measured, and the error of the prediction."""
+        """Rows of step and memory: name, prediction, measurement, and error of the prediction."""
         rows = []
         for figure in MEASURED:
             measured = self.cells[measured_key(figure)]
@@ -190,7 +190,7 @@ class ComparedItem:
 
 
 def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
-    """Return the facts of items."""
+    """Return the facts of each item."""
     columns = {
         figure.key: cells(
             [value_of(figure, item) for item in items], figure.write, figure.less_is_better
@@ -217,7 +217,7 @@ def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
 
 
 def letter_of(index: int) -> str:
-    """Return the letter of an item in the tables.
+    """Return the letter that stands for an item in the tables.
 
     >>> letter_of(0), letter_of(25), letter_of(26)
     ('A', 'Z', 'A1')
@@ -226,7 +226,7 @@ def letter_of(index: int) -> str:
 
 
 def choices(plan: Plan) -> Mapping[str, str]:
-    """Return a plan's choices and targets by name."""
+    """Return the choices of a plan, and the settings that it was made for, by name."""
     schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
     parts = strategy_parts(rank_summaries(plan), schedule)
     recompute = [part for part in parts if "recompute" in part]
@@ -248,8 +248,8 @@ def choices(plan: Plan) -> Mapping[str, str]:
 
 
 def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return the choices that differ between plans: a name, and for each item its choice and
-    whether that differs from the first plan's."""
+    """Return the choices that differ between plans. For each: its name, and per item the text and
+    whether it differs from the first plan's."""
     found = [None if item.plan is None else choices(item.plan) for item in items]
     plans = [own for own in found if own is not None]
     names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
@@ -266,7 +266,7 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
 
 
 def print_comparison(items: Sequence[Item], console: Console) -> None:
-    """Print the page: the items' letters, then figures, choices, seconds and bytes."""
+    """Print the comparison: letters of the items, then figures, choices, seconds and bytes."""
     found = compare_items(items)
     legend = list_table("left", "left", "left")
     for each in found:
@@ -317,7 +317,7 @@ def _part_rows(
     whole: float,
     write: Callable[[float], str],
 ) -> list[Row]:
-    """Return a row for each part that is large in an item; without parts an item has dashes."""
+    """Return a row for each part that is large in any item; items without parts get dashes."""
     return [
         (name, cells([own.get(name, 0.0) if own else None for own in parts], write))
         for name in large_parts(parts, order, whole)
@@ -327,7 +327,7 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return the names, in an order, of parts that reach the least share of a whole somewhere."""
+    """Return the parts of at least ``LEAST_SHARE`` of ``whole`` in any item, in ``order``."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole
     return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]
@@ -343,7 +343,7 @@ def _cell_text(cell: Cell) -> Text:
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return an entry per item; ``difference`` has relative differences from the first."""
+    """Return an entry per item; ``difference`` has relative differences from the first item."""
     entries, of_all = [], [figure.key for figure in OF_RUNS]
     for each in compare_items(items):
         item, values = each.item, {key: cell.value for key, cell in each.cells.items()}
@@ -365,7 +365,7 @@ def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return a flat row per item: figures, their differences from the first's, and choices."""
+    """Return a flat row per item: figures, their differences from the first item, and choices."""
     rows = []
     for entry in comparison_json(items):
         differences = entry.pop("difference")

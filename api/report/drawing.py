@@ -1,8 +1,8 @@
-"""The timeline of a step of a plan's pipeline as text.
+"""Timeline of a step of a plan's pipeline, drawn as text.
 
-In: a plan. Out: the text, from the stages' predicted seconds, or None for a plan without a pipeline
-or whose stages are no chain: the plan does not hold the stages' dependences, so a step is drawn
-only if its time is the predicted time.
+In: a plan. Out: the text, from the predicted seconds of the stages. It is None for a plan without a
+pipeline, and for stages that are no chain: a plan file does not store dependencies of stages, so a
+step is drawn only if its simulated time equals the predicted time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.schedules.schedules import build_schedule
 
 MOST_ACTIONS = 100_000
-"""Limit of stages times micro-batches that are simulated for a drawing."""
+"""Limit for stages times micro-batches, above which no step is simulated for a drawing."""
 
 SAME = 0.01
 
@@ -32,7 +32,7 @@ MEANINGS = {
 
 
 def legend(drawn: str) -> str:
-    """Explain the signs of a drawing, other than F and B.
+    """Explain the signs in a drawing, except F and B.
 
     >>> legend("rank 0  FFfWW.")
     "W weights' gradients, . waiting, small letters: every second stage of a rank"
@@ -46,7 +46,7 @@ def legend(drawn: str) -> str:
 
 
 def timeline_of(plan: Plan) -> Timeline | None:
-    """Return the plan's step as simulated from the plan alone; None if its time differs."""
+    """Simulate a step from the plan alone; None if the result differs from the predicted time."""
     stages = len(plan.stages)
     if not plan.has_pipeline or stages * plan.num_microbatches > MOST_ACTIONS:
         return None
@@ -60,7 +60,7 @@ def timeline_of(plan: Plan) -> Timeline | None:
 
 
 def plan_costs(plan: Plan) -> StageCosts:
-    """Return the stages' costs in a plan; messages both ways are the receiver's wait."""
+    """Return the stages' costs from a plan; "receive" seconds cover messages both ways."""
 
     def each(name: str) -> list[float]:
         return [stage.prediction.seconds.get(name, 0.0) for stage in plan.stages]

@@ -1,4 +1,4 @@
-"""Estimates as a page of 80 columns, and for programs."""
+"""Estimates as a page of 80 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ GROUPS = {
     "optimizer": ("optimizer",),
     "activations": ("activations", "recomputation"),
 }
-"""Columns of the table of memory, with the categories that each adds up."""
+"""Columns of the memory table, with the categories summed in each."""
 
 SHORT_NAMES = {"parameters": "params", "gradients": "grads", "activations": "activ"}
 
 
 def print_estimates(found: Sequence[Estimate], console: Console) -> None:
-    """Print the table of devices, and the memory of the fullest device by category."""
+    """Print a table of devices, and the memory of the fullest device by category."""
     console.print(_title(found))
     console.print()
     console.print(_table(found))
@@ -58,7 +58,7 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
 
 
 def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
-    """Return the model and the settings of the estimates: two lines."""
+    """Return two lines of title: the model, and the settings of the estimates."""
     plans = [each.plan for each in found if each.plan is not None]
     if not plans:
         return "no plan was found", ""
@@ -78,7 +78,7 @@ def _title(found: Sequence[Estimate]) -> Text:
 
 
 def estimate_table(found: Sequence[Estimate]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles of figures, and the figures of each estimate, none without a plan."""
+    """Return the column titles and a row of figures per estimate; a row without a plan is empty."""
     plans = [each.plan for each in found if each.plan is not None]
     rate = "tokens/s" if all(plan.model.seq for plan in plans) else "samples/s"
     has_days = any(each.days is not None for each in found)
@@ -111,7 +111,7 @@ def _table(found: Sequence[Estimate]) -> Table:
 
 
 def days_text(days: float | None) -> str:
-    """Format days of training.
+    """Format a number of days.
 
     >>> days_text(1234.5), days_text(3.456), days_text(0.01), days_text(None)
     ('1,234', '3.46', '0.01', '—')
@@ -122,7 +122,7 @@ def days_text(days: float | None) -> str:
 
 
 def dollars_text(dollars: float | None) -> str:
-    """Format a price.
+    """Format a price in dollars.
 
     >>> dollars_text(12345.6), dollars_text(3.456), dollars_text(4.2e9), dollars_text(None)
     ('12,346', '3.46', '4.20 B', '—')
@@ -138,7 +138,7 @@ UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def memory_unit(found: Sequence[Estimate]) -> str:
-    """Return the unit in which a decimal suffices for the fullest device of every estimate."""
+    """Return the unit for all estimates: GiB if each has a peak of at least 10 GiB, else MiB."""
     peaks = [each.plan.prediction.peak_memory_bytes for each in found if each.plan is not None]
     return "GiB" if min(peaks, default=0) >= 10 * UNITS["GiB"] else "MiB"
 
@@ -160,7 +160,7 @@ def _memory(found: Sequence[Estimate], unit: str) -> Table:
 
 
 def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
-    """Return an entry per device and way to train."""
+    """Return an entry per device and training method."""
     return [
         {
             "device": each.device,

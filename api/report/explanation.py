@@ -1,4 +1,4 @@
-"""Explanations as pages of 80 columns, and for programs."""
+"""Explanations as pages of 80 columns, and as JSON."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STYLES = {
 }
 
 LEAST_TERM = 2e-3
-"""Terms with a smaller share of the step are not named."""
+"""Share of the step below which a term is not named."""
 
 
 def print_explanation(found: Explanation, console: Console) -> None:
-    """Print the alternatives in a table, the chosen first."""
+    """Print the alternatives as a table, the plan's choice first."""
     console.print(Text(found.subject, style="bold"))
     console.print(Text(found.where, style="dim"))
     console.print()
@@ -65,14 +65,14 @@ def print_explanation(found: Explanation, console: Console) -> None:
 
 
 def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> None:
-    """Print the plan beside the requested plan, and the terms that lose."""
+    """Print the plan beside the plan with forced degrees, and the seconds that differ."""
     print_comparison((Item("plan", plan), Item(parallel, forced)), console)
     console.print()
     console.print(Text(loss_text(plan, forced), style="bold"))
 
 
 def loss_text(plan: Plan, other: Plan) -> str:
-    """Describe the terms of which another plan takes more, and less, in a sentence."""
+    """Describe the seconds and bytes that another plan takes more or less, by purpose."""
     own, step = terms(plan), plan.prediction.step_seconds
     theirs = terms(other)
     change = other.prediction.step_seconds / step - 1
@@ -96,7 +96,7 @@ def loss_text(plan: Plan, other: Plan) -> str:
 
 
 def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
-    """Return both plans' figures, and the differences of the terms in seconds."""
+    """Return the figures of both plans, and their differences in seconds by purpose."""
     own, theirs = terms(plan), terms(forced)
     names = dict.fromkeys((*own, *theirs))
     return {
@@ -108,7 +108,7 @@ def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
 
 
 def print_what_if(found: Changed, console: Console) -> None:
-    """Print the plan before and after the change, the best plan after it, and the conclusion."""
+    """Print the plan before and after the change, the best plan after it, and a conclusion."""
     items = changed_items(found)
     print_comparison(items, console)
     console.print()
@@ -121,7 +121,7 @@ def changed_items(found: Changed) -> tuple[Item, ...]:
 
 
 def changed_text(found: Changed) -> str:
-    """Describe the effect of the change on the plan in a sentence."""
+    """Describe in a sentence the effect of the change on the plan."""
     change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
     text = f"the plan's step changes by {change_text(change)}"
     over, least = found.excess_bytes(found.same), found.excess_bytes(found.found)
@@ -141,12 +141,12 @@ def changed_text(found: Changed) -> str:
 
 
 def what_if_json(found: Changed) -> dict[str, Any]:
-    """Return the plans' figures, and whether the plan stays."""
+    """Return the figures of the plans, and whether the plan stays the best."""
     return {"stays": found.stays, "plans": comparison_json(changed_items(found))}
 
 
 Errors = tuple[Sequence[ComputeError], Sequence[ComputeError]] | None
-"""Errors of blocks and of stages; None without measurements."""
+"""Prediction errors of blocks and of stages; None without measurements."""
 
 UNMEASURED = (
     "blocks and stages: nothing was measured for this cluster's devices, and a run records whole "
@@ -184,7 +184,7 @@ def _error_table(rows: Sequence[tuple[str, float, float]]) -> Table:
 
 
 def measured_rows(plan: Plan, run: MeasuredRun) -> list[tuple[str, float, float]]:
-    """Return name, prediction and measurement of figures, the largest errors first."""
+    """Return rows of name, prediction and measurement, the largest error first."""
     rows = [("step", plan.prediction.step_seconds, run.step_seconds)]
     if run.memory_bytes:
         held = sum(bytes_of(plan, stages_of_ranks(plan)[0]).values())
@@ -193,7 +193,7 @@ def measured_rows(plan: Plan, run: MeasuredRun) -> list[tuple[str, float, float]
 
 
 def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, Any]:
-    """Return predictions and measurements for programs."""
+    """Return predictions, measurements and errors as JSON values."""
     found: dict[str, Any] = {
         "figures": [
             {"name": name, "predicted": own, "measured": other, "error": own / other - 1}

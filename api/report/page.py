@@ -1,6 +1,6 @@
-"""The page: the parts of a report in reading order, each a rich renderable.
+"""Report of a plan: its parts in reading order, each a rich renderable.
 
-Every part fits 80 columns. Colour only repeats what the words say.
+Every part fits 80 columns. Colour only repeats information that the words give.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from autoparallel.report.tables import (
 DRAWING_MARGIN = 12
 MAX_WIDTH = 120
 SHORT_STAGES, SHORT_RANKS = 4, 4
-"""Stages, and ranks of the drawing, on one screen."""
+"""Number of stages, and of ranks in the drawing, in the short report."""
 MOST_RANKS = 16
 SHORT_SHARE = 0.005
 """Share of the step below which parts are merged into one row."""
@@ -63,10 +63,10 @@ SHORT_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts of a report beyond one screen, each in place of the short form.
+    """Parts of a report that are shown in full instead of the short form.
 
-    ``stages``: all of them; ``memory``: every category; ``candidates``: all, with the main
-    difference; ``layouts``: of every parameter, and the collectives; ``sources``: of every figure.
+    ``stages``: all stages; ``memory``: every category; ``candidates``: all, with the main
+    difference; ``layouts``: of every parameter, with the collectives; ``sources``: of every figure.
     """
 
     stages: bool = False
@@ -81,7 +81,7 @@ EVERYTHING = Details(True, True, True, True, True)
 
 
 def describe(plan: Plan, *, short: bool = False) -> str:
-    """Return the report of ``plan`` as plain text, 80 columns wide: everything, or one screen."""
+    """Return the report of ``plan`` as plain text of 80 columns; if ``short``, on one screen."""
     return print_to_text(
         lambda console: print_report(plan, console, ONE_SCREEN if short else EVERYTHING)
     )
@@ -97,10 +97,10 @@ def print_report(
     notes: Sequence[str] = (),
     timeline: Timeline | None = None,
 ) -> None:
-    """Print the report: what, where, how fast, how sure, what next.
+    """Print the report of a plan.
 
-    ``next_steps`` are commands and what they do; ``measured`` says what a run measured; ``notes``
-    stand under the headline. ``timeline`` is drawn in place of the one that the plan tells.
+    ``next_steps`` are commands with their purposes; ``measured`` describes a run's measurement;
+    ``notes`` are printed under the headline. ``timeline`` replaces the drawing made from the plan.
     """
     width = min(console.width, MAX_WIDTH)
     parts: list[RenderableType] = [header(plan), headline(plan)]
@@ -141,7 +141,7 @@ def print_report(
 
 
 def _where(plan: Plan, details: Details) -> RenderableType:
-    """Return the stages, and on one screen the uses of their meshes' axes."""
+    """Return the stages, and in the short report the uses of their mesh axes."""
     table = stages(plan, limit=len(plan.stages) if details.stages else SHORT_STAGES)
     if details.layouts:
         return section("Stages", table)
@@ -150,7 +150,7 @@ def _where(plan: Plan, details: Details) -> RenderableType:
 
 
 def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableType:
-    """Return commands, with descriptions if there is room."""
+    """Return commands, with their purposes if the width suffices."""
     longest = [max(map(len, column)) for column in zip(*next_steps, strict=True)]
     if sum(longest) + 2 > width:
         lines = (Text(command, style="cyan", overflow="fold") for command, _ in next_steps)
@@ -163,7 +163,7 @@ def commands(next_steps: Sequence[tuple[str, str]], width: int) -> RenderableTyp
 
 
 def header(plan: Plan) -> RenderableType:
-    """Return the model, the batch and the cluster of the plan."""
+    """Return the model, batch and cluster of the plan."""
     model = plan.model
     settings = " ".join(f"{key}={value}" for key, value in model.settings.items())
     first = Text.assemble(
@@ -181,7 +181,7 @@ def header(plan: Plan) -> RenderableType:
 
 
 def headline(plan: Plan) -> RenderableType:
-    """Return the answer in two lines: the configuration, and its figures."""
+    """Return the configuration in a line, and its main figures in another."""
     memory, unit = fullest_rank(plan), unit_of(plan)
     figures = {"step": STEP, f"{unit}/s": THROUGHPUT, "MFU": UTILIZATION}
     texts = {name: figure.text(plan) for name, figure in figures.items()}
@@ -213,7 +213,7 @@ SHOWN_PARTS = 12
 
 
 def goal_lines(plan: Plan, goal: GoalReport) -> RenderableType:
-    """Return the choice, its price, and the tried parts of the cluster."""
+    """Return the chosen part of the cluster, its price, and the other parts that were tried."""
     unit = unit_of(plan)
     lines = [f"chosen: {goal.chosen}"]
     if goal.dollars_per_hour is not None and goal.tokens_per_dollar is not None:
@@ -242,7 +242,7 @@ def _tried_line(tried: Tried, goal: GoalReport, unit: str) -> str:
 
 
 def server_lines(servers: ServerPlan) -> RenderableType:
-    """Describe workers and servers, their shares, and the meaning of staleness."""
+    """Describe the workers and parameter servers, their shares, and the staleness bound."""
     count = len(servers.servers)
     shares = ", ".join(map(str, servers.shares))
     lines = [
@@ -261,7 +261,7 @@ def server_lines(servers: ServerPlan) -> RenderableType:
 
 
 def source_lines(plan: Plan) -> list[Text]:
-    """Return the shares of the predicted time by source, and the measurements' environment."""
+    """Return the shares of predicted time by source, and the environment of the measurements."""
     prediction, profile = plan.prediction, plan.prediction.profile
     if not prediction.sources:
         return []
@@ -281,7 +281,7 @@ def source_lines(plan: Plan) -> list[Text]:
 
 
 def gap_text(plan: Plan) -> str:
-    """Describe the optimality gap, and the cause of an early end of the search."""
+    """Describe the optimality gap, and the cause if the search ended early."""
     if plan.solver.stopped:
         return f"{_gap_text(plan)}; the search was ended early by {plan.solver.stopped}"
     return _gap_text(plan)
@@ -300,7 +300,7 @@ def _gap_text(plan: Plan) -> str:
 
 
 def simplest_text(plan: Plan) -> str:
-    """Describe the number of equally fast plans and the fastest; "" if it is this plan."""
+    """Describe the fastest plan if a simpler, nearly equal plan was chosen; "" otherwise."""
     why = plan.solver.simplest
     if why is None:
         return ""
@@ -312,14 +312,14 @@ def simplest_text(plan: Plan) -> str:
 
 
 def _layout_gap_text(plan: Plan) -> str:
-    """Describe the optimality gap of the layouts for the stages as they are."""
+    """Describe the optimality gap of the layouts, given the stages."""
     gap = plan.solver.layouts_gap or 0.0
     measured = "measured before interleaving" if plan.num_chunks > 1 else "for these stages"
     return f"at most {percent_text(gap)} ({measured})" if gap > 1e-9 else f"0 % ({measured})"
 
 
 def confidence(plan: Plan) -> RenderableType:
-    """Return the sources of the figures, the optimality gap, and the planning time by phase."""
+    """Return the sources of figures, the optimality gap, and the planning time by phase."""
     solver, simplest = plan.solver, simplest_text(plan)
     solved = f"{solver.num_problems} subproblems solved"
     if solver.solver != "highs":
@@ -349,7 +349,7 @@ def confidence(plan: Plan) -> RenderableType:
 
 
 def _planning_text(plan: Plan) -> str:
-    """Describe the planning time and its phases."""
+    """Describe the planning time by phase."""
     phases = {name: value for name, value in plan.solver.seconds.items() if name != "total"}
     total = plan.solver.seconds.get("total", sum(phases.values()))
     spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())
@@ -360,7 +360,7 @@ def _planning_text(plan: Plan) -> str:
 
 
 def short_confidence(plan: Plan) -> RenderableType:
-    """Return the sources of times, the gap, and the reason for this plan, in short."""
+    """Return the sources of times, the optimality gap, and the reason for the choice, in short."""
     lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
     lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
     return Group(*lines)

@@ -1,4 +1,4 @@
-"""Printing of reports: tables without lines, titled sections, bars, and text in a string."""
+"""Printing of reports: tables without grid lines, titled sections, bars, and output to a string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAR_WIDTH = 28
 
 
 def print_to_text(prints: Callable[[Console], None]) -> str:
-    """Return printed text as plain text, 80 columns wide; the same in a notebook's kernel."""
+    """Return the text that ``prints`` prints, in 80 columns; the same in a notebook."""
     stream = io.StringIO()
     console = Console(
         file=stream, width=WIDTH, color_system=None, legacy_windows=False, force_jupyter=False
@@ -28,7 +28,7 @@ def print_to_text(prints: Callable[[Console], None]) -> str:
 
 
 def plain_table(*columns: tuple[str, str], show_header: bool = True) -> Table:
-    """Make a table without lines; a column is its title and ``left`` or ``right``."""
+    """Make a table without grid lines; a column is a title and "left" or "right"."""
     table = Table(
         box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, show_header=show_header
     )
@@ -38,26 +38,26 @@ def plain_table(*columns: tuple[str, str], show_header: bool = True) -> Table:
 
 
 def list_table(*sides: str) -> Table:
-    """Make a table without lines and titles; a column is ``left`` or ``right``."""
+    """Make a table without grid lines and titles; a column is "left" or "right"."""
     return plain_table(*(("", side) for side in sides), show_header=False)
 
 
 def section(title: str, body: RenderableType) -> RenderableType:
-    """Return a title over its indented body, after an empty line."""
+    """Return a title with its indented body below, after an empty line."""
     return Group(
         Text(""), Text(title, style="bold"), Padding(body, (0, 0, 0, INDENT), expand=False)
     )
 
 
 def lines_text(lines: list[str]) -> RenderableType:
-    """Return lines, each of which is wrapped by itself."""
+    """Return a renderable of lines that are wrapped one by one."""
     return Group(*map(Text, lines))
 
 
 def bars(
     values: Mapping[str, float], text: Callable[[float], str], styles: Mapping[str, str]
 ) -> RenderableType:
-    """Return a row per value: its name, its figure, its share, and a bar."""
+    """Return a row per value: its name, its text, its share of the total, and a bar."""
     total = sum(values.values()) or 1.0
     table = list_table("left", "right", "right", "left")
     for name, value in values.items():
@@ -67,7 +67,7 @@ def bars(
 
 
 def bar(fraction: float, style: str) -> Text:
-    """Draw a bar of eighths of a character, at least an eighth for a positive value."""
+    """Draw a bar in eighths of a character, at least one eighth for a positive value."""
     eighths = max(round(fraction * BAR_WIDTH * 8), 1 if fraction > 0 else 0)
     full, rest = divmod(eighths, 8)
     return Text("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else ""), style=style)

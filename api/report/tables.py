@@ -1,6 +1,6 @@
-"""The tables of a report: stages, sharding, memory, seconds, collectives, alternatives.
+"""Tables of a report: stages, sharding, memory, seconds, collectives, alternatives.
 
-Each function takes a plan and returns a renderable, with its title if that has figures.
+Each function takes a plan and returns a renderable, and its title if the title has figures.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SHORT_ALTERNATIVES, SHORT_CATEGORIES = 3, 3
 
 STAGE_TITLES = ("", "blocks", "ranks", "mesh", "ZeRO", "forward", "backward", "memory")
 BLOCKS, ZERO, FIRST_FIGURE = 1, 4, 4
-"""Indices of columns."""
+"""Indices of columns in ``STAGE_TITLES``; right-aligned columns begin at ``FIRST_FIGURE``."""
 
 
 def stages(plan: Plan, *, limit: int) -> RenderableType:
-    """Return a row per stage: its blocks, their place, and the seconds of a micro-batch.
+    """Return a row per stage: its blocks, its devices, and the seconds of a micro-batch.
 
-    Of more than ``limit`` stages the first, the slowest, the fullest and the last are shown.
+    If there are more than ``limit`` stages, the first, slowest, fullest and last are shown.
     """
     every = stage_rows(plan)
     shown = [every[index] for index in shown_stages(every, limit)]
@@ -60,7 +60,7 @@ def stages(plan: Plan, *, limit: int) -> RenderableType:
 
 
 def shown_stages(rows: Sequence[StageRow], limit: int) -> list[int]:
-    """Return the numbers of the stages to show."""
+    """Return the indices of the stages to show."""
     every = range(len(rows))
     if len(every) <= limit:
         return list(every)
@@ -83,7 +83,7 @@ def _stage_cells(row: StageRow) -> tuple[str, ...]:
 
 
 def splits(plan: Plan) -> RenderableType:
-    """Return the uses of each mesh's axes, and the layouts of each kind of block."""
+    """Return the uses of each mesh's axes, and the parameter layouts of each kind of block."""
     parts: list[RenderableType] = []
     for mesh, members, kinds in mesh_splits(plan):
         if len(members) < len(plan.stages):
@@ -117,8 +117,8 @@ MEMORY_STYLES = {
 
 
 def memory(plan: Plan, *, is_short: bool = False) -> tuple[str, RenderableType]:
-    """Return the fullest rank's memory against its device's: a bar for every category, or the
-    largest categories in a line."""
+    """Return the memory of the fullest rank against its limit: with a bar per category, or if short
+    with the largest categories in a line."""
     rank = fullest_rank(plan)
     where = f", {stages_text(rank.stages)}" if plan.has_pipeline else ""
     sizes = of_text(rank.total_bytes, rank.limit_bytes)
@@ -132,7 +132,7 @@ def memory(plan: Plan, *, is_short: bool = False) -> tuple[str, RenderableType]:
 
 
 def of_text(used: float, limit: float) -> str:
-    """Write two sizes, the unit once if equal.
+    """Write a size and its limit, with one unit if it is the same.
 
     >>> of_text(55 * 2**30, 72 * 2**30)
     '55.0 of 72.0 GiB'
@@ -143,7 +143,7 @@ def of_text(used: float, limit: float) -> str:
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """Name stages, the first two and the last of many.
+    """Name stages by number; of more than three the first two and the last.
 
     >>> stages_text((1,)), stages_text((0, 2)), stages_text((1, 5, 9, 13))
     ('stage 1', 'stages 0 and 2', 'stages 1, 5, … 13')
@@ -154,8 +154,8 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
-    """Return the parts of the step's time on the busiest rank; parts below the share ``least`` are
-    added up."""
+    """Return the parts of the step's time on the busiest rank. Parts below the share ``least`` are
+    summed as "rest"."""
     stages = busiest_rank(plan)
     values = rank_seconds(plan, stages)
     small = [name for name in values if values[name] < least * plan.prediction.step_seconds]
@@ -168,7 +168,7 @@ def time(plan: Plan, *, least: float = 0.0) -> tuple[str, RenderableType]:
 
 
 def communications(plan: Plan) -> RenderableType:
-    """Return the seconds of each stage's collectives in a step, hidden and exposed."""
+    """Return the seconds of the stages' collectives in a step, hidden and exposed."""
     names, figures = ("stages", "collectives", "beside"), ("total", "hidden", "exposed")
     table = plain_table(*((name, "left") for name in names), *((name, "right") for name in figures))
     for members, each in merged_communication(plan):
@@ -178,7 +178,7 @@ def communications(plan: Plan) -> RenderableType:
 
 
 def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
-    """Return other plans: how much slower they are and, with ``all_of_them``, the main
+    """Return the alternatives with their slowdown; with ``all_of_them`` also with the main
     difference."""
     table = plain_table(
         ("configuration (micro-batches × size)", "left"),

@@ -1,1 +1,1 @@
-"""``autoparallel export PLAN --to python``: a script of plain PyTorch that trains by a plan."""
+"""``autoparallel export PLAN --to python``: a plain PyTorch script that trains by a plan."""

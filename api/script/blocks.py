@@ -1,8 +1,8 @@
-"""A block's program as readable Python.
+"""Text of a block's program as readable Python.
 
 In: a ``BlockProgram`` and its stage. Out: a ``BlockFunction``: the text of a function, and the
-names of its weights, without the path of the block, so that the repeated layers of a model have
-the same function. Values are named after the modules that make them; views are written in a row.
+names of its weights without the path of the block, so that repeated layers of a model have equal
+functions. Values are named after the modules that compute them; views become chained method calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autoparallel.script.writer import Writer, unwritable
 STATE = r"_(part|whole|term)(_\d+)?$"
 STATES = {"S": "part", "R": "whole", "I": "whole", "P": "term"}
 SHORT = 48
-"""Longest expression that is written into others."""
+"""Largest number of characters of an expression that is written inside another."""
 
 NAMES = {
     "scaled_dot_product_attention": "attended",
@@ -69,7 +69,7 @@ NAMES = {
     "any": "any_",
 }
 LIGHT = frozenset({"mean", "slice", "to", "_to_copy"})
-"""Ops of one tensor that read well inside another expression, besides pointwise ops."""
+"""Ops of one tensor that, like pointwise ops, are written inside another expression."""
 
 WEIGHTED = frozenset(
     {
@@ -87,15 +87,15 @@ WEIGHTED = frozenset(
         "split_embedding",
     }
 )
-"""Ops whose result gets the name of their module, which holds their weight."""
+"""Ops whose result is named after their module, which holds their weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFunction:
-    """Function of a block: ``text`` without its ``def`` line, which callers name.
+    """Function of a block. ``text`` is its body; callers write the ``def`` line.
 
-    ``weights`` are the names of its parameters and buffers as its text has them. ``uses`` are this
-    package's definitions that it calls.
+    ``weights`` are the names of its parameters and buffers as in the text. ``uses`` are the
+    definitions of this package that it calls.
     """
 
     arguments: tuple[str, ...]
@@ -106,7 +106,7 @@ class BlockFunction:
     takes_draw: bool
     results: tuple[str, ...]
     first_number: int
-    """Number of its first random op, from which the numbers in the text count."""
+    """Lowest number of its random ops; numbers in the text count from it."""
 
 
 def block_function(
@@ -115,7 +115,7 @@ def block_function(
     graph: Graph,
     layout_of: Callable[[str], Layout | None],
 ) -> BlockFunction:
-    """Write the function of a block; ``layout_of`` gives the layout of a node's first output.
+    """Write the function of a block; ``layout_of`` returns the layout of a node's first output.
 
     Raises PlanError AP367 if an op cannot be written.
     """
@@ -155,14 +155,14 @@ def block_function(
 
 
 def module_path(program: BlockProgram) -> str:
-    """Return the path of a block's module: its name, if its parameters are below that."""
+    """Return the path of a block's module: its name if all its parameters are below it, else ""."""
     names = [*program.parameters, *program.buffers]
     is_module = all(name.startswith(f"{program.name}.") for name in names)
     return program.name if names and is_module else ""
 
 
 def _arguments(writer: Writer) -> tuple[str, ...]:
-    """Return the names of the values that the function takes, without weights."""
+    """Return the names of the values that the function takes besides weights."""
     placeholders = [n for n in writer.program.module.graph.nodes if n.op == "placeholder"]
     held = {**writer.stage.parameters, **writer.stage.buffers}
     pairs = list(zip(placeholders, writer.program.inputs, strict=True))
@@ -185,7 +185,7 @@ def _arguments(writer: Writer) -> tuple[str, ...]:
 
 
 def _argument_name(writer: Writer, key: str) -> str:
-    """Name a value from outside; a constant gets the name of the op that computes it."""
+    """Name a value from outside the block; a constant is named after the op that computes it."""
     if key.startswith("count of "):
         return "count"
     node = writer.graph.by_name.get(parse_key(key).name)
@@ -198,14 +198,14 @@ def _argument_name(writer: Writer, key: str) -> str:
 
 
 def _weight(writer: Writer, name: str) -> Expression:
-    """Return a parameter or buffer, by its name from the block's module on."""
+    """Write a parameter or buffer as ``w["..."]``, named relative to the block's module."""
     short = name.removeprefix(f"{writer.path}.") if writer.path else name
     writer.weights.append(short)
     return Expression(f'w["{short}"]')
 
 
 def _write(writer: Writer, node: fx.Node) -> None:
-    """Write a call as a line, or as a part of its user's line."""
+    """Write a call as a line, or store its expression for the line of its user."""
     if node.target is operator.getitem and not node.users:
         return
     made = _expression(writer, node)
@@ -244,7 +244,7 @@ def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
 
 
 def _continues_x(writer: Writer, node: fx.Node) -> bool:
-    """Return whether a sum adds to ``x``, which nothing reads afterwards."""
+    """Return whether ``node`` adds to the value ``x``, which is not read afterwards."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
     ):
@@ -278,7 +278,7 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
 
 
 def _write_heading(writer: Writer, node: fx.Node) -> None:
-    """Write a comment where the ops of another submodule begin."""
+    """Write a comment that names the submodule if ``node`` is the first of its ops."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         return
@@ -294,7 +294,7 @@ def _write_heading(writer: Writer, node: fx.Node) -> None:
 
 
 def _shape_comment(writer: Writer, node: fx.Node) -> str:
-    """Write the local shape of a node's result."""
+    """Return a comment with the local shape of a node's result."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node) or len(source.outputs) != 1:
         return ""
@@ -314,7 +314,7 @@ def _family(node: fx.Node) -> str:
 
 
 def _name(writer: Writer, node: fx.Node) -> str:
-    """Name a value after the module whose result it is, else after the op."""
+    """Name a value after the module that returns it, else after the op."""
     if getattr(node.target, "__name__", "") == apply_steps.__name__:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -337,7 +337,7 @@ def _name(writer: Writer, node: fx.Node) -> str:
 
 
 def _base_name(text: str) -> str:
-    """Return the name in an expression; of a weight, with its module's name.
+    """Return the variable that begins an expression; for a weight its name with its module's.
 
     >>> _base_name('w["attention.qkv.bias"]'), _base_name("qkv.reshape(4, 32)")
     ('qkv_bias', 'qkv')
@@ -350,7 +350,7 @@ def _base_name(text: str) -> str:
 
 
 def _expression(writer: Writer, node: fx.Node) -> Expression:
-    """Return the expression of a call."""
+    """Return the Python expression of a call."""
     target = node.target
     if target is local_tensor:
         attribute = node.args[0]
@@ -385,7 +385,7 @@ def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
 
 
 def _argument(writer: Writer, value: Any) -> Any:
-    """Return a call's argument with nodes replaced by their expressions."""
+    """Return an argument of a call, with nodes replaced by their expressions."""
     if isinstance(value, fx.Node):
         return writer.values[value]
     if isinstance(value, list):  # fx has its own immutable lists

@@ -1,6 +1,6 @@
-"""Calls of this package's functions: changes of layout, split losses, random ops, experts.
+"""Calls of this package's functions: layout changes, sharded losses, random ops, experts.
 
-In: the call as a rank's program has it. Out: the call of the same function's copy in the script.
+In: a call in a rank's program. Out: the call of the copy of the same function in the script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autoparallel.script.writer import MOVES, Writer, unwritable
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """Write the call of a function of this package that takes the rank first."""
+    """Write the call of a function of this package that takes the rank as first argument."""
     function = getattr(node.target, "func", node.target)
     assert callable(function)
     axes = writer.stage.mesh.axes
@@ -56,7 +56,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
 
 
 def _activation(writer: Writer, text: str) -> Expression:
-    """Define a function of rows (``passes.ops.activation``) before its use."""
+    """Define an activation function (of ``passes.ops.activation``) in lines before its use."""
     name = writer.unique("activation")
     writer.lines.append(f"def {name}(rows: Tensor) -> Tensor:")
     made = ["rows"]
@@ -84,7 +84,7 @@ SIGNS = {**OPERATORS, "truediv": OPERATORS["div"]}
 
 
 def _of_activation(value: Any, made: Sequence[str]) -> Any:
-    """Return an argument of a call of an activation, which ``literal`` writes."""
+    """Return an argument in an activation's JSON as a value for ``literal``."""
     if isinstance(value, list):
         return [_of_activation(each, made) for each in value]
     if not isinstance(value, dict):
@@ -117,7 +117,7 @@ def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:
 def _class_loss(
     writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any], *, is_logits: bool
 ) -> Expression:
-    """Write a mean over rows that are counted beforehand; the classes may be split."""
+    """Write a class loss divided by a count of rows known in advance; classes may be sharded."""
     axes, count = writer.stage.mesh.axes, kwargs.get("count")
     rows, classes = kwargs["axes"] if is_logits else (kwargs["row_axes"], ())
     is_mean = not is_logits or kwargs["reduction"] == MEAN
@@ -147,7 +147,7 @@ def _class_loss(
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """Write a counted random op; the rank's place on the mesh determines its part."""
+    """Write a numbered random op, with the axes that shard its result."""
     name = "dropout" if node.target.__name__ == dropout_part.__name__ else "uniform"  # type: ignore[union-attr]
     writer.uses.add(name)
     layout = writer.layout_of(node.meta[MADE_BY].name) or ()

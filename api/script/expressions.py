@@ -1,7 +1,7 @@
-"""An op's call as a line of Python, in public PyTorch if an exact form exists.
+"""Call of an op as Python text, in public PyTorch functions if an exact form exists.
 
 In: an op and its arguments, tensors as text. Out: an ``Expression``. Ops without an entry here are
-written as ``torch.ops.aten…``. ``fold`` breaks a line of a script that is too long.
+written as ``torch.ops.aten…``. ``fold`` breaks long lines of a script.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ METHODS = frozenset(
         "alias",
     }
 )
-"""Views and other cheap ops, which read best as a chain of methods."""
+"""Views and other cheap ops that are written as method calls, which can be chained."""
 
 SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
-"""Methods whose only argument is a list of sizes, which is written without brackets."""
+"""Methods with one list argument of sizes, which is written without brackets."""
 
 NN_FUNCTIONS = frozenset(
     {
@@ -93,7 +93,7 @@ NN_FUNCTIONS = frozenset(
         "adaptive_avg_pool2d",
     }
 )
-"""Functions of torch.nn.functional with the arguments of the op of the same name."""
+"""Functions of torch.nn.functional that take the same arguments as the op of their name."""
 
 FORMS = {
     "layer_norm": ("F.layer_norm", 4),
@@ -103,14 +103,14 @@ FORMS = {
     "nll_loss": ("F.nll_loss", 2),
     "nll_loss_nd": ("F.nll_loss", 2),
 }
-"""Public functions with the arguments of an op: the first ones by position, others by name."""
+"""Public function of each op, and the number of arguments passed by position."""
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Text of a call or another value."""
+    """Text of a Python expression."""
 
     text: str
     is_compound: bool = False
@@ -122,13 +122,13 @@ class Expression:
 
 
 def function(head: str, note: str, lines: Iterable[str]) -> str:
-    """Write a function with a docstring; ``lines`` are its body."""
+    """Write a function with head ``head`` and docstring ``note``; ``lines`` are its body."""
     body = [INDENT + line if line else line for line in (f'"""{note}"""', *lines)]
     return "\n".join([f"def {head}:", *body])
 
 
 def fold(line: str) -> list[str]:
-    """Break a line that is too long inside its longest brackets; its comment is dropped if needed.
+    """Break a long line inside its longest brackets; drop its comment if that suffices.
 
     >>> fold(f"x = f({'a' * 60}, {'b' * 60})")[0]
     'x = f('
@@ -153,7 +153,7 @@ def fold(line: str) -> list[str]:
 
 
 def _brackets(code: str) -> list[list[int]]:
-    """Return the places of each outermost pair of brackets and of the commas directly inside."""
+    """Return the positions of each outermost pair of brackets and of the commas directly inside."""
     plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
     found: list[list[int]] = []
     depth = 0
@@ -168,25 +168,25 @@ def _brackets(code: str) -> list[list[int]]:
 
 
 def assignment(names: Sequence[str], made: Expression) -> str:
-    """Return the line ``names = made``; without names the call alone."""
+    """Return the line ``names = made``; without names only the call."""
     start = ", ".join(names)
     start = f"({start})" if len(start) > LINE // 2 else start
     return f"{start} = {made.text}" if names else made.text
 
 
 def dictionary(items: Mapping[str, Any]) -> str:
-    """Write a dictionary from names to values, which are text or numbers."""
+    """Write a dict from names to values; the values are given as text or numbers."""
     return "{" + ", ".join(f'"{name}": {value}' for name, value in items.items()) + "}"
 
 
 def call_of(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
-    """Write a call; ``literal`` writes the arguments."""
+    """Write a call of ``head``, with arguments written by ``literal``."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
     return Expression(f"{head}({', '.join(parts)})")
 
 
 def literal(value: Any) -> str:
-    """Write a value as Python text; an ``Expression`` stands for itself.
+    """Write a value as Python text; an ``Expression`` is written as its text.
 
     >>> literal([1, torch.float32, True, float("inf")])
     '[1, torch.float32, True, float("inf")]'
@@ -208,7 +208,7 @@ def literal(value: Any) -> str:
 
 
 def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
-    """Write the call of an op of aten; ``path`` is its name with the overload."""
+    """Write the call of an aten op; ``path`` is its name with the overload."""
     kwargs = {
         name: value
         for name, value in kwargs.items()
@@ -240,7 +240,7 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
 
 
 def _is_function(name: str) -> bool:
-    """Return whether the public function of torch of this name is the op itself."""
+    """Return whether ``torch`` has a public function ``name`` that calls the op directly."""
     function = getattr(torch._C._VariableFunctions, name, None)
     return not name.startswith("_") and function is not None and getattr(torch, name) is function
 
@@ -255,7 +255,7 @@ def _by_name(
 
 
 def _formed(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
-    """Write a call of a function of ``FORMS`` without arguments that have their defaults."""
+    """Write a call of a function in ``FORMS``, leaving out arguments equal to their defaults."""
     name, _, overload = path.partition(".")
     head, count = FORMS[name]
     parameters = getattr(getattr(torch.ops.aten, name), overload)._schema.arguments
@@ -343,4 +343,4 @@ SPECIAL: dict[str, Special] = {
     "_to_copy": _to,
     "index": _index,
 }
-"""Ops whose public form has other arguments; None if a call has no public form."""
+"""Writers of ops whose public form takes other arguments; None if a call has no public form."""

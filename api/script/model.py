@@ -1,7 +1,7 @@
-"""The user's model in a script: its file, its construction, its data and optimizer.
+"""Model of the user in a script: its file, construction, data and optimizer.
 
-In: the plan's target. Out: files copied into the script's folder, and the text of ``new_model``,
-``batches``, ``new_optimizer`` and ``new_scheduler``.
+In: the plan's target. Out: files copied into the script's folder, and the text of the functions
+``new_model``, ``batches``, ``new_optimizer`` and ``new_scheduler``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from autoparallel.target.trust import target_name
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """``imports`` and ``functions`` of a script, and names of the copied ``files``."""
+    """Text about the model: ``imports`` and ``functions``, and names of the copied ``files``."""
 
     imports: tuple[str, ...]
     functions: str
     files: tuple[str, ...]
     module: str
-    """Name of the model's file in the script."""
+    """Name of the imported module of the model."""
     has_data: bool
 
 
 def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
-    """Copy the model's files into ``folder``. Raises PlanError AP366 and AP368."""
+    """Copy the model's files into ``folder`` and write its functions. Raises PlanError AP366,
+    AP368."""
     target, plan = found.made.target, found.plan
     check_optimizer(found)
     if target.name.startswith("hf:"):
@@ -92,7 +93,7 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
 
 
 def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
-    """Copy a model's file and the files beside it that it imports."""
+    """Copy a model's file, and the files beside it that it imports; return their new names."""
     first = Path(place)
     done = {first.name: re.sub(r"\W", "_", first.stem) + ".py"}
     pending = [first]
@@ -120,7 +121,7 @@ def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
 
 
 def _imported_names(path: Path) -> set[str]:
-    """Return the top names of the modules that a file imports."""
+    """Return the top-level names of the modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -133,7 +134,7 @@ def _imported_names(path: Path) -> set[str]:
 def _huggingface(
     target: Target, folder: Path
 ) -> tuple[tuple[str, ...], list[str], tuple[str, ...]]:
-    """Write the configuration as a file; return the code that builds the model."""
+    """Save the model's configuration; return imports, code that builds the model, and files."""
     config = target_config(target)
     config.save_pretrained(folder)
     lines = ["config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)"]
@@ -145,13 +146,13 @@ def _huggingface(
 
 
 def _meta(target: Target) -> nn.Module:
-    """Return the model without memory."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         return target.build_model()
 
 
 def _adapters(target: Target) -> list[str]:
-    """Return lines that freeze a model and add adapters, drawn in the same order."""
+    """Return code that freezes a model and adds adapters, initialized in the same order."""
     lora, model = parse_lora(target.settings["lora"]), _meta(target)
     for module in model.modules():  # an adapted layer has a class of this package
         if hasattr(module, "lora_A"):
@@ -173,7 +174,7 @@ def _adapters(target: Target) -> list[str]:
 
 
 def _data(found: ExportedPlan, module: str) -> list[str]:
-    """Return code that yields global batches: the target's data for one rank, or random data."""
+    """Return code that yields global batches: of the target's data, or random."""
     build, model = found.made.target.build_data, found.plan.model
     if build is None:
         return made_up_batches(found)
@@ -203,11 +204,11 @@ def _optimizer(found: ExportedPlan, module: str) -> list[str]:
 
 
 def check_optimizer(found: ExportedPlan) -> None:
-    """Raise PlanError AP368 if the target's optimizer may need more than a rank has.
+    """Raise PlanError AP368 if the target's optimizer may need tensors that a rank lacks.
 
-    A script gives it this rank's part of each weight, and in a pipeline the weights of the rank's
-    stages alone. Every optimizer of torch updates a parameter by its own gradient and state; other
-    optimizers are unknown.
+    A script passes it this rank's shard of each weight, and in a pipeline only weights of its
+    stages. Optimizers known to update each element by its own gradient and state are safe; with
+    whole weights all of torch's are. Other optimizers are unknown.
     """
     build = found.made.target.build_optimizer
     splits = any(

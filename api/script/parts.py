@@ -1,8 +1,8 @@
-"""The fixed part of a script: copies of this package's definitions, with all that they use.
+"""Fixed part of a script: copies of this package's definitions, with their dependencies.
 
-In: names that a script uses. Out: the imports and the source of all that they need, in the order of
-``MODULES``. The rank of ``passes`` is a mesh in a script, whose methods are the collectives:
-``RENAMED`` replaces the words.
+In: names that a script uses. Out: the source and imports of the definitions that they need, in the
+order of ``MODULES``. The rank of ``passes`` becomes a mesh in a script, whose methods are the
+collectives; ``RENAMED`` makes these replacements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODULES = (
     "autoparallel.runtime.script_parts.pipeline",
     "autoparallel.runtime.script_parts.main",
 )
-"""Modules with definitions; the first definition of a name counts."""
+"""Modules that definitions are copied from; the first definition of a name is taken."""
 
 RENAMED = (
     (r"\b(ctx\.)?rank\.communicator\b", r"\1mesh"),
@@ -47,7 +47,7 @@ RENAMED = (
     (r"\baxis: int\b", "axis: str"),
     (r"\bactivation: str\b", "activation: Callable[[Tensor], Tensor]"),
 )
-"""Replacements in definitions of ``passes``."""
+"""Replacements in definitions copied from ``passes``."""
 
 REMOVED = (
     (r"  # type: ignore\[[\w, -]+\]", ""),
@@ -57,14 +57,14 @@ REMOVED = (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Import lines, and definitions by module."""
+    """Import lines, and copied definitions by module."""
 
     imports: frozenset[str]
     sections: Mapping[str, tuple[str, ...]]
 
 
 def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
-    """Collect the definitions that ``wanted`` need, except names that are ``given``."""
+    """Collect the definitions that ``wanted`` need, except names in ``given``."""
     known, pending, found = _definitions(), list(wanted), set[str]()
     while pending:
         name = pending.pop()
@@ -80,7 +80,7 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
 
 
 def taken_names() -> frozenset[str]:
-    """Return the names that functions of blocks, and the model's module, must not have."""
+    """Return the names that a block's function or the model's module must not have."""
     names = {"batches", "constants", "count", "itertools", "transformers"}
     imported = {line.split()[-1] for each in _definitions().values() for line in each.imports}
     return frozenset(names | imported).union(_definitions(), dir(builtins), keyword.kwlist)
@@ -93,7 +93,7 @@ def can_copy(function: Callable[..., object]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """Text of a definition, the names that it reads, and the lines that import some of them."""
+    """Text of a definition, the names that it reads, and the imports that it needs."""
 
     module: str
     text: str
@@ -103,7 +103,7 @@ class _Definition:
 
 @cache
 def _definitions() -> dict[str, _Definition]:
-    """Return the definitions of all modules by name, constants with their notes."""
+    """Return the definitions of all ``MODULES`` by name; constants include their notes."""
     found: dict[str, _Definition] = {}
     for module in MODULES:
         source = inspect.getsource(importlib.import_module(module))
@@ -126,7 +126,7 @@ def _definitions() -> dict[str, _Definition]:
 
 
 def _defined_names(node: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module defines."""
+    """Return the names that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name} - {"_"}  # a nameless registration with torch
     if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -136,7 +136,7 @@ def _defined_names(node: ast.stmt) -> set[str]:
 
 
 def _imports(node: ast.stmt) -> dict[str, str]:
-    """Return the lines of an import from outside this package, by the names that they define."""
+    """Return the lines that import names from other packages, by imported name."""
     is_own = isinstance(node, ast.ImportFrom) and (node.level or "autoparallel" in str(node.module))
     if is_own or not isinstance(node, ast.Import | ast.ImportFrom):
         return {}
@@ -148,7 +148,7 @@ def _imports(node: ast.stmt) -> dict[str, str]:
 
 
 def _free_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names that a definition reads and does not make."""
+    """Return the names that a definition reads but does not define."""
     names = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
     made = {each.id for each in names if isinstance(each.ctx, ast.Store)}
     made |= {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}

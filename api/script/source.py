@@ -1,7 +1,7 @@
-"""The source of an export: a plan's model captured again, and each stage's program.
+"""Source of an export: a plan's model captured again, and the program of each stage.
 
-In: a plan and its file. Out: an ``ExportedPlan``: the model, the stages' programs on a rank,
-and the schedule; or a PlanError that names the parts of the plan that a script cannot run.
+In: a plan and its file. Out: an ``ExportedPlan``: the model, the programs of its stages, and the
+schedule; or a PlanError that names a part of the plan that a script cannot run.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from autoparallel.runtime.data.variants import Variant, stage_programs, variant_
 
 @dataclass(frozen=True)
 class ExportedPlan:
-    """Plan to export. ``stages`` are in the schedule's order, with replicas. ``programs`` are of
-    the first rank of each stage; ``last_programs`` of the last rank.
+    """Plan to export. ``stages`` are in the schedule's order and include replicas.
 
-    ``rows`` is the schedule without steps, each row's receives in the order of its senders.
+    ``programs`` are of the first rank of each stage, ``last_programs`` of the last. ``rows`` is the
+    schedule per pipeline rank, without STEP and with receives in the order of their sends.
     """
 
     made: PlanModel
@@ -51,9 +51,9 @@ class ExportedPlan:
 
 
 def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
-    """Return a plan as a script writes it.
+    """Capture a plan's model for export.
 
-    Raises PlanError AP366 where a script cannot do what the plan says, and as ``load_plan_model``.
+    Raises PlanError AP366 if a script cannot run the plan, and the errors of ``load_plan_model``.
     """
     check_writable(plan)
     made = load_plan_model(plan, plan_path, trust=trust)
@@ -69,7 +69,7 @@ def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
 
 
 def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
-    """Return a stage's program on its first (0) or last (-1) device."""
+    """Return a stage's program on its first (``end`` 0) or last (-1) device."""
     coordinates = stage.mesh.coordinates(end % stage.mesh.size)
     place = ThreadCommunicator(stage.mesh, coordinates, [])
     (program,) = stage_programs(variant, index, coordinates=coordinates, communicator=place)
@@ -77,7 +77,7 @@ def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageP
 
 
 def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
-    """Merge equal constants of a program, so that its layers are equal too."""
+    """Merge equal constants of a program, so that equal layers read the same constants."""
     numbers: dict[tuple[str, ...], int] = {}
     forms: dict[str, int] = {}
 
@@ -103,7 +103,7 @@ def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
 
 
 def check_writable(plan: Plan) -> None:
-    """Raise PlanError AP366 for parts of a plan that scripts lack."""
+    """Raise PlanError AP366 for parts of a plan that scripts do not support."""
     has = (
         (plan.servers is not None, "parameter servers", "plan with --deny servers, or run it"),
         (
@@ -135,10 +135,10 @@ def _export_error(what: str, why: str, fix: str = "") -> PlanError:
 
 
 def in_order(schedule: Schedule) -> tuple[Row, ...]:
-    """Return the rows without STEP, with receives in their senders' order.
+    """Return the schedule's rows without STEP, with receives in the order of their sends.
 
-    Messages from one rank to another keep their order, so the first message sent is received first,
-    even if another receive is needed earlier.
+    Messages between two ranks arrive in order, so the message sent first is received first, even if
+    another message is needed earlier.
     """
     lanes: dict[tuple[int, int], list[Action]] = {}
     for source, row in enumerate(schedule.table):
@@ -153,7 +153,7 @@ def in_order(schedule: Schedule) -> tuple[Row, ...]:
 
 
 def _reorder(row: Row, lanes: list[list[Action]]) -> Row:
-    """Put each receive of a row behind the receives of all that its senders send before it."""
+    """Put each receive of a row after the receives of the messages sent before its message."""
     made: dict[Action, None] = {}
 
     def add(action: Action) -> None:

@@ -1,7 +1,7 @@
-"""The stages of a plan as functions that call their blocks, and as tables of splits.
+"""Stages of a plan as functions that call their blocks, and as tables of shardings.
 
-In: the program of each stage. Out: ``StageText``: the functions of its blocks, each once, the
-stage's function, in which runs of equal blocks are loops, and the entry of the table ``STAGES``.
+In: the program of each stage. Out: ``StageText``: the functions of its blocks (equal functions
+once), the stage's function, with runs of equal blocks as loops, and its entry in ``STAGES``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoparallel.script.expressions import (
 )
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
-"""Function that calls a block that is recomputed in the backward."""
+"""Function of the script that calls a recomputed block, by recomputation mode."""
 
 
 @dataclass(slots=True)
@@ -43,10 +43,10 @@ class Functions:
     """Names that are already used."""
     named: dict[str, BlockFunction] = field(default_factory=dict)
     about: dict[str, list[str]] = field(default_factory=dict)
-    """Blocks of each function."""
+    """Names of the blocks that each function computes."""
 
     def add(self, made: BlockFunction, program: BlockProgram, kind: str) -> str:
-        """Return the name of the function, adding it unless an equal function exists."""
+        """Return the name of the function; add it unless an equal function exists."""
         for name, known in self.named.items():
             same = known.arguments, known.text, known.weights
             if same == (made.arguments, made.text, made.weights):
@@ -79,7 +79,7 @@ def _note(blocks: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Call of a block: the function, the keys of its inputs and outputs, and its place."""
+    """Call of a block: its function, the keys of its inputs and outputs, and its module path."""
 
     function: str
     inputs: tuple[str, ...]
@@ -91,7 +91,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class StageText:
-    """Parts of a script for one stage."""
+    """Texts of a script for one stage."""
 
     function: str
     entry: str
@@ -108,7 +108,7 @@ def stage_text(
     number: int,
     functions: Functions,
 ) -> StageText:
-    """Write a stage's text; its blocks' functions are added to ``functions``."""
+    """Write the texts of a stage; the functions of its blocks are added to ``functions``."""
 
     def layout_of(name: str) -> Layout | None:
         found = plan.layout_of(name, blocks)
@@ -135,7 +135,7 @@ def stage_text(
 
 
 def function_name(block: BlockProgram) -> str:
-    """Name a block's function: a layer of ``layers`` is a ``layer``."""
+    """Name a block's function after its kind: for ``layers.3`` it is ``layer``."""
     path = re.sub(r"\W", ".", block.kind if not block.kind[-1:].isdigit() else block.name)
     last = [part for part in path.split(".") if part and not part.isdigit()][-1:] or ["block"]
     name = last[0]
@@ -156,7 +156,7 @@ class _StageWriter:
     lines: list[str] = field(default_factory=list)
 
     def result_keys(self) -> tuple[str, ...]:
-        """Return the keys of the results of the stage's function."""
+        """Return the keys of the values that the stage's function returns."""
         program = self.program
         keys = [*program.kept, *(each.key for each in program.sends), *program.updates.values()]
         return tuple(dict.fromkeys([*keys, *([program.loss] if program.loss else [])]))
@@ -183,13 +183,13 @@ class _StageWriter:
         return self.variables.get(key, f'values["{key}"]')
 
     def _later(self, position: int) -> set[str]:
-        """Return the keys that are used after the call at ``position``."""
+        """Return the keys that are read after the call at ``position``."""
         return {key for call in self.calls[position + 1 :] for key in call.inputs} | {
             *self.result_keys()
         }
 
     def _variable(self, key: str, position: int, count: int) -> str:
-        """Name a call's result: x, if that is free."""
+        """Name a call's result: ``x`` if the call has one result and ``x`` is not read later."""
         holder = next((k for k, name in self.variables.items() if name == "x"), None)
         if count == 1 and (holder is None or holder not in self._later(position)):
             if holder is not None:
@@ -208,7 +208,7 @@ class _StageWriter:
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
-        """Write the call of a block's function, recomputed or with gathered weights if needed."""
+        """Write the call of a block's function, inside a wrapper if recomputed or under ZeRO 3."""
         made = self.functions.named[call.function]
         arguments = [*inputs, where, *["mesh"] * made.takes_mesh]
         arguments += [f"draw.of({number})"] * made.takes_draw
@@ -221,9 +221,9 @@ class _StageWriter:
         return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
-        """Return the end of the longest loop that begins at a call.
+        """Return the end of the longest run of calls from ``start`` that can be a loop.
 
-        Only the next call uses a call's result, except the last result.
+        Results inside the run may only be used by the next call; results of the last by any.
         """
         forms = [_form(call, following) for call, following in pairwise(self.calls[start:])]
         alike = takewhile(lambda form: form is not None and form == forms[0], forms)
@@ -265,7 +265,7 @@ class _StageWriter:
         )
 
     def entry(self, number: int, plan: StagePlan) -> str:
-        """Write the stage's entry in the table of stages."""
+        """Write the stage's entry in the table ``STAGES``."""
         program, axes = self.program, self.program.mesh.axes
         tables: dict[str, Mapping[str, HeldValue | ParameterProgram]] = {
             "inputs": program.inputs,
@@ -298,12 +298,12 @@ class _StageWriter:
 
 
 def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
-    """Return the dimension that each axis splits."""
+    """Return the tensor dimension that each mesh axis shards."""
     return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
 
 
 def _split_index(path: str) -> tuple[str, int] | None:
-    """Split ``layers.3`` into (``layers.``, 3).
+    """Split a path into its prefix and final number: ``layers.3`` into (``layers.``, 3).
 
     >>> _split_index("model.layers.12"), _split_index("head")
     (('model.layers.', 12), None)
@@ -322,7 +322,7 @@ def _follows(before: str, path: str) -> bool:
 
 
 def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
-    """Describe how the next call continues a loop over modules; None if it does not."""
+    """Return the pattern by which the next call continues a loop; None if it does not."""
     pairs = zip(following.inputs, call.inputs, strict=False)
     continues = (
         (call.function, call.recompute) == (following.function, following.recompute)
@@ -334,7 +334,7 @@ def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of inputs of the next call and equal outputs of this call."""
+    """Return index pairs: an input of the next call, and the output of this call passed to it."""
     return tuple(
         (at, call.outputs.index(key))
         for at, key in enumerate(following.inputs)
@@ -343,7 +343,7 @@ def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...
 
 
 def _parameters(program: StageProgram, number: int) -> str:
-    """Write the table of a stage's parameters; numbered modules that are split alike once."""
+    """Write the table of a stage's parameters; equal numbered modules share an entry."""
     modules: dict[tuple[str, int], dict[str, str]] = {}
     for name, each in program.parameters.items():
         found = re.match(r"(.*?\.|)(\d+)\.(.*)", name)

@@ -1,4 +1,4 @@
-"""Values of a script besides its blocks: constants, counts of targets, made-up batches.
+"""Values of a script besides its blocks: constants, counts of targets, random batches.
 
 In: the captured program. Out: the text of the functions ``constants``, ``count`` and ``batches``.
 """
@@ -34,12 +34,12 @@ from autoparallel.script.expressions import (
 from autoparallel.script.source import ExportedPlan
 
 MOST_VALUES = 256
-"""Largest number of a tensor's values that are written into a script."""
+"""Largest number of elements of a tensor that is written into a script."""
 
 
 def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
-    """Return the constants that the stages hold or that count targets, and the buffers whose values
-    the model, as a script builds it in ``master``, lacks."""
+    """Return the names of constants for stages and counts, and of buffers whose values cannot be
+    read from the model that the script builds in the ``master`` dtype."""
     names: dict[str, None] = {}
     master = Formats.of(found.plan.model.precision).master
     for program in found.programs:
@@ -56,7 +56,7 @@ def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
 
 
 def constants_text(found: ExportedPlan) -> str:
-    """Write the function ``constants``: whole values, on the CPU."""
+    """Write the function ``constants``, which returns whole tensors on the CPU."""
     program, graph = found.made.program, found.variant.program.graph
     names = needed_constants(found)
     order = ancestors(graph, names)
@@ -101,7 +101,7 @@ def _buffer(node: Node, value: Tensor | None) -> Expression:
 
 
 def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Expression:
-    """Write the call that makes a constant, as it was captured."""
+    """Write the call that computes a constant, as captured."""
     node = captured[node.name]
     if node.op == LITERAL:
         return call_of("torch.tensor", [node.args[0]], node.kwargs)
@@ -118,7 +118,7 @@ def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Express
 
 
 def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
-    """Write lines that resize a constant from the captured rows to a micro-batch's."""
+    """Write lines that resize a constant from the captured batch size to a micro-batch's."""
     lines = []
     for dim, (have, want) in enumerate(zip(captured.spec.shape, node.spec.shape, strict=True)):
         if have != want:
@@ -130,7 +130,7 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
 
 
 def count_text(found: ExportedPlan) -> str:
-    """Write the function ``count``, or None if nothing is counted."""
+    """Write the function ``count``, or ``count = None`` if the losses need no counts."""
     lines: list[str] = []
     results: dict[str, str] = {}
     for stage in found.programs:
@@ -198,7 +198,7 @@ def _global_graph(found: ExportedPlan) -> Graph:
 
 
 def inputs_table(found: ExportedPlan) -> str:
-    """Write the table ``INPUTS``: by its name in the graph, its key in a batch, dtype and shape."""
+    """Write the table ``INPUTS``: each graph input's key in a batch, dtype and global shape."""
     places = found.made.program.inputs
     table = {
         node.name: f"({literal(_key(node.name, places[node.name]))}, torch.{node.spec.dtype}, "
@@ -209,8 +209,8 @@ def inputs_table(found: ExportedPlan) -> str:
 
 
 def _key(name: str, place: InputPlace) -> str | int:
-    """Return an input's key in a batch. Raises PlanError AP366 if it lies deeper, or counts rows in
-    another dimension than the first."""
+    """Return an input's key in a batch. Raises PlanError AP366 if the input is nested, or its batch
+    dimension is not the first."""
     if len(place.path) > 1 or place.dim:
         raise PlanError(
             "AP366",
@@ -223,7 +223,7 @@ def _key(name: str, place: InputPlace) -> str | int:
 
 
 def batch_dims(found: ExportedPlan) -> dict[str, int]:
-    """Return the dimension that counts the batch, of inputs that have such a dimension."""
+    """Return the batch dimension of each input that has one."""
     micro = found.variant.program.graph
     whole = _global_graph(found)
     dims = {}
@@ -250,7 +250,7 @@ def made_up_batches(found: ExportedPlan) -> list[str]:
 
 
 def _random(node: Node, bounds: dict[str, int]) -> str:
-    """Write random values of an input."""
+    """Write an expression for random values of an input."""
     shape, dtype = tuple(node.spec.shape), f"torch.{node.spec.dtype}"
     if "float" in dtype:
         made = f"torch.randn({shape}, generator=generator, dtype=torch.float64)"

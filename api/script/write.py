@@ -1,7 +1,7 @@
 """``autoparallel export PLAN --to python``: the whole script.
 
-In: a plan. Out: ``train.py`` and the model's file in a folder, which train under torchrun without
-this package. Its head lists the differences from ``autoparallel run``.
+In: a plan. Out: a folder with ``train.py`` and the model's file, which train under torchrun without
+this package. Its docstring lists the differences from ``autoparallel run``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IMPORTS = {
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
     "itertools": "import itertools",
 }
-"""Imports of functions that the parts of a script do not need."""
+"""Imports needed by the generated text, as opposed to the copied definitions."""
 
 GIVEN = (
     "COMPUTE",
@@ -57,15 +57,15 @@ GIVEN = (
     "INPUTS",
     "TRAINER",
 )
-"""Names that parts of a script read and that each script defines."""
+"""Names that the copied definitions read and that each script defines."""
 
 
 def write_script(
     plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool = False
 ) -> WrittenPlan:
-    """Write the script of ``plan`` into ``folder``, which will be called ``place``.
+    """Write the script of ``plan`` into ``folder``, which will later be moved to ``place``.
 
-    Raises PlanError AP366 to AP369 where it cannot be written, and as ``load_plan_model`` does.
+    Raises PlanError AP366 to AP369 if it cannot be written, and the errors of ``load_plan_model``.
     """
     found = capture_export(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)
@@ -78,7 +78,7 @@ def write_script(
 
 
 def differences_of(found: ExportedPlan, model: ModelText) -> tuple[str, ...]:
-    """Describe the differences of a script from ``autoparallel run``."""
+    """Describe the differences between a script and ``autoparallel run``."""
     plan = found.plan
     lines = [
         "every rank builds the whole model on its host, and keeps its part; values are those that "
@@ -114,9 +114,9 @@ def differences_of(found: ExportedPlan, model: ModelText) -> tuple[str, ...]:
 def script_text(
     found: ExportedPlan, model: ModelText, differences: tuple[str, ...], name: str
 ) -> str:
-    """Return the script, whose file is called ``name``.
+    """Return the text of the script, whose file is called ``name``.
 
-    Raises PlanError AP369 if the last rank of a stage runs another program than the first.
+    Raises PlanError AP369 if the first and last ranks of a stage run different programs.
     """
     functions = Functions(taken_names() | {model.module})
     stages = _stages(found, found.programs, functions)
@@ -195,11 +195,11 @@ def _head(found: ExportedPlan, differences: tuple[str, ...], name: str) -> str:
 
 
 SHORT_LINE = 88
-"""Longest import that linters leave in one line by default."""
+"""Longest import line that linters leave unbroken by default."""
 
 
 def _imports(lines: set[str], own: set[str]) -> str:
-    """Write imports: of Python, of installed packages, then the model's ``own`` files."""
+    """Write imports in groups: standard library, installed packages, the model's ``own`` files."""
     merged: dict[str, set[str]] = {}
     for line in lines:
         module, _, name = line.partition(" import ")
@@ -246,7 +246,7 @@ def _settings(found: ExportedPlan) -> str:
 
 
 def _crossings(found: ExportedPlan) -> str:
-    """Write the table of values that go between stages."""
+    """Write the table of tensors that are sent between stages."""
     entries = []
     for each in (own for crossing in found.variant.crossing() for own in crossing):
         ends = (
@@ -271,7 +271,7 @@ SCHEDULE_NOTE = """\
 
 
 def _schedule(found: ExportedPlan) -> str:
-    """Write the schedule: a row of actions for the ranks of each place in the pipeline."""
+    """Write the schedule: a row of actions for each pipeline rank."""
     rows = [" ".join(map(str, row)) for row in found.rows]
     lines = [f'{INDENT}"""{fill(row, 90, subsequent_indent=INDENT)}""",' for row in rows]
     return "\n".join([SCHEDULE_NOTE, "SCHEDULE = [", *lines, "]"])

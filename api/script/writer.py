@@ -1,6 +1,6 @@
-"""The state of writing a function of a script: the text so far, names, and errors.
+"""State of writing a function of a script: its text so far, names, and errors.
 
-``calls`` writes calls of this package's functions, ``blocks`` everything else.
+``calls`` writes calls of this package's functions, ``blocks`` all other calls.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ MOVES = {
     ("P", "R"): "all_reduce_both",
     ("P", "S"): "reduce_scatter",
 }
-"""Function of a script that changes a placement (``passes.ops.collectives.MOVES``)."""
+"""Function of a script for each change of placement (``passes.ops.collectives.MOVES``)."""
 
 RESERVED = frozenset(
     {*MOVES.values(), "all_to_all", "dropout", "uniform", "w", "mesh", "draw", "torch", "F", "x"}
 ).union(dir(builtins), keyword.kwlist)
-"""Names that a function of a script must not give to its values."""
+"""Names that a script's function must not give to its values."""
 
 
 @dataclass(slots=True)
 class Writer:
-    """Function in the making; ``values`` are the expressions of nodes."""
+    """Function being written; ``values`` maps nodes to their expressions."""
 
     program: BlockProgram
     stage: StageProgram
@@ -60,7 +60,7 @@ class Writer:
     part: str = ""
 
     def unique(self, name: str) -> str:
-        """Return ``name``, numbered if it is taken."""
+        """Return ``name`` as an identifier, with a number if it is taken."""
         name = re.sub(r"\W", "_", name).strip("_") or "value"
         if name[0].isdigit():
             name = f"part_{name}"

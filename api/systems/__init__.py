@@ -1,1 +1,1 @@
-"""Plans for other training systems: a configuration, and the differences from the plan."""
+"""Export of plans to other training systems: a configuration, and its differences from the plan."""

@@ -1,15 +1,14 @@
-"""Hugging Face Accelerate, and the Trainer of transformers, which uses it.
+"""Hugging Face Accelerate, and the Trainer of transformers, which is based on it.
 
-Of Accelerate: a YAML file for ``accelerate launch --config_file``.
+For Accelerate a YAML file for ``accelerate launch --config_file`` is written, with the names of
+release 1.15. Source: ``accelerate/commands/config/config_args.py`` and
+``accelerate/parallelism_config.py`` of that release. ZeRO 3 is run by FSDP 2; ZeRO 1 and 2, and
+offloaded optimizer states, by DeepSpeed; tensor and context parallelism need FSDP 2.
 
-The names are of release 1.15. Source: ``accelerate/commands/config/config_args.py`` and
-``accelerate/parallelism_config.py`` of that release. ZeRO 3 is FSDP 2; ZeRO 1 and 2, and offloaded
-optimizer states, are DeepSpeed's; tensor and context parallelism need FSDP 2.
-
-Of the Trainer: keywords of ``TrainingArguments`` as JSON, which
-``HfArgumentParser.parse_json_file`` reads. The names are of release 5.23. Source:
-``transformers/training_args.py`` of that release. Tensor and context parallelism come with
-Accelerate's file, with which the script is then started.
+For the Trainer the keyword arguments of ``TrainingArguments`` are written as JSON for
+``HfArgumentParser.parse_json_file``, with the names of release 5.23. Source:
+``transformers/training_args.py`` of that release. Tensor and context parallelism are set in
+Accelerate's file, and the script is then started with it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from autoparallel.systems.system import RECIPE, Deviation, Files, System, Writer
 CONFIG = "accelerate.yaml"
 
 Backend = Literal["none", "ddp", "deepspeed", "fsdp", "tp"]
-"""Trainer: one process, DDP, DeepSpeed, FSDP 2, or a model that is split as it is loaded."""
+"""Backend: one process, DDP, DeepSpeed, FSDP 2, or only tensor parallelism applied at loading."""
 
 LIMITS = {
     **WITHOUT_PIPELINE,
@@ -49,7 +48,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job."""
+    """Return the files of a job for Accelerate."""
     own = job.configuration
     found = launch_config(job)
     comment = "# Written by autoparallel export --to accelerate, for accelerate 1.15.\n"
@@ -67,14 +66,14 @@ def write(job: WriterInput) -> Files:
 
 
 def launcher(job: WriterInput) -> str:
-    """Return the command that starts a script, on one host or on each."""
+    """Return the command that starts a script on the host, or on each of several hosts."""
     hosts = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
     several = hosts if job.num_hosts > 1 else ""
     return f"accelerate launch --config_file {job.folder / CONFIG}{several}"
 
 
 def accumulation(own: Configuration) -> str:
-    """Write a script's accumulation of gradients; sharded under FSDP, as in the plan's price.
+    """Write a script's gradient accumulation; under FSDP gradients stay sharded, as priced.
 
     >>> accumulation(Configuration(dp=8, zero=1, num_microbatches=4))
     'Accelerator(gradient_accumulation_steps=4)'
@@ -89,7 +88,7 @@ def accumulation(own: Configuration) -> str:
 
 
 def accumulates_sharded(own: Configuration) -> bool:
-    """Return whether gradients must be summed after every micro-batch to stay sharded."""
+    """Return whether gradients, to stay sharded, must be reduced after every micro-batch."""
     return backend_of(own) == "fsdp" and own.num_microbatches > 1
 
 
@@ -111,7 +110,7 @@ def backend_of(own: Configuration) -> Backend:
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that Accelerate can run, and keep its degrees."""
+    """Change a configuration to options that Accelerate can run, keeping its degrees."""
     own = replace(
         own,
         recompute="none" if own.recompute == "none" else "full",
@@ -130,7 +129,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def backend_lost(own: Configuration) -> list[Deviation]:
-    """Return differences of a backend from a plan that its degrees do not show."""
+    """Return the differences from the plan that the backend causes besides the degrees."""
     if backend_of(own) != "fsdp":
         return []
     lost = []
@@ -152,7 +151,7 @@ def backend_lost(own: Configuration) -> list[Deviation]:
 
 
 def backend_notes(own: Configuration) -> list[str]:
-    """Return the steps that a script has to do itself."""
+    """Return notes about the code that a script needs for its backend."""
     backend = backend_of(own)
     notes = []
     if own.tp > 1:
@@ -174,7 +173,7 @@ def backend_notes(own: Configuration) -> list[str]:
 
 
 def launch_config(job: WriterInput) -> dict[str, Any]:
-    """Return the configuration of ``accelerate launch``."""
+    """Return the configuration for ``accelerate launch``."""
     own, backend = job.configuration, backend_of(job.configuration)
     kinds = {"none": "NO", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
     found: dict[str, Any] = {
@@ -211,7 +210,7 @@ def launch_config(job: WriterInput) -> dict[str, Any]:
 
 
 def fsdp(own: Configuration) -> dict[str, Any]:
-    """Return FSDP's settings; Accelerate writes them with ``fsdp_`` before each."""
+    """Return FSDP's settings; in Accelerate's file each name gets the prefix ``fsdp_``."""
     return {
         "version": 2,
         "reshard_after_forward": own.zero == 3,
@@ -234,7 +233,7 @@ def parallelism(own: Configuration) -> dict[str, int]:
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:
-    """Write a mapping of values and of mappings of values as YAML, whose values JSON can write.
+    """Write a mapping of values, and of mappings of values, as YAML; values are written as JSON.
 
     >>> yaml_text({"a": 1, "b": {"c": "x", "d": True}})
     'a: 1\\nb:\\n  c: "x"\\n  d: true\\n'
@@ -261,7 +260,7 @@ TRAINER_LIMITS = {
 
 
 def write_arguments(job: WriterInput) -> Files:
-    """Return the files of a job."""
+    """Return the files of a job for the Trainer."""
     own = job.configuration
     texts = {ARGUMENTS: json.dumps(arguments(job), indent=2) + "\n"}
     start = torchrun(job.plan.cluster)
@@ -282,14 +281,14 @@ def write_arguments(job: WriterInput) -> Files:
 
 
 def to_trainer(own: Configuration) -> Configuration:
-    """Change a configuration to options that the Trainer can run, and keep its degrees."""
+    """Change a configuration to options that the Trainer can run, keeping its degrees."""
     if own.precision == "fp8":
         own = replace(own, precision="bf16")
     return to_supported(own)
 
 
 def arguments(job: WriterInput) -> dict[str, Any]:
-    """Return the keywords of ``TrainingArguments``."""
+    """Return the keyword arguments of ``TrainingArguments``."""
     own, backend = job.configuration, backend_of(job.configuration)
     found: dict[str, Any] = {
         "output_dir": "run",

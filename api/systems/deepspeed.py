@@ -1,8 +1,7 @@
-"""DeepSpeed: its configuration as JSON.
+"""DeepSpeed: its configuration file in JSON.
 
-The names are of release 0.19. Source: ``deepspeed/runtime/config.py`` of that release. Pipelines of
-DeepSpeed are written in the model's code, and so is its sequence parallelism, so no configuration
-has them.
+The names are of release 0.19. Source: ``deepspeed/runtime/config.py`` of that release. DeepSpeed's
+pipelines and sequence parallelism are written in the model's code, so they cannot be configured.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ WITHOUT_PIPELINE = {
     "branches": "one mesh of all devices",
     "mixed-zero": "one ZeRO stage",
 }
-"""Replacements by a system without pipelines."""
+"""Replacement of each feature that a system without pipelines lacks."""
 
 LIMITS = {
     **WITHOUT_PIPELINE,
@@ -55,7 +54,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job."""
+    """Return the files of a job for DeepSpeed."""
     own = job.configuration
     text = json.dumps(config(own, job.plan.model.global_batch), indent=2) + "\n"
     hosts = f"--hostfile hosts --num_nodes {job.num_hosts} " if job.num_hosts > 1 else ""
@@ -72,7 +71,7 @@ def write(job: WriterInput) -> Files:
 
 
 PRECISIONS: dict[Precision, Precision] = {"fp8": "bf16", "fp64": "fp32"}
-"""Replacements of precisions that DeepSpeed lacks."""
+"""Replacements for precisions that DeepSpeed does not support."""
 
 CHECKPOINTING = (
     "the configuration does not turn recomputation on: call "
@@ -81,7 +80,7 @@ CHECKPOINTING = (
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that DeepSpeed can run, and keep its degrees."""
+    """Change a configuration to options that DeepSpeed can run, keeping its degrees."""
     return replace(
         own,
         zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
@@ -94,7 +93,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def config(own: Configuration, global_batch: int) -> dict[str, Any]:
-    """Return the configuration; ranks of one tensor-parallel group take the same samples."""
+    """Return the configuration; ranks of a tensor-parallel group read the same samples."""
     found: dict[str, Any] = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": own.rank_rows,
@@ -121,7 +120,7 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
 
 
 def optimizer(own: Configuration) -> dict[str, Any]:
-    """Return the optimizer with the settings that distinguish it from others."""
+    """Return the optimizer's type, with the settings that select its variant."""
     if own.optimizer.startswith("sgd"):
         momentum = 0.9 if own.optimizer == "sgd-momentum" else 0.0
         return {"type": "SGD", "params": {"momentum": momentum}}

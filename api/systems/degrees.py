@@ -1,11 +1,11 @@
-"""The nearest configuration with one mesh for all stages, for other systems.
+"""Nearest configuration to a plan with one mesh for all stages, for other systems.
 
-In: a plan. Out: a ``Configuration``: one mesh for every stage, one ZeRO stage, one share of
-recomputed layers. If the stages of a plan differ, one value stands for all of them, and
-``features`` names the loss.
+In: a plan. Out: a ``Configuration``: one mesh and one ZeRO stage for all pipeline stages, and one
+share of recomputed layers. If the stages of a plan differ, one value stands for all of them, and
+``features`` reports the difference.
 
-The layouts on an axis of a plan's mesh decide its role: on "tp" each op has its fastest layout,
-which may split samples or positions and no weight. ``axis_roles`` finds the roles.
+The layouts on the mesh axis "tp" decide its role: the planner gives each op its fastest layout on
+it, which may shard samples or positions and no weight. ``axis_roles`` finds the roles.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autoparallel.planner.plan import BlockPlan, Plan, Recompute, StagePlan
 from autoparallel.planner.replicas import stages_of_ranks
 
 LAYER = re.compile(r"^(?P<list>.*?)\.?(?P<index>\d+)$")
-"""Name of a block of a list of layers: ``model.layers.3``."""
+"""Pattern of the name of a block in a list of layers: ``model.layers.3``."""
 
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
-"""Ops of norms, which are local under a split of positions."""
+"""Name prefixes of ops of norms, which need no communication if positions are sharded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Sizes of the splits of samples, weights (``tp``), positions (``cp``) and experts."""
+    """Degrees that shard samples (``dp``), weights (``tp``), positions (``cp``) and experts."""
 
     dp: int = 1
     tp: int = 1
@@ -43,7 +43,7 @@ class Roles:
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    """Return the configuration nearest to a plan, exact if its stages are equal."""
+    """Return the configuration nearest to a plan; it is exact if all stages are equal."""
     num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
     pp = _divisor(plan.cluster.num_devices, num_ranks)
     is_cut = pp == num_ranks > 1
@@ -77,7 +77,7 @@ def configuration_of(plan: Plan) -> Configuration:
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most ``most``.
+    """Return the largest divisor of ``number`` that is at most ``most``.
 
     >>> _divisor(8, 3), _divisor(8, 4)
     (2, 4)
@@ -86,11 +86,11 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_roles(plan: Plan, pp: int) -> Roles:
-    """Return the roles of the mesh axes that all stages share.
+    """Return the roles of mesh axes to use for all stages.
 
-    If the stages' meshes differ, the most frequent mesh with an equal part of the devices (their
-    number divided by ``pp``) is taken. Without such a mesh there is as much data parallelism as a
-    micro-batch has samples, and tensor parallelism over the other devices.
+    If the stages have different meshes, the most frequent roles of the right size (number of
+    devices divided by ``pp``) are taken. If none has that size, data parallelism is as large as a
+    micro-batch allows, and tensor parallelism takes the other devices.
     """
     size = plan.cluster.num_devices // pp
     if plan.servers is not None:
@@ -102,7 +102,7 @@ def common_roles(plan: Plan, pp: int) -> Roles:
 
 
 def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
-    """Return the splits by the axes of a stage's mesh."""
+    """Return the degrees of a stage's mesh by role."""
     degrees = {"dp": 1, "tp": 1, "cp": 1, "ep": 1}
     splits_norms = False
     for axis, (name, size) in enumerate(zip(stage.mesh.axes, stage.mesh.shape, strict=True)):
@@ -115,7 +115,7 @@ def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
 
 
 def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:
-    """Return the repeated layers among a stage's blocks, from the longest numbered list."""
+    """Return the repeated layers in a stage: its blocks of the model's longest numbered list."""
     prefix = layer_list(plan)
     return tuple(
         block
@@ -132,7 +132,7 @@ def layer_list(plan: Plan) -> str | None:
 
 
 def parameters(plan: Plan, stage: StagePlan) -> dict[str, NodeLayout]:
-    """Return the layouts of a stage's parameters, by name: entries of modules without inputs."""
+    """Return the layouts of a stage's parameters by name."""
     return {
         name: layout for name, layout in stage.layouts.items() if "." in name and not layout.inputs
     }
@@ -153,7 +153,7 @@ def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:
 
 
 def _splits_norms(stage: StagePlan, axis: int) -> bool:
-    """Return whether norms compute a part of the positions each (Korthikanti et al. 2022)."""
+    """Return whether norms are sharded by positions (Korthikanti et al. 2022)."""
     norms = [
         layout.outputs[0][axis]
         for name, layout in stage.layouts.items()
@@ -168,7 +168,7 @@ def _most_frugal(modes: list[Recompute]) -> Recompute:
 
 
 def _recomputed_share(plan: Plan) -> float:
-    """Return the largest share of its layers that a pipeline rank recomputes; 1 if none is."""
+    """Return the largest fraction of layers recomputed by a pipeline rank; 1 if none are."""
     shares = []
     for own in stages_of_ranks(plan):
         layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]
@@ -178,14 +178,14 @@ def _recomputed_share(plan: Plan) -> float:
 
 
 def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:
-    """Return whether the blocks beside the layers are recomputed too."""
+    """Return whether the blocks outside the layers are recomputed too."""
     inside = {id(block) for stage in plan.stages for block in layers_of(plan, stage)}
     rest = [block for stage in plan.stages for block in stage.blocks if id(block) not in inside]
     return bool(rest) and recompute != "none" and all(block.recompute != "none" for block in rest)
 
 
 def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
-    """Return samples and number of micro-batches: the plan's, or the most that can be split."""
+    """Return size and number of micro-batches: the plan's, or the most that ``roles`` can shard."""
     batch, parts = plan.model.global_batch, roles.dp * roles.ep
     count = plan.num_microbatches
     while count > 1 and (batch % count or batch // count % parts):

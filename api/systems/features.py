@@ -1,8 +1,8 @@
-"""Features of a plan that another system may lack, each with a name and a sentence.
+"""Features of a plan that another system may lack, each with a name and a description.
 
-In: a plan. Out: its features. Names of ``--allow`` are used if they exist: tp, cp, ep, pp, zero1 to
-zero3, selective, full, offload, and the schedules. ``FEATURES`` explains each; a system names its
-missing features with their replacements.
+In: a plan. Out: its features. Names are as for ``--allow`` if it has the feature: tp, cp, ep, pp,
+zero1 to zero3, selective, full, offload, and the schedules. ``FEATURES`` describes each; a system
+maps the names of its missing features to replacements.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ FEATURES = {
     "sgd-momentum": "SGD with momentum",
     "compile": "compiled blocks",
 }
-"""Every feature that a plan may use beyond data parallelism, AdamW, fp32 and bf16."""
+"""All features that a plan may use besides data parallelism, AdamW, fp32 and bf16."""
 
 MOST_NAMED = 3
-"""Number of weights that are named; the others are counted."""
+"""Number of weights listed by name; further weights are counted."""
 
 MOST_COUNTS = 16
-"""Number of stages up to which the layers of each are listed; above, the least and the most."""
+"""Number of stages whose layers are listed one by one; for more, only minimum and maximum."""
 
 COLUMN_NAMES = (
     "q_proj",
@@ -84,23 +84,24 @@ COLUMN_NAMES = (
     "gate",
 )
 ROW_NAMES = ("o_proj", "down_proj", "out_proj", "c_proj", "fc2", "fc_out", "w2", "down", "proj")
-"""Last parts of the names of modules that Megatron-LM's tensor parallelism splits by output, and
-by input (Shoeybi et al. 2019, arXiv:1909.08053, section 3)."""
+"""Last name parts of modules that Megatron-LM's tensor parallelism shards by output (column
+parallel, ``COLUMN_NAMES``) and by input (row parallel; Shoeybi et al. 2019, arXiv:1909.08053,
+section 3)."""
 
 TRANSPOSED = ("c_attn", "c_fc", "c_proj")
-"""``Conv1D`` of transformers, whose weight is input by output."""
+"""Modules of class ``Conv1D`` of transformers, whose weight is inputs x outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Feature that a plan uses. ``text`` describes it, with its numbers."""
+    """Feature that a plan uses. ``text`` describes it with the plan's numbers."""
 
     name: str
     text: str
 
 
 def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """Return the features of a plan, each once."""
+    """Return the features of a plan, without duplicates."""
     found = (
         *_parallelism(plan),
         *_pipeline(plan),
@@ -193,7 +194,7 @@ def _settings(plan: Plan) -> Iterator[Feature]:
 
 
 def _has_usual_order(plan: Plan) -> bool:
-    """Return whether pipeline ranks are consecutive in the cluster, each with its mesh in order."""
+    """Return whether the devices of successive pipeline ranks are numbered in ascending order."""
     order = [plan.stages[own[0]].devices for own in stages_of_ranks(plan)]
     flat = [device for devices in order for device in devices]
     return flat == sorted(flat)
@@ -214,7 +215,7 @@ def _layouts(plan: Plan) -> Iterator[Feature]:
 
 
 def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator[tuple[int, str]]:
-    """Yield axes on which a weight's layout differs from column and row parallelism."""
+    """Yield mesh axes on which a weight's layout differs from column or row parallelism."""
     layout = stage.layouts[name].outputs[0]
     usual = usual_dim(name, is_hub=plan.model.target.startswith("hf:"))
     for axis, placement in enumerate(layout):
@@ -230,7 +231,7 @@ def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator
 
 
 def usual_dim(name: str, *, is_hub: bool) -> int | None:
-    """Return the dimension along which tensor parallelism usually splits a weight; None if unknown.
+    """Return the dimension that tensor parallelism usually shards in a weight; None if unknown.
 
     >>> usual_dim("model.layers.0.mlp.down_proj.weight", is_hub=True)
     1

@@ -1,4 +1,4 @@
-"""Megatron-LM: the arguments of its ``pretrain_gpt.py``, and a script that starts it.
+"""Megatron-LM: arguments for its ``pretrain_gpt.py``, and a script that starts it.
 
 The names are of core_v0.19.0. Source: ``megatron/training/arguments.py`` and
 ``megatron/core/transformer/pipeline_parallel_layer_layout.py`` of that tag.
@@ -24,10 +24,10 @@ from autoparallel.systems.system import (
 ARGUMENTS, SCRIPT = "args.txt", "train.sh"
 SCHEDULES = ("1f1b", "interleaved")
 MODELS = ("llama", "mistral", "qwen2", "mixtral", "gpt2")
-"""Architectures of Hugging Face that ``pretrain_gpt.py`` builds from arguments."""
+"""Hugging Face architectures that ``pretrain_gpt.py`` can build from arguments."""
 
 Arguments = list[tuple[str, ...]]
-"""Names of arguments, each with its value if it takes one."""
+"""Command-line arguments, each a name with its value if it takes one."""
 
 LIMITS = {
     **PIPELINES,
@@ -48,7 +48,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job."""
+    """Return the files of a job for Megatron-LM."""
     own, lost, notes = job.configuration, list[Deviation](), list[str]()
     arguments: Arguments = [
         *_degrees(own),
@@ -85,7 +85,7 @@ def write(job: WriterInput) -> Files:
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that Megatron-LM can run, and keep its degrees."""
+    """Change a configuration to options that Megatron-LM can run, keeping its degrees."""
     if own.pp > 1 and (own.schedule not in SCHEDULES or not _interleaves(own)):
         own = with_schedule(own, "interleaved" if _interleaves(own) else "1f1b")
     if own.pp > 1 and own.zero > 1:
@@ -101,12 +101,12 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def _interleaves(own: Configuration) -> bool:
-    """Return whether the interleaved schedule takes the number of micro-batches and chunks."""
+    """Return whether the interleaved schedule accepts these micro-batches and chunks."""
     return own.num_chunks > 1 and own.num_microbatches % own.pp == 0
 
 
 def with_schedule(own: Configuration, schedule: str) -> Configuration:
-    """Change the schedule of a configuration; 1F1B merges the layers of neighbouring stages.
+    """Change the schedule of a configuration; for 1F1B the chunks of a rank become one stage.
 
     >>> own = Configuration(pp=2, num_chunks=2, layers=(1, 2, 3, 4), schedule="zbv")
     >>> with_schedule(own, "1f1b").layers
@@ -141,7 +141,7 @@ def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
 
 
 def layout_text(layers: tuple[int, ...]) -> str:
-    """Write the layers of each stage: E and L are the embedding and the loss, t is a layer.
+    """Write the layers of each stage: E is the embedding, t a layer, L the loss.
 
     >>> layout_text((2, 1, 0, 3))
     'Ett|t||tttL'
@@ -212,7 +212,7 @@ def _optimizer(own: Configuration) -> Iterator[tuple[str, ...]]:
 
 
 def model_arguments(config: ModelConfig) -> Arguments:
-    """Return the arguments of the model's sizes."""
+    """Return the arguments for the sizes of the model."""
     found: Arguments = [
         ("--num-layers", str(config.num_layers)),
         ("--hidden-size", str(config.hidden_size)),
@@ -271,7 +271,7 @@ def _unlike(config: ModelConfig) -> Iterator[str]:
 
 
 def script(job: WriterInput) -> str:
-    """Write a script that starts Megatron-LM with the arguments beside it, on one host or each."""
+    """Write a shell script that starts Megatron-LM with the arguments file on each host."""
     own = job.configuration
     connections = "" if own.zero > 1 else "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
     nodes = ""

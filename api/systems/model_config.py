@@ -1,7 +1,7 @@
-"""The Hugging Face configuration of a plan's model, as far as other systems build the model.
+"""Hugging Face configuration of a plan's model, for systems that build the model themselves.
 
-In: a plan. Out: the sizes of a decoder that Megatron-LM or torchtitan build themselves, or the
-reason against it: the target is no Hugging Face configuration, or they lack its architecture.
+In: a plan. Out: the sizes of a decoder that Megatron-LM or torchtitan can build, or the reason why
+there are none: the target is no Hugging Face configuration, or no decoder of uniform layers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autoparallel.target.huggingface import hub_config
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Change of rotary frequencies for long sequences. ``kind`` is the ``rope_type`` of
-    transformers; the other fields are of "llama3" (Llama 3.1)."""
+    """Scaling of rotary frequencies for long sequences. ``kind`` is the ``rope_type`` of
+    transformers; all fields after ``factor`` are of "llama3" (Llama 3.1)."""
 
     kind: str
     factor: float = 1.0
@@ -54,7 +54,7 @@ class ModelConfig:
 
 
 def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
-    """Return the sizes, and "" or the reason why there are none."""
+    """Return the sizes of a plan's model and "", or None and the reason why there are none."""
     target = plan.model.target
     if not target.startswith("hf:"):
         return None, f"{target} is no Hugging Face configuration"
@@ -111,7 +111,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def unlike_llama(config: ModelConfig) -> Iterator[str]:
-    """Yield properties of a model that another system's Llama, Mistral, Qwen2 or Mixtral lacks."""
+    """Yield properties of a model that are missing in other systems' Llama-like architectures."""
     if config.has_biases:
         yield "biases in attention or MLP"
     if config.activation != "silu":
@@ -121,7 +121,7 @@ def unlike_llama(config: ModelConfig) -> Iterator[str]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """Return the first of some fields that has a value."""
+    """Return the first of the fields ``names`` that is not None."""
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if value is not None), None)
 

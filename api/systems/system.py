@@ -1,8 +1,8 @@
-"""Another training system: its limits, and writing a plan for it.
+"""Export to another training system: its limits, and the files for a plan.
 
 In: a plan, a system. Out: the files of the nearest configuration for the same model, devices and
-global batch; a report of the differences, which is also written beside the files; and, if the
-plan's model can be loaded, the price of the configuration.
+global batch; a report of the differences, also written beside the files; and the price of the
+configuration, if the plan's model can be loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from autoparallel.systems.features import FEATURES, Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
 
 DIFFERENCES = "differences.txt"
-"""File of the report."""
+"""File name of the report."""
 
 WIDTH = 80
-"""Columns of the report."""
+"""Width of the report in columns."""
 
 ONE_CHAIN = {
     "uneven-shares": "equal shares: the step waits for the slowest device",
@@ -44,7 +44,7 @@ ONE_CHAIN = {
     "servers": "data parallelism without servers",
     "fp64": "fp32",
 }
-"""Replacements by every system: it trains one chain of stages, by NCCL."""
+"""Replacements of features that every system lacks: all train one chain of stages, with NCCL."""
 
 PIPELINES = {
     **ONE_CHAIN,
@@ -62,13 +62,13 @@ PIPELINES = {
     "vocabulary",
     "lora": "all weights are trained",
 }
-"""Replacements by systems with pipelines."""
+"""Replacements of features that systems with pipelines lack."""
 
 RECIPE = (
     "learning rate, weight decay, clipping and steps are no part of a plan: the defaults of the "
     "system hold where you give none"
 )
-"""Note of every system."""
+"""Note in the report of every system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class PricedConfig:
-    """Configuration with its price. ``reason`` says why there is none, "" otherwise."""
+    """Configuration with its price. If it has no price, ``reason`` says why."""
 
     configuration: Configuration
     step_seconds: float | None = None
@@ -92,9 +92,9 @@ class PricedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of a system: texts by file name, and the command that starts it.
+    """Files for a system: texts by file name, and the command that starts it.
 
-    ``lost`` are differences that depend on the configuration; ``notes`` tasks of the user.
+    ``lost`` are differences that depend on the configuration; ``notes`` are tasks for the user.
     """
 
     texts: Mapping[str, str]
@@ -105,7 +105,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class WriterInput:
-    """Input of a system's writer. ``folder`` is the later name of the files' folder."""
+    """Input of a system's writer. ``folder`` is the final path of the files' folder."""
 
     plan: Plan
     configuration: Configuration
@@ -131,13 +131,13 @@ def _keep(configuration: Configuration) -> Configuration:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Training system. ``limits`` maps missing features to replacements; it has the others.
+    """Training system. ``limits`` maps the features that it lacks to their replacements.
 
-    ``lacks`` are its missing degrees, of "tp", "cp", "ep" and "pp". ``settle`` changes a
-    configuration to options that the system can express, and keeps its degrees. ``version`` is the
-    release whose names are written. With ``builds_model`` it trains models of its own, which it
-    makes of their sizes. With ``selects_less`` its selective recomputation keeps more than the
-    plan's, so it is priced as none.
+    ``lacks`` names the degrees that it lacks, of "tp", "cp", "ep" and "pp". ``settle`` changes a
+    configuration to options that the system can run, keeping its degrees. ``version`` is the
+    release whose option names are used. With ``builds_model`` the system builds its own model from
+    sizes. With ``selects_less`` its selective recomputation saves less memory than the plan's, so
+    it is priced as no recomputation.
     """
 
     title: str
@@ -155,10 +155,10 @@ class System:
     def __call__(
         self, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
     ) -> WrittenPlan:
-        """Write the nearest configuration into ``folder``.
+        """Write the files of the nearest configuration into ``folder``.
 
-        Raises UsageError AP364 if the batch cannot be split over the devices without degrees that
-        the system lacks, AP365 for a plan of CPUs.
+        Raises UsageError AP364 if the batch has too few samples for the devices without the degrees
+        that the system lacks, and AP365 for a plan of CPUs.
         """
         if any(host.device.kind == "cpu" for host in plan.cluster.hosts):
             raise UsageError(
@@ -196,7 +196,7 @@ class System:
 
 
 def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviation]:
-    """Yield the features of a plan that a system lacks, in order."""
+    """Yield the features of a plan that a system lacks, in order, with their replacements."""
     for feature in features:
         if feature.name in system.limits:
             yield Deviation(feature.text, system.limits[feature.name])
@@ -205,7 +205,7 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviati
 def _more_recompute(
     system: System, planned: Configuration, chosen: Configuration
 ) -> Iterator[Deviation]:
-    """Yield the difference of a configuration that recomputes more than the plan, to fit."""
+    """Yield the deviation of a configuration that recomputes more than the plan in order to fit."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
@@ -218,11 +218,11 @@ def _more_recompute(
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     """Yield configurations to choose from; the first is taken if none can be priced.
 
-    If the system has the plan's degrees, they are the plan's configuration, and the same with full
-    recomputation in case it does not fit. If the system's selective recomputation keeps more than
-    the plan's, they are full recomputation and none. Else the devices of missing degrees become
-    data-parallel: with ZeRO 3, full recomputation and the fewest samples first, which needs the
-    least memory; then with less of each.
+    If the system has all degrees of the plan, they are the plan's configuration, and the same with
+    full recomputation in case it does not fit. If ``selects_less`` applies, they have full
+    recomputation and none. If the system lacks a degree, its devices become data-parallel: first
+    with ZeRO 3, full recomputation and the fewest samples per rank, which needs least memory, then
+    with less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):
@@ -244,8 +244,8 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
 
 
 def _fold_degrees(own: Configuration, system: System, batch: int) -> Configuration:
-    """Return a configuration whose missing degrees are data-parallel, or tensor-parallel if the
-    batch has too few samples. Raises UsageError AP364."""
+    """Return a configuration whose missing degrees became data-parallel, or tensor-parallel as far
+    as the batch has too few samples. Raises UsageError AP364."""
     # ranks that share experts are data-parallel already
     spare = prod(getattr(own, name) for name in system.lacks if name != "ep")
     kept: dict[str, Any] = {
@@ -271,7 +271,7 @@ def _fold_degrees(own: Configuration, system: System, batch: int) -> Configurati
 
 
 def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of each stage: the plan's, or an even split without the plan's stages.
+    """Return the number of layers of each stage: the plan's, or an even split for other stages.
 
     >>> stage_layers(Configuration(pp=2, layers=(3, 1)), 4), stage_layers(Configuration(), 4)
     ((3, 1), (4,))
@@ -284,8 +284,8 @@ def stage_layers(own: Configuration, num_layers: int) -> tuple[int, ...]:
 def price(
     plan: Plan, plan_path: Path, candidates: Sequence[Configuration], *, trust: bool
 ) -> PricedConfig:
-    """Price candidates by the plan's model and return the best; the first without a price if the
-    model's code is untrusted or missing."""
+    """Price candidates with the plan's model and return the best. If the model's code is untrusted
+    or missing, return the first candidate without a price."""
     try:
         with plan_cache() as cache, progress() as observe:
             model = load_plan_model(
@@ -332,7 +332,7 @@ def report_text(
     lost: Sequence[Deviation],
     notes: Sequence[str],
 ) -> str:
-    """Write both configurations with their prices, the losses, and notes for the user."""
+    """Write both configurations with their prices, the differences, and notes for the user."""
     num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
     lines = [f"{system}: {configuration_summary(cost.configuration, num_layers)}"]
     lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
@@ -348,7 +348,7 @@ def report_text(
 
 
 def price_lines(plan: Plan, cost: PricedConfig) -> Iterator[str]:
-    """Yield the configuration's price beside the plan's, or the reason why it is unknown."""
+    """Yield the price of the configuration beside the plan's, or the reason why it has none."""
     limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
     own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
     if cost.step_seconds is None or cost.peak_memory_bytes is None:

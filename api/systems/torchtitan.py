@@ -1,4 +1,4 @@
-"""torchtitan: a TOML file of its job configuration, a schedule as CSV, sizes of the model.
+"""torchtitan: its job configuration as TOML, a schedule as CSV, and sizes of the model.
 
 The names are of release 0.2.2, the last that reads TOML (from 0.3 on configurations are Python
 functions). Source: ``torchtitan/config/job_config.py`` and
@@ -36,13 +36,13 @@ SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Schedules that torch.distributed.pipelining has under a name."""
+"""Names in torch.distributed.pipelining of the schedules that it has."""
 
 BY_TABLE = ("eager-1f1b", "zb-h1", "zb-h2")
-"""Schedules that it runs from a table of actions, in a CSV file."""
+"""Schedules that torchtitan can run from a table of actions in a CSV file."""
 
 PRECISIONS: dict[Precision, Precision] = {"fp16": "bf16", "fp64": "fp32"}
-"""Replacements of precisions that torchtitan lacks."""
+"""Replacements for precisions that torchtitan does not support."""
 
 TOML, TABLE, MODEL = "train.toml", "schedule.csv", "planned_model.py"
 
@@ -65,7 +65,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job."""
+    """Return the files of a job for torchtitan."""
     own = job.configuration
     texts: dict[str, str] = {}
     lost: list[Deviation] = []
@@ -88,7 +88,7 @@ def write(job: WriterInput) -> Files:
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that torchtitan can run, and keep its degrees."""
+    """Change a configuration to options that torchtitan can run, keeping its degrees."""
     if own.pp > 1 and own.schedule not in (*SCHEDULES, *BY_TABLE):
         own = replace(own, schedule="1f1b")
     if own.schedule == "bfs" and own.num_chunks == 1:
@@ -114,17 +114,17 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def _uses_ddp(own: Configuration) -> bool:
-    """Return whether DDP trains it, without any other degree."""
+    """Return whether DDP trains the configuration: without ZeRO and degrees other than "dp"."""
     return own.zero == 0 and own.num_devices == own.dp
 
 
 def _uses_fsdp(own: Configuration) -> bool:
-    """Return whether FSDP trains it: with ranks to shard over, unless DDP does."""
+    """Return whether FSDP trains the configuration: it has ranks to shard over and not DDP."""
     return own.dp * own.cp > 1 and not _uses_ddp(own)
 
 
 def every_nth(share: float) -> int:
-    """Return n such that recomputing every n-th layer recomputes at least a share of them.
+    """Return n so that recomputing every n-th layer recomputes at least ``share`` of the layers.
 
     >>> every_nth(0.5), every_nth(0.4), every_nth(0.9)
     (2, 2, 1)
@@ -203,7 +203,7 @@ def _pipeline(job: WriterInput) -> dict[str, object]:
 
 
 def module_names(layers: tuple[int, ...]) -> list[list[str]]:
-    """Return the modules of each stage, as torchtitan's models name them.
+    """Return the modules of each stage by their names in torchtitan's models.
 
     >>> module_names((1, 2))
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2', 'norm', 'output']]
@@ -218,7 +218,7 @@ def module_names(layers: tuple[int, ...]) -> list[list[str]]:
 
 
 def schedule_table(own: Configuration) -> str:
-    """Write the compute actions of each rank, a line each, as torch's pipelines read them."""
+    """Write the compute actions of each rank as a line, in the format of torch's pipelines."""
     schedule = build_schedule(
         own.schedule, own.num_stages, own.num_microbatches, num_chunks=own.num_chunks
     )
@@ -230,23 +230,23 @@ def schedule_table(own: Configuration) -> str:
 
 
 UNKNOWN = "SET_ME"
-"""Name of no model, so that torchtitan ends rather than train another model than the plan's."""
+"""Placeholder that names no model, so that torchtitan stops instead of training another model."""
 
 FLAVORS = {
     (4096, 32, 32, 8, 14336, 128256): "8B",
     (8192, 80, 64, 8, 28672, 128256): "70B",
     (16384, 126, 128, 8, 53248, 128256): "405B",
 }
-"""torchtitan's own sizes of llama3: hidden, layers, heads, key heads, MLP and vocabulary."""
+"""llama3 sizes known to torchtitan: hidden size, layers, heads, key heads, MLP size, vocabulary."""
 
 FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
-"""Common values of these sizes: epsilon of norms, rotary base, its scaling (Llama 3.1's)."""
+"""Values shared by these sizes: norm epsilon, rotary base and its scaling (of Llama 3.1)."""
 
 
 def _model(
     config: ModelConfig | None, lost: list[Deviation], notes: list[str]
 ) -> tuple[dict[str, object], str]:
-    """Return the section ``model``, and the text of a module that registers the model's sizes."""
+    """Return the section ``model``, and the text of a Python module that registers the sizes."""
     if config is None or config.kind not in ("llama", "mistral"):
         kind = "" if config is None else f": its llama3 is not {config.kind}"
         notes.append(f"set model.name and model.flavor in train.toml{kind}")

@@ -1,1 +1,1 @@
-"""The user's model, batch and loss."""
+"""Targets: the user's model, batch and loss."""

@@ -1,4 +1,4 @@
-"""``--check``: builds the model without weights, makes a batch, and describes both."""
+"""``--check``: build the model without memory, make a batch, and describe both."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autoparallel.target.target import Target, building
 
 
 def check_target(target: Target, global_batch: int, seq: int | None) -> str:
-    """Describe ``target``, a line per name of the contract.
+    """Describe ``target``, in a line for each function that its file may define.
 
-    Raises UsageError (AP105 to AP108) if the contract is broken.
+    Raises UsageError (AP105 to AP108) if a function is wrong.
     """
     with building(target), torch.device("meta"):
         model = target.build_model()

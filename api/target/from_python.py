@@ -1,4 +1,4 @@
-"""Targets from objects: a model, or a function that builds it, and an example batch."""
+"""Targets made from Python objects: a model, or a function that builds it, and an example batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_target(
     loss_fn: LossFn | None,
     global_batch: int | None = None,
 ) -> Target:
-    """Make a Target of a model and a batch. Raises UsageError AP140."""
+    """Make a Target from a model and an example batch. Raises UsageError AP140 for other types."""
     if isinstance(model, str):
         return load_target(model)
     if isinstance(model, nn.Module):
@@ -47,7 +47,7 @@ def make_target(
 
 
 def _with_same_tensors(model: nn.Module) -> nn.Module:
-    """Copy the modules of ``model`` but not its tensors, because planning removes tensors.
+    """Copy the modules of ``model`` but share its tensors, because planning removes tensors.
 
     Raises UsageError AP851 if the modules cannot be copied.
     """
@@ -66,9 +66,9 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
 def batch_function(
     example_batch: Batch | Callable[..., Batch], global_batch: int | None = None
 ) -> Callable[..., Batch]:
-    """Return ``example_batch`` as a checked function; a batch is resize_batch by its rows.
+    """Return ``example_batch`` as a checked function; a batch is resized along its rows.
 
-    For a ``global_batch`` of one the batch is a sample without rows, and stays as it is.
+    With ``global_batch`` 1 a batch is a single sample without rows and is not resized.
     """
     if isinstance(example_batch, Tensor):
         example_batch = (example_batch,)
@@ -85,10 +85,10 @@ def batch_function(
 
 
 def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | None:
-    """Return the rows of a batch, or None for a function or a batch of numbers.
+    """Return the number of rows of a batch, None for a function or a batch without tensors.
 
-    They are its first tensor's first dimension; ``global_batch`` if every tensor has a dimension
-    of that size.
+    It is ``global_batch`` if every tensor has a dimension of that size, else the first dimension of
+    the first tensor.
     """
     if isinstance(example_batch, Tensor):
         example_batch = (example_batch,)
@@ -103,7 +103,7 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
 
 
 def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return tensors' dimensions of rows: any dimension if all tensors have it, else the first."""
+    """Return batch dimensions by tensor: any of size ``rows`` if all have one, else only dim 0."""
     found = dims_of_size(example_batch, rows)
     shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}

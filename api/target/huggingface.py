@@ -1,11 +1,11 @@
-"""A Hugging Face model as a target: its configuration in, a Target out; no weights are read.
+"""Hugging Face models as targets, made from their configuration; no weights are read.
 
-The setting ``lora`` freezes the model and adapts some layers (``lora``); other settings are
-fields of the configuration.
+The setting ``lora`` freezes the model and adds adapters to some layers (``lora``); other settings
+are fields of the configuration.
 
-``hf:PATH_OR_NAME`` is a folder with a ``config.json`` or a name in the local cache. The
-class is the first of the configuration's ``architectures``; inputs and labels are made up
-from the names that its forward takes (``huggingface_batch``).
+``hf:PATH_OR_NAME`` is a folder with a ``config.json``, or a name in the local cache. The class is
+the first of the configuration's ``architectures``; inputs and labels are random, chosen by the
+names of its forward's arguments (``huggingface_batch``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 
 def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
-    """Return the target of ``hf:PATH_OR_NAME``. ``settings`` replace fields of the configuration.
+    """Return the target of ``hf:PATH_OR_NAME``. ``settings`` override fields of the configuration.
 
-    Raises MachineError AP401 without transformers and UsageError AP101, AP105 and AP109.
+    Raises MachineError AP401 without transformers, and UsageError AP101 (no configuration), AP105
+    (unknown field) and AP109 (no class, or no loss).
     """
     transformers = _transformers()
     config = _config(transformers, text.removeprefix("hf:"), text)
@@ -61,11 +62,11 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
 
 
 CAUSAL = re.compile("ForCausalLM|LMHeadModel")
-"""Names of classes that predict the next token."""
+"""Pattern of the names of classes that predict the next token."""
 
 
 def is_causal(target: Target) -> bool:
-    """Return whether a target is a causal language model of Hugging Face."""
+    """Return whether a target is a causal language model from Hugging Face."""
     if not target.name.startswith("hf:"):
         return False
     model_class = _model_class(_transformers(), target_config(target), target.name)
@@ -78,7 +79,7 @@ def target_config(target: Target) -> Any:
 
 
 def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
-    """Return the configuration of the ``hf:`` target ``name`` with these settings."""
+    """Return the configuration of the ``hf:`` target ``name``, with ``settings`` applied."""
     config = _config(_transformers(), name.removeprefix("hf:"), name)
     fields = {field: value for field, value in settings.items() if field != "lora"}
     _apply_settings(config, fields, name)
@@ -86,7 +87,7 @@ def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def model_place(target: str) -> str:
-    """Return the folder, or the name in the local cache, of an ``hf:`` target."""
+    """Return the folder of an ``hf:`` target, or its name in the local cache."""
     place = Path(target.removeprefix("hf:"))
     return str(place.parent if place.name == "config.json" else place)
 

@@ -1,7 +1,7 @@
-"""A made-up batch for a Hugging Face class, from the names that its forward takes.
+"""Random batch for a Hugging Face class, from the names of its forward's arguments.
 
-``INPUTS`` and ``LABELS`` have the tensor of each name. A batch holds the main input; all inputs of
-a class whose loss joins towers (``return_loss``); and every label that it takes.
+``INPUTS`` and ``LABELS`` make the tensor of each name. A batch has the main input, or all inputs if
+the class contrasts several towers (as CLIP, ``return_loss``), and every label that it takes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TOKEN_TASKS = re.compile(
     r"For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining|CTC|TokenClassification)"
     r"|LMHeadModel|WithLMHead|ForSpeechSeq2Seq|EncoderDecoderModel"
 )
-"""Classes whose labels are one per token; every other task's labels are one per row."""
+"""Classes with a label per token; other classes have a label per row."""
 
 PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Batch to make: for a class, with its configuration, of ``rows`` of ``length`` tokens."""
+    """Batch to make: for a class and its configuration, with ``rows`` rows of ``length`` tokens."""
 
     model_class: Any
     config: Any
@@ -53,7 +53,7 @@ class BatchSpec:
 
 
 def field_of(config: Any, *names: str) -> Any:
-    """Return the first of ``names`` that the configuration or one of its parts has, or None."""
+    """Return the first of ``names`` that is set in the configuration or a part of it, else None."""
     owners = [config, *(getattr(config, part) for part in PARTS if hasattr(config, part))]
     for name in names:
         for owner in owners:
@@ -68,7 +68,7 @@ def default_sequence(config: Any) -> int:
 
 
 def label_names(model_class: Any) -> tuple[str, ...]:
-    """Return the arguments of a class's forward that make it return a loss."""
+    """Return the arguments of a class's forward that are labels, which make it return a loss."""
     taken = inspect.signature(model_class.forward).parameters
     names = [name for name in LABELS if name in taken]
     if "MaskedImageModeling" not in model_class.__name__ and "bool_masked_pos" in names:
@@ -77,12 +77,12 @@ def label_names(model_class: Any) -> tuple[str, ...]:
 
 
 def joins_towers(model_class: Any) -> bool:
-    """Return whether a class computes its own loss over the rows of a batch, when asked."""
+    """Return whether a class computes a contrastive loss over the batch (``return_loss``)."""
     return "return_loss" in inspect.signature(model_class.forward).parameters
 
 
 def make_batch(wanted: BatchSpec, where: str) -> dict[str, Tensor]:
-    """Make random tensors of every input and label. Raises UsageError AP109."""
+    """Make random inputs and labels. Raises UsageError AP109 for an unknown main input."""
     main: str = wanted.model_class.main_input_name
     if main not in INPUTS:
         raise UsageError(
@@ -129,7 +129,7 @@ def _features(wanted: BatchSpec) -> Tensor:
 
 
 def _values(wanted: BatchSpec) -> Tensor:
-    """Make a spectrogram, or a wave long enough for a frame per token after its convolutions."""
+    """Make a spectrogram, or a waveform whose convolutions give at least a frame per token."""
     frames, bins = wanted.field("max_length"), wanted.field("num_mel_bins")
     if frames and bins:
         return _normal(wanted.rows, frames, bins)
@@ -154,7 +154,7 @@ def _labels(wanted: BatchSpec) -> Tensor:
 
 
 def _mask_of_patches(wanted: BatchSpec) -> Tensor:
-    """Hide all patches, because the choice must not change the computation."""
+    """Mask all patches, because the choice must not change the computation."""
     import torch
 
     patch = wanted.field("patch_size") or 16
@@ -171,7 +171,7 @@ INPUTS: Mapping[str, Callable[[BatchSpec], Tensor]] = {
     "input_features": _features,
     "input_values": _values,
 }
-"""Input tensors by name."""
+"""Function that makes each input tensor, by name."""
 
 LABELS: Mapping[str, Callable[[BatchSpec], Tensor]] = {
     "labels": _labels,
@@ -180,4 +180,4 @@ LABELS: Mapping[str, Callable[[BatchSpec], Tensor]] = {
     "end_positions": lambda wanted: _integers(wanted.length, wanted.rows),
     "bool_masked_pos": _mask_of_patches,
 }
-"""Label tensors by name."""
+"""Function that makes each label tensor, by name."""

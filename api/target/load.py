@@ -1,7 +1,7 @@
 """Targets by name: functions that build a model, its batches and its loss.
 
-A target is ``model.py``, ``model.py:function``, ``package.module:function`` or
-``hf:PATH_OR_NAME``. A model file's contract::
+A target is ``model.py``, ``model.py:function``, ``package.module:function`` or ``hf:PATH_OR_NAME``.
+Functions of a model file::
 
     build_model(**settings) -> nn.Module                  required
     example_batch(global_batch, seq=None) -> dict or tuple of tensors, global shapes; required
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 @rare_collections()
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
-    """Load the target that ``text`` names, and check its contract without building its model.
+    """Load the target named ``text``, and check its functions without building the model.
 
-    Raises UsageError (AP101 to AP105) if the contract is broken.
+    Raises UsageError (AP101 to AP105) if the target cannot be found or a function is wrong.
     """
     settings = dict(settings or {})
     if text.startswith("hf:"):
@@ -66,7 +66,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
 
 
 def split_target(text: str) -> tuple[str, str]:
-    """Split ``model.py:function`` into (``model.py``, ``function``); the function may be empty."""
+    """Split ``model.py:function`` into (``model.py``, ``function``); the function may be ""."""
     place, separator, function = text.rpartition(":")
     if separator and function.isidentifier() and place:
         return place, function

@@ -2,9 +2,9 @@
 
     y = W x + (alpha / r) B A x          (Hu et al. 2021, arXiv:2106.09685, equation 3)
 
-In: a built model and ``r=8,alpha=16``. Out: the same model, its weights frozen under their
-own names, with ``lora_A.weight`` (r x in) and ``lora_B.weight`` (out x r, zero at first)
-beside each adapted ``weight``: the names of peft without their prefix.
+In: a built model and ``r=8,alpha=16``. Out: the same model with its weights frozen under their own
+names, and ``lora_A.weight`` (r x in) and ``lora_B.weight`` (out x r, initially zero) beside each
+adapted ``weight``; the names are those of peft without its prefix.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ USUAL_TARGETS = (
     ("query", "value"),
     ("q", "v"),
 )
-"""Default layers: the first group whose layers a model has, as in peft."""
+"""Default layers: the first of these groups that the model has completely, as in peft."""
 
 ALL_LINEAR = "all-linear"
 EXAMPLE = "for example: --lora r=8,alpha=16,targets=q_proj+v_proj"
 NEW_PARAMETERS = r"\.lora_[AB]\."
-"""Pattern of adapters' names."""
+"""Pattern in the names of the adapters' parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """``rank`` of the product, ``alpha``, and the layers' last names; () for the default layers."""
+    """Settings: ``rank``, ``alpha``, and last names of the layers to adapt, () for the default."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -45,13 +45,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor alpha / r of the product of the two trained matrices, which is added to the
-        layer."""
+        """Factor alpha / r of the trained product."""
         return self.alpha / self.rank
 
 
 def parse_lora(text: str) -> Lora:
-    """Parse ``--lora``. Raises UsageError AP867.
+    """Parse the text of ``--lora``. Raises UsageError AP867 if it is invalid.
 
     >>> parse_lora("r=4,alpha=8,targets=q_proj+v_proj")
     Lora(rank=4, alpha=8.0, targets=('q_proj', 'v_proj'))
@@ -83,9 +82,9 @@ def parse_lora(text: str) -> Lora:
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """Freeze ``model`` and add adapters to its target layers, in place.
+    """Freeze ``model`` and add adapters to its target layers, in place; return it.
 
-    Raises UsageError AP867 if there are no such layers.
+    Raises UsageError AP867 if it has no such layers.
     """
     from torch import nn
 
@@ -105,7 +104,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def target_paths(model: nn.Module, lora: Lora) -> tuple[str, ...]:
-    """Return the paths of the layers to adapt. Raises UsageError AP867 if there are none."""
+    """Return the paths of the layers to adapt. Raises UsageError AP867 if the model has none."""
     layers = {path: module for path, module in model.named_modules() if _is_linear(module)}
     last_names = {path: path.rpartition(".")[2] for path in layers}
     if lora.targets == (ALL_LINEAR,):
@@ -135,7 +134,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a layer's weight is inputs x outputs, as transformers' ``Conv1D`` has it."""
+    """Return whether a layer's weight is inputs x outputs, as in transformers' ``Conv1D``."""
     from torch import nn
 
     return not isinstance(module, nn.Linear)
@@ -148,7 +147,7 @@ def _sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 class _Adapter:
-    """Forward of an adapted layer, before its own class's."""
+    """Base class that adds the adapter's product to the forward of the layer's own class."""
 
     lora_A: Any  # noqa: N815 - peft's name
     lora_B: Any  # noqa: N815
@@ -167,13 +166,13 @@ def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-"""A class per class of layers, so that equal layers stay equal."""
+"""Adapted class of each layer class; shared, so that equal layers have the same class."""
 
 
 def merge_lora(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
-    """Merge an adapter into a layer's weight, in the weight's dtype.
+    """Add an adapter's product to a layer's weight, and return it in the weight's dtype.
 
-    ``weight`` is outputs x inputs, or the reverse if ``transposed``.
+    ``weight`` is outputs x inputs, or inputs x outputs if ``transposed``.
     """
     product = (b.double() @ a.double()) * scale
     change = product.T if transposed else product

@@ -1,10 +1,10 @@
-"""``register_op``: the user's own ops, kept whole by the capture and split by an annotation.
+"""``register_op``: ops of the user, captured as single nodes and sharded by an annotation.
 
-In: an op of ``torch.library``, an ``autograd.Function`` or any function of tensors (a Triton
-kernel's launcher too), with its dimension annotation. Out: the op, whole under ``torch.export``,
-and its rule. The rules are held here, as ``torch.library`` holds the ops, for the process; a
-capture gets them as an argument and puts each on its nodes, so that nothing below ``api`` holds
-state.
+In: an op of ``torch.library``, an ``autograd.Function`` or any function of tensors (such as a
+Triton kernel's launcher), with its dimension annotation. Out: an op that ``torch.export`` keeps
+whole, and its rule. The rules are stored here for the whole process, as ``torch.library`` stores
+ops; a capture gets them as an argument and attaches each to its nodes, so that nothing below
+``api`` holds state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LITERALS = (bool, int, float, str)
 
 
 def registered_rules() -> Mapping[str, OpRule]:
-    """Return the rules of the ops registered in this process, by the op's path."""
+    """Return the rules of the ops registered in this process, by the path of the op."""
     return dict(_RULES)
 
 
@@ -50,29 +50,30 @@ def register_op(
     flops: Callable[..., float] | None = None,
     saved_bytes: Callable[..., float] | None = None,
 ) -> Callable[[Any], Any]:
-    """Declare how an op's dimensions correspond, so that plans may split it.
+    """Declare how the dimensions of an op's tensors correspond, so that plans may shard it.
 
     ::
 
         @autoparallel.register_op("*b s h, h o -> *b s o")
         def project(x, weight): ...
 
-    The annotation names the dimensions of the tensors, in call order: a letter is a dimension,
-    ``*b`` any leading dimensions, ``_`` a dimension that is never split; ``[]`` around an operand
-    that only conditions the result. ``->`` is linear in each factor, and sums over the letters that
-    the output lacks; ``=>`` is any function. Prove it with ``autoparallel.testing.check_op``.
+    The annotation names the dimensions of each tensor, in call order. A letter is a dimension,
+    ``*b`` any number of leading dimensions, ``_`` a dimension that is never sharded; ``[]``
+    encloses an operand that only conditions the result. ``->`` means linear in each operand, with a
+    sum over the letters that the output lacks; ``=>`` means any function. Test it with
+    ``autoparallel.testing.check_op``.
 
-    A class of ``nn.Module`` is kept whole: the annotation is for its forward's tensors, its
-    parameters are not split. A function becomes an op of ``torch.library``. Parameters without a
-    type are tensors, or of their default's type. ``fake`` (default: from the annotation) makes
-    empty outputs of the right shape; ``backward`` and ``setup_context`` are as in
-    ``torch.library.register_autograd`` (default: the function is run again, and differentiated as
-    it is written). ``flops`` estimates the forward from the input shapes, ``saved_bytes`` the
-    tensors besides inputs (a mask) that its ``backward`` reads, if it reads no input; without it
-    every input is counted as kept.
+    A class of ``nn.Module`` is captured as one node: the annotation is for the tensors of its
+    forward, and its parameters are not sharded. A function becomes an op of ``torch.library``; its
+    parameters without a type are tensors, or of the type of their default. ``fake`` (default: by
+    the annotation) returns empty outputs of the right shape. ``backward`` and ``setup_context`` are
+    as in ``torch.library.register_autograd``; by default the backward runs the function again and
+    differentiates it. ``flops`` estimates the forward's FLOPs from the input shapes.
+    ``saved_bytes`` estimates the bytes besides inputs (such as a mask) kept for a ``backward`` that
+    reads no input; by default all inputs count as kept.
 
-    Raises UsageError AP160 if the annotation cannot be read, AP161 if it does not fit the function,
-    AP163 if another function has the name.
+    Raises UsageError AP160 if the annotation is invalid, AP161 if it does not match the function,
+    and AP163 if another function has the same name.
     """
     pattern = parse_annotation(annotation)
 
@@ -99,7 +100,7 @@ def register_op(
 
 
 class RegisteredOp:
-    """Function as an op. ``path`` is its ``torch.ops`` path."""
+    """Registered function that calls its op; ``path`` is the op's ``torch.ops`` path."""
 
     def __init__(self, function: Callable[..., Any], path: str) -> None:
         self.__doc__ = function.__doc__
@@ -113,7 +114,7 @@ class RegisteredOp:
 
 
 def existing_op(thing: Any) -> str | None:
-    """Return the path of an existing op: of torch.ops, of ``custom_op``, or registered."""
+    """Return the path of ``thing`` if it is an op, of torch or registered; None if it is none."""
     if isinstance(thing, RegisteredOp):
         return thing.path
     if isinstance(thing, type) and isinstance(getattr(thing, "apply", None), RegisteredOp):
@@ -128,7 +129,7 @@ def existing_op(thing: Any) -> str | None:
 
 
 def parse_annotation(annotation: str) -> Pattern:
-    """Parse an annotation. Raises UsageError AP160 if it cannot be read."""
+    """Parse an annotation. Raises UsageError AP160 if it is invalid."""
     arrows = [arrow for arrow in ("=>+", "=>", "->") if arrow in annotation]
     if len(arrows) == 0 or annotation.count(">") != 1:
         raise _unreadable(annotation, "it needs exactly one of ->, => and =>+")
@@ -173,7 +174,7 @@ def _misfit(annotation: str, why: str, where: str = "") -> UsageError:
 
 
 class _Maker:
-    """Factory that makes a function an op of ``torch.library``."""
+    """Factory that turns a function into an op of ``torch.library``."""
 
     def __init__(
         self, thing: Any, is_class: bool, pattern: Pattern, annotation: str, fake: Any
@@ -192,7 +193,7 @@ class _Maker:
         return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     def make(self, name: str | None, backward: Any, setup_context: Any) -> RegisteredOp:
-        """Make the op, its fake and its backward."""
+        """Register the op with its fake and its backward, and return it."""
         name = name or self._default_name()
         qualified = f"{NAMESPACE}::{name}" if "::" not in name else name
         path = f"{qualified.replace('::', '.')}.default"
@@ -220,7 +221,7 @@ class _Maker:
         return "".join(c if c.isalnum() or c == "_" else "_" for c in plain)
 
     def _signature(self, skip: int) -> inspect.Signature:
-        """Return the parameters with the types of the op's schema."""
+        """Return the function's signature with the types of the op's schema."""
         try:
             hints = typing.get_type_hints(self.named)
         except (NameError, TypeError):
@@ -247,7 +248,7 @@ class _Maker:
         return inspect.Signature(parameters, return_annotation=result)
 
     def _call(self, args: Sequence[Any]) -> Any:
-        """Call the function on the values of its parameters, in order."""
+        """Call the function with values given in the order of its parameters."""
         own = inspect.signature(self.named).parameters
         keyword = {p.name for p in own.values() if p.kind is p.KEYWORD_ONLY}
         named = list(zip(self.signature.parameters, args, strict=False))
@@ -277,7 +278,7 @@ class _Maker:
         return forward
 
     def _fake(self, *args: Any) -> Any:
-        """Return empty outputs: by the user's function, else the annotation, else by running it."""
+        """Return empty outputs: by the user's ``fake``, else the annotation, else by running it."""
         if self.fake is not None:
             return self.fake(*args)
         tensors = [value for value in tree_flatten(list(args))[0] if isinstance(value, Tensor)]
@@ -294,7 +295,7 @@ class _Maker:
         return made if self.is_several else made[0]
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        """Run the function again on the saved inputs, and differentiate it."""
+        """Run the function again on the saved inputs, and return its gradients."""
         flat, structure = tree_flatten(list(_kept_inputs(ctx)))
         flat = [
             value.detach().requires_grad_(wants) if isinstance(value, Tensor) else value
@@ -343,7 +344,7 @@ def _kept_inputs(ctx: Any) -> Any:
 
 
 def _copy_output(output: Tensor, args: Sequence[Any]) -> Tensor:
-    """Copy an output into new, dense memory if needed, as an op must return it."""
+    """Copy an output to new contiguous memory if needed: ops must not return inputs or views."""
     tensors = [value for value in tree_flatten(list(args))[0] if isinstance(value, Tensor)]
     is_view = output._is_view()
     if any(output is tensor or (is_view and output._base is tensor) for tensor in tensors):

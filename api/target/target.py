@@ -1,4 +1,4 @@
-"""The user's model, batch and loss as a ``Target``, and checks of them."""
+"""User's model, batch and loss as a ``Target``, and checks of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Batch = Any
-"""Arguments of a forward as a dict, list or tuple (``passes.programs.batch``)."""
+"""Arguments of a forward, as a dict, list or tuple (``passes.programs.batch``)."""
 
 
 LossFn = Callable[[Any, Batch], "Tensor"]
@@ -29,20 +29,20 @@ Change = Callable[[Batch], Batch]
 
 
 CAPTURE_BATCH = 2
-"""Number of rows of captured batches; the graph is rescaled to the planned number."""
+"""Number of rows of the captured batch; the graph is rescaled to the planned number."""
 
 
 WRITTEN_ROWS = 64
-"""Up to this many rows ``example_batch`` makes the global batch."""
+"""Largest number of rows for which ``example_batch`` is called with the whole global batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model, batch and loss of a user. ``name`` and ``settings`` find it again in another process.
+    """User's model, batch and loss. ``name`` and ``settings`` identify it in other processes.
 
-    ``example_batch(global_batch, seq)`` gives a checked batch of global shapes. ``returns_loss``
-    False says that no scalar among the model's outputs is its loss. ``is_named`` is False for a
-    target made of objects in this process.
+    ``example_batch(global_batch, seq)`` returns a checked batch of global shapes. ``returns_loss``
+    False means that no scalar among the model's outputs is its loss. ``is_named`` is False for a
+    target made from objects in this process.
     """
 
     name: str
@@ -60,28 +60,28 @@ class Target:
 
 
 def keep_batch(batch: Batch) -> Batch:
-    """Return the batch."""
+    """Return the batch unchanged."""
     return batch
 
 
 def changed_target(target: Target, change: Change) -> Target:
-    """Return a target with other example batches."""
+    """Return a target whose example batches are passed through ``change``."""
     made = target.example_batch
     return replace(target, example_batch=lambda rows, seq: change(made(rows, seq)))
 
 
 def takes_seq(example_batch: Callable[..., Any]) -> bool:
-    """Return whether ``example_batch`` takes a sequence length beside the batch."""
+    """Return whether ``example_batch`` accepts a sequence length as second argument."""
     return len(inspect.signature(example_batch).parameters) > 1
 
 
 def building(target: Target) -> running_user_code:
-    """Return a context for calls of ``target.build_model``: its errors become AP106."""
+    """Return a context for calls of ``target.build_model`` that turns errors into AP106."""
     return running_user_code("AP106", f"build_model of {target.name} fails")
 
 
 class running_user_code:  # noqa: N801 - reads as a statement
-    """Context that turns an exception of user code into a UsageError with its file and line."""
+    """Context that turns an exception of user code into a UsageError with file and line."""
 
     def __init__(self, code: str, what: str) -> None:
         self.code, self.what = code, what
@@ -101,7 +101,7 @@ class running_user_code:  # noqa: N801 - reads as a statement
 
 
 def _user_line(error: BaseException) -> str:
-    """Return ``file:line`` of the last frame outside of this package and libraries."""
+    """Return ``file:line`` of the last frame outside this package and installed libraries."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     ours = str(Path(__file__).resolve().parents[1])
@@ -115,9 +115,9 @@ def _user_line(error: BaseException) -> str:
 def checked_batches(
     example_batch: Callable[..., Batch], where: str
 ) -> Callable[[int, int | None], Batch]:
-    """Check the results of ``example_batch``, and pass ``seq`` only if it is taken.
+    """Wrap ``example_batch`` to check its results, and to pass ``seq`` only if accepted.
 
-    Raises UsageError (AP107, AP108) when called.
+    The returned function raises UsageError AP107 and AP108.
     """
     has_length = takes_seq(example_batch)
 
@@ -140,13 +140,12 @@ def checked_batches(
 def example_batches(
     target: Target, global_batch: int, seq: int | None
 ) -> tuple[Example, Example | None]:
-    """Make the batch of a target's capture, and the global batch: None if it is as large.
+    """Return the batch to capture, and the global batch, None if both have the same size.
 
-    The dimension in which a tensor counts rows is the difference of two batches. Shapes of more
-    than ``WRITTEN_ROWS`` rows follow from batches of 2 and 3 rows, with tensors on ``meta``: whole
-    batches of images need not fit here.
-
-    Raises UsageError AP107 and AP108 if the target makes no such batches.
+    The batch dimension of a tensor is where batches of different size differ. Above
+    ``WRITTEN_ROWS`` rows the global shapes are extrapolated from batches of 2 and 3 rows, on
+    ``meta``, since a whole batch of images may not fit here. Raises UsageError AP107 and AP108 if
+    such batches cannot be made.
     """
     from autoparallel.passes.programs.batch import (
         Example,
@@ -183,9 +182,9 @@ def example_batches(
 
 
 def check_batch(batch: Batch, global_batch: int, where: str) -> None:
-    """Raise UsageError AP108 unless ``batch`` holds tensors of ``global_batch`` rows.
+    """Raise UsageError AP108 unless ``batch`` holds tensors with ``global_batch`` rows.
 
-    A batch without rows is one sample.
+    For a ``global_batch`` of 1 any tensors are accepted, as a sample may have no rows.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Trust in the code that a plan file names, checked before the plan is used.
+"""Trust in the code that a plan file names, checked before the code is run.
 
-In: a plan and the path of its file. Out: the name of its target, or a UsageError if the target lies
-outside the current folder and is not trusted. A plan file contains no code, but it names the file
-or module that builds the model, and loading a target runs that.
+In: a plan and the path of its file. Out: the name of its target, or a UsageError if the target is
+outside the current folder and not trusted. A plan file contains no code, but it names the file or
+module that builds the model, and loading a target runs it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autoparallel.planner.plan import Plan
 
 
 def target_name(plan: Plan, plan_path: str | Path) -> str:
-    """Return the target of ``plan``; a file or folder is also searched from the plan's folder on,
-    and a file beside the plan."""
+    """Return the target of ``plan``. A file or folder missing in the current folder is looked up
+    relative to the plan's folder, and a file also beside the plan."""
     name, folder = plan.model.target, Path(plan_path).parent
     is_library_s = name.startswith("hf:")
     place = name.removeprefix("hf:") if is_library_s else name.partition(":")[0]
@@ -34,10 +34,10 @@ ADD_TRUST = "add --trust (trust=True in Python), or run in its folder"
 
 
 def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = ADD_TRUST) -> None:
-    """Raise UsageError AP155 if the plan's target is code outside of the current folder.
+    """Raise UsageError AP155 if the plan's target is code outside the current folder.
 
-    With ``trust`` any code may run; ``how`` says how it is given. ``hf:`` targets run only the
-    installed library's code.
+    With ``trust`` any code is accepted; ``how`` tells the user how to give it. ``hf:`` targets run
+    only code of the installed library.
     """
     name = target_name(plan, plan_path)
     if trust or name.startswith("hf:"):
@@ -55,7 +55,7 @@ def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = 
 
 
 def _place_of_code(name: str) -> Path | None:
-    """Return the file or folder of a target's code; None if it is missing, reported later."""
+    """Return the file or folder of a target's code; None if missing, which loading will report."""
     place = name.rpartition(":")[0] if name.rpartition(":")[2].isidentifier() else name
     path = Path(place or name)
     if path.exists():

@@ -1,1 +1,1 @@
-"""``autoparallel run``: data, steps, logs, restarts."""
+"""Training by ``autoparallel run``: data, steps, logs and restarts."""

@@ -1,4 +1,4 @@
-"""Callbacks of a run: the protocol of metrics and of a model file's callbacks."""
+"""Callbacks of a run, for metrics and for the ``callbacks()`` of a model file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from autoparallel.planner.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Finished step as rank 0 saw it.
+    """Figures of a finished step on rank 0.
 
-    The gradient's norm is taken before clipping, the learning rate is the first group of
-    parameters'. ``skipped_steps`` counts the updates skipped so far; ``loss_scale`` is the step's,
-    None if the loss is not scaled. ``throughput`` is in ``unit`` ("tokens" or "samples") per
-    second.
+    The gradient norm is taken before clipping; the learning rate is of the first parameter group.
+    ``skipped_steps`` counts the updates skipped so far; ``loss_scale`` is the step's, None if the
+    loss is not scaled. ``throughput`` is in ``unit`` ("tokens" or "samples") per second.
     """
 
     step: int
@@ -34,27 +33,27 @@ class StepRecord:
 class Callback:
     """Observer of a run; subclasses define the methods that they need.
 
-    Called on rank 0 only, so a callback must not communicate with other ranks. An exception
-    that it raises ends the run.
+    All methods are called on rank 0 only, so they must not communicate with other ranks. An
+    exception in a method ends the run.
     """
 
     def on_step(self, record: StepRecord) -> None:
-        """Handle a finished step; called when the next is under way."""
+        """Handle a finished step; called while the next step runs."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Handle a written checkpoint."""
+        """Handle the checkpoint of ``step``, written at ``path``."""
 
     def on_end(self) -> None:
-        """Handle the planned end of the run."""
+        """Handle the regular end of the run."""
 
     def close(self) -> None:
-        """Handle the end of the run, planned or by an error."""
+        """Handle the end of the run, regular or by an error."""
 
 
 def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:
-    """Combine callbacks into a callback that calls them in order.
+    """Combine callbacks into a single callback that calls them in order.
 
-    Raises UsageError AP907 for anything else; ``source`` names their origin.
+    Raises UsageError AP907 for an item that is no Callback; ``source`` names where it came from.
     """
     found = tuple(callbacks)
     for each in found:

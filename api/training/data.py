@@ -1,7 +1,7 @@
-"""The data of ``autoparallel run``: each rank's inputs in each step, and the position in the data.
+"""Data of ``autoparallel run``: each rank's inputs by step, and the position in the data.
 
-In: a target with or without ``build_data``, the trainer. Out: this rank's inputs, step by step,
-and the position in the data as a ``state_dict``.
+In: a target with or without ``build_data``, and the trainer. Out: this rank's inputs, step by step,
+and the position in the data as a ``state_dict``. Without ``build_data`` inputs are random.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from autoparallel.training.loaders import has_rows, skip_batches
 
 
 class TrainingData:
-    """Endless iterator of a rank's inputs: the data is read again and again.
+    """Endless iterator over a rank's inputs; it reads the data again and again.
 
-    ``build_data`` is called on the ranks that need data, with their ``(rank, world)`` among the
-    parts of a batch. Its batches are shares, or the global batch, as ``Trainer`` takes them.
+    ``build_data`` is called on the ranks that need data, with the index of the rank's part of a
+    batch and the number of parts, as ``(rank, world)``. It yields parts or whole global batches.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TrainingData:
         progress: Callable[..., None] = lambda what, waits_for=(): None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Begin; ``progress`` is for a watchdog, ``tell`` gets lines for the user."""
+        """Set up the iterator; ``progress`` informs a watchdog, ``tell`` prints for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
         self._place = trainer.batches.place
@@ -57,7 +57,7 @@ class TrainingData:
     def __next__(self) -> RankInputs:
         """Return the inputs of the next step.
 
-        Raises UsageError AP118 if ``build_data`` can give no batch.
+        Raises UsageError AP118 if ``build_data`` yields no batch.
         """
         if self._place is not None:
             self._progress(f"loading batch {self._consumed + 1}")
@@ -77,7 +77,7 @@ class TrainingData:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches read, and the state of each rank's source that has a state.
 
-        Collective over all ranks; the same on each.
+        Collective over all ranks; the result is the same on each.
         """
         has_state = hasattr(self._source, "state_dict")
         own = (self._place, self._source.state_dict() if has_state else None)
@@ -89,9 +89,9 @@ class TrainingData:
         return {"batches": self._consumed, "pass": self._pass, "seed": self._seed, "sources": found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position ``state``: ``{"batches": n}`` is enough.
+        """Continue at the position ``state``; ``{"batches": n}`` suffices.
 
-        The sources' states are for the same number of parts; otherwise batches are counted.
+        States of sources need the same number of parts; otherwise ``n`` batches are skipped.
         """
         self._consumed = int(state["batches"])
         self._pass = int(state.get("pass", 0))
@@ -101,7 +101,7 @@ class TrainingData:
         self._batches = None
 
     def go_on_from(self, batches: int) -> None:
-        """Skip ``batches``, unless a state has the position."""
+        """Skip the first ``batches`` batches, unless a loaded state has set the position."""
         self._consumed = self._consumed or batches
 
     def _from(self, start: int) -> Iterator[RankInputs]:
@@ -118,7 +118,7 @@ class TrainingData:
             yield RankInputs(random_batch(graph, seed=self._seed + step))
 
     def _passes(self, start: int) -> Iterator[RankInputs]:
-        """Yield the batches from number ``start`` on, over all passes."""
+        """Yield the batches from number ``start`` on, over endless passes (epochs)."""
         saved, self._saved = self._saved, None
         at = start if saved is not None or self._takes("start") else 0
         self._pass = self._pass if at else 0
@@ -140,10 +140,10 @@ class TrainingData:
             self._pass += 1
 
     def _open(self, at: int, start: int, saved: Any) -> tuple[Iterable[Any], int]:
-        """Begin a pass at batch ``at``; return it with the number of its first batch.
+        """Begin a pass (epoch) at batch ``at``; return it with the number of its first batch.
 
-        Batches before ``start`` are skipped as far as the source can skip. An order that is drawn
-        from torch's generator is the same on every rank and in every run of one seed.
+        Batches before ``start`` are skipped as far as the source can skip. An order drawn from
+        torch's generator is the same on every rank and in every run with the same seed.
         """
         torch.manual_seed(self._seed + self._pass)
         data = self._source = self._build(at)
@@ -160,7 +160,7 @@ class TrainingData:
         return data, at
 
     def _build(self, start: int) -> Any:
-        """Call ``build_data`` for this rank's part, with the keywords that it takes."""
+        """Call ``build_data`` for this rank's part, with the keyword arguments that it accepts."""
         model, build = self._trainer.plan.model, self._target.build_data
         assert build is not None
         assert self._place is not None

@@ -1,8 +1,8 @@
-"""A plan for the present hosts, after some have left or come back.
+"""Plan for the hosts that are present, after hosts have left or come back.
 
 In: the plan that the run was started with, for all hosts, and the number of ranks. Out: the same
-plan, or a plan that rank 0 makes for as many hosts, which all ranks use. It is for the same model
-and global batch, so the run goes on from a checkpoint as if nothing had happened but rounding.
+plan, or a plan that rank 0 makes for the present hosts and shares with all ranks. Model and global
+batch stay, so the run continues from a checkpoint and differs only by rounding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def plan_for_ranks(
 ) -> Plan:
     """Return the plan for the present number of ranks. Collective over all ranks.
 
-    ``limits`` are options of planning by name. A new plan is saved in ``folder`` for the next
-    attempt on as many hosts. Raises WorkerError AP824, on every rank, if there is none.
+    ``limits`` are options of planning by name. A new plan is saved in ``folder`` for later attempts
+    on as many hosts. Raises WorkerError AP824 on every rank if there is no plan.
     """
     if worker.world_size == plan.cluster.num_devices:
         return plan

@@ -1,6 +1,6 @@
-"""DataLoaders with another sampler: the same dataset, collate function and workers.
+"""Copies of DataLoaders with another batch sampler, and the same dataset, collation and workers.
 
-In: a torch DataLoader. Out: a DataLoader with this package's sampler.
+In: a torch DataLoader. Out: a DataLoader that reads the rows of the given batch sampler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COPIED = (
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader reads rows by their indices, and makes batches of them."""
+    """Return whether the loader indexes the rows of a dataset and batches them itself."""
     return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -35,9 +35,9 @@ def with_sampler(
     batch_sampler: Iterable[list[int]],
     generator: torch.Generator | None = None,
 ) -> DataLoader[Any]:
-    """Return an equal loader that loads the rows of ``batch_sampler``.
+    """Return a copy of the loader that loads the rows of ``batch_sampler``.
 
-    ``generator`` gives the workers their seed.
+    ``generator`` seeds the workers.
     """
     options = copied_options(loader) | {"collate_fn": loader.collate_fn, "generator": generator}
     made: DataLoader[Any] = type(loader)(loader.dataset, batch_sampler=batch_sampler, **options)
@@ -45,21 +45,21 @@ def with_sampler(
 
 
 def copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a loader's options of its workers, as arguments of another loader."""
+    """Return the loader's options about workers, as keyword arguments for another loader."""
     known = inspect.signature(DataLoader.__init__).parameters
     names = (name for name in _COPIED if name in known and getattr(loader, name, None))
     return {name: getattr(loader, name) for name in names}
 
 
 def skip_batches(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
-    """Return the loader without its first batches, which are not loaded."""
+    """Return a copy of the loader that skips its first batches without loading them."""
     assert loader.batch_sampler is not None
     rest = _Rest(loader.batch_sampler, num_batches)
     return with_sampler(loader, rest, loader.generator)
 
 
 class _Rest:
-    """Batch sampler without its first batches."""
+    """Batch sampler that leaves out the first batches of another."""
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_batches: int) -> None:
         self._batch_sampler, self._num_batches = batch_sampler, num_batches

@@ -1,7 +1,7 @@
-"""The error of a rank that ran out of memory: held and predicted bytes, and a fix.
+"""Error of a rank that ran out of memory: held and predicted bytes, and a fix.
 
-In: an error of a training step, the plan, and the tensors of the rank. Out: a DeviceMemoryError
-AP803 with the bytes held and predicted by category, and the next plan that needs less.
+In: an error of a training step, the plan, and the tensors of the rank. Out: DeviceMemoryError AP803
+with held and predicted bytes by category, and a suggested plan that needs less memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ STATES = {
     "optimizer states": ("optimizer",),
     "buffers": ("buffers",),
 }
-"""Categories of the tensors that a rank holds from step to step, and their names in a plan and in
-``runtime.profile.memory_counter.held_by``. Everything else counts as ``OTHER``."""
+"""Persistent tensors by the name shown, with their categories in a plan and in
+``runtime.profile.memory_counter.held_by``. All other bytes count as ``OTHER``."""
 OTHER = "activations and the rest"
 LESS = 0.9
-"""Share of the predicted or available bytes that is the suggested limit: a tenth less, because the
-prediction was too low by an unknown part."""
+"""Factor from the predicted or available bytes to the suggested limit: a tenth less, because the
+prediction was too low by an unknown amount."""
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def explained_memory_errors(
     held: Callable[[], Mapping[str, Iterable[Tensor]]],
     peak_bytes: Callable[[], int],
 ) -> Iterator[None]:
-    """Turn errors of exhausted memory into AP803 with the held bytes.
+    """Turn out-of-memory errors into DeviceMemoryError AP803, with the bytes held.
 
-    ``held`` gives the rank's states by category, ``peak_bytes`` its peak of the device, or of the
-    process on a CPU.
+    ``held`` returns the rank's persistent tensors by category; ``peak_bytes`` returns the peak of
+    the device, or of the process on a CPU.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def explained_memory_errors(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of ``tensors``, each storage once.
+    """Return the bytes of the storages of ``tensors``; shared storages count once.
 
     >>> import torch
     >>> whole = torch.zeros(8)
@@ -76,10 +76,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def comparison(plan: Plan, rank: int, states: Mapping[str, int], total_bytes: int) -> str:
-    """Compare held and predicted bytes of ``rank`` by category, a line each.
+    """Compare held and predicted bytes of ``rank``, in a line per category.
 
-    ``states`` are the bytes held from step to step, by the names of ``held_by``; ``total_bytes`` is
-    the peak of all.
+    ``states`` are the bytes of persistent tensors by category; ``total_bytes`` is the rank's peak.
     """
     stages = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
     predicted = grouped_bytes(bytes_of(plan, stages), STATES, OTHER)
@@ -99,7 +98,7 @@ def _line(name: str, held: int, expected: int) -> str:
 
 
 def next_plan(plan: Plan, rank: int, total_bytes: int) -> str:
-    """Suggest a memory limit for planning again, and the alternative that keeps it."""
+    """Suggest a memory limit for planning again, and the fastest alternative that keeps it."""
     stage = next(stage for stage in plan.stages if rank in stage.devices)
     available = min(total_bytes, usable_bytes(plan, stage)) or plan.prediction.peak_memory_bytes
     limit = LESS * min(plan.prediction.peak_memory_bytes, available)

@@ -17,7 +17,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.training.callbacks import Callback, StepRecord
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Package that each option needs."""
+"""Python package that each option needs."""
 
 
 def figures(record: StepRecord) -> dict[str, float | int | None]:
@@ -55,13 +55,13 @@ def _missing(option: str) -> UsageError:
 
 
 class JsonLines(Callback):
-    """Writer of a JSON object per step to a file.
+    """Callback that appends a JSON object per step to a file.
 
     Raises UsageError AP906 if the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, kept: int | None = None) -> None:
-        """Open the file; a run that goes on after step ``kept`` removes its later records."""
+        """Open the file. A run resumed after step ``kept`` removes its records of later steps."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if kept is not None and Path(path).exists():
@@ -84,10 +84,10 @@ class JsonLines(Callback):
 
 
 def _remove_steps(path: Path, kept: int) -> None:
-    """Remove the last lines of a run, of steps after ``kept``.
+    """Remove the records of steps after ``kept`` at the end of the file.
 
-    An incomplete last line is removed too. Read from the end, an earlier run's lines begin when
-    steps no longer decrease.
+    An incomplete last line is removed too. Reading backwards stops where step numbers stop
+    decreasing, since earlier lines are of another run.
     """
     with path.open("rb+") as file:
         lines = file.read().splitlines(keepends=True)
@@ -101,7 +101,7 @@ def _remove_steps(path: Path, kept: int) -> None:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line of metrics; 0 for any other line."""
+    """Return the step of a line of metrics, 0 if it has none."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -110,7 +110,7 @@ def _step_of(line: bytes) -> int:
 
 
 class TensorBoard(Callback):
-    """Writer of scalars for TensorBoard. Raises UsageError AP905 if it is not installed."""
+    """Callback that writes scalars. Raises UsageError AP905 if TensorBoard is not installed."""
 
     def __init__(self, folder: str | Path, *, kept: int | None = None) -> None:
         """Open the writer; records of steps after ``kept`` are hidden."""
@@ -132,10 +132,10 @@ class TensorBoard(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """Logger to a project of Weights & Biases. Raises UsageError AP905 if it is not installed."""
+    """Callback that logs to a W&B project. Raises UsageError AP905 if wandb is not installed."""
 
     def __init__(self, project: str, settings: Mapping[str, Any]) -> None:
-        """Begin a run there, described by ``settings``."""
+        """Begin a run in ``project``, with ``settings`` as its config."""
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:

@@ -1,9 +1,9 @@
-"""An attempt at a run: its start, and the state for a restart after a failure.
+"""Attempts of a run: where an attempt starts, and the record for a restart after a failure.
 
 In: the folder of checkpoints, if any, the checkpoint that the user named, and the number of
-restarts. Out: the checkpoint to start from, and the last step. The first attempt leaves
-``restart.json`` in the folder: the last step, and the checkpoints that were there before, which are
-another run's.
+restarts. Out: the checkpoint to start from, and the last step. The first attempt writes
+``restart.json`` into the folder: the last step, and the checkpoints already there, which belong to
+other runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ RECORD = "restart.json"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Start of all ranks. ``resume`` is the checkpoint, or folder of checkpoints, to load.
+    """Start of an attempt, equal on all ranks. ``resume`` is a checkpoint, or a folder of them.
 
-    ``last`` is the last step of the run, if an earlier attempt has counted it.
+    ``last`` is the last step of the run if an earlier attempt recorded it; ``older`` are the
+    checkpoints of other runs.
     """
 
     is_restart: bool
@@ -35,7 +36,8 @@ class Attempt:
     older: Mapping[str, int] | None = None
 
     def begin_after(self, done: int, steps: int, *, rank: int) -> int:
-        """Return the last step of a run that starts after step ``done``; rank 0 reports it."""
+        """Return the run's last step, after ``done`` steps; rank 0 records it, and reports
+        restarts."""
         last = done + steps if self.last is None else self.last
         if rank != 0:
             return last
@@ -51,15 +53,16 @@ class Attempt:
         return last
 
     def last_kept(self, done: int) -> int | None:
-        """Return the last step whose figures stay in a restart; later steps are repeated."""
+        """Return the last step whose logged figures are kept; None for a first attempt, which keeps
+        all figures."""
         return done if self.is_restart else None
 
 
 def begin_attempt(worker: Worker, folder: str | None, resume: str | None) -> Attempt:
-    """Return this attempt's start. Collective over all ranks; rank 0 looks at the folder.
+    """Return the start of this attempt. Collective over all ranks; rank 0 reads the folder.
 
-    A restart takes the newest complete checkpoint that the run has written, or else the start of
-    the first attempt.
+    A restart resumes from the newest complete checkpoint of this run, or else starts as the first
+    attempt did.
     """
     is_restart = worker.restarts > 0
     if folder is None:
@@ -82,7 +85,7 @@ def _begin(folder: Path, resume: str | None, is_restart: bool) -> Attempt:
 
 
 def _checkpoint_times(folder: Path) -> dict[str, int]:
-    """Return the complete checkpoints by ascending step, each with the time of its writing."""
+    """Return the complete checkpoints by ascending step, with their modification times in ns."""
     return {str(path): (path / STATE).stat().st_mtime_ns for path in complete_checkpoints(folder)}
 
 

@@ -1,4 +1,4 @@
-"""Options of a run as objects of its steps: updates, callbacks, and the plan compiled or not."""
+"""Objects made from the options of a run: updates, callbacks, and the choice to compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_run_options(options: RunOptions) -> None:
 
 
 def update_options(options: RunOptions, device: str) -> UpdateOptions:
-    """Return the options of updates; ``device`` is the kind of the loss's device."""
+    """Return the options of optimizer updates; ``device`` is the device type of the loss."""
     scaler = None
     if options.loss_scale is not None:
         if not options.loss_scale > 0:
@@ -44,7 +44,7 @@ def update_options(options: RunOptions, device: str) -> UpdateOptions:
 
 
 def with_compile_choice(plan: Plan, compiled: bool | None, *, rank: int) -> Plan:
-    """Return the plan, compiled or not as asked; rank 0 warns if it was priced otherwise."""
+    """Return the plan with ``compiled`` as requested; rank 0 warns if it was priced otherwise."""
     if compiled is None or compiled == plan.compiled:
         return plan
     if rank == 0:
@@ -62,10 +62,8 @@ def open_callbacks(
 ) -> Iterator[Callback]:
     """Open the callbacks of a run on rank 0, none elsewhere, and close them at its end.
 
-    ``kept``: in a restart, the last step whose written figures stay.
-
-    Raises UsageError AP905 and AP906 of metrics, and AP907 if ``callbacks()`` of the model file
-    gives something else.
+    ``kept``: in a restart, the last step whose written figures stay. Raises UsageError AP905 and
+    AP906 for metrics, and AP907 if the model file's ``callbacks()`` fails or returns other objects.
     """
     made: list[Callback] = []
     try:

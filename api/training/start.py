@@ -1,4 +1,4 @@
-"""Start of a run's processes: the launcher's arguments, and the meaning of its result."""
+"""Start of a run's processes: arguments for the launcher, and handling of the result."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from autoparallel.training.steps import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
-"""Longest time without progress of a rank."""
+"""Time without progress of a rank after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start of a run's ranks without torchrun: all on this machine, or with ``hosts`` this host's,
-    which joins the others.
+    """Way to start a run's ranks without torchrun: all ranks on this machine, or with ``hosts``
+    this host's ranks, which join the ranks of the other hosts.
 
     A rank that makes no progress for ``timeout_seconds`` ends the run with a HangError. After a
-    failure that a restart can mend all are started again, ``max_restarts`` times at most, and
-    continue from the last checkpoint.
+    failure that a restart can repair all ranks restart from the last checkpoint, ``max_restarts``
+    times at most.
     """
 
     timeout_seconds: float = TIMEOUT_SECONDS
@@ -60,13 +60,12 @@ def start_training(
     options: RunOptions | None = None,
     start: Start = Start(),
 ) -> dict[str, Any]:
-    """Train by the plan at ``path``, on ranks that are started by ``start``.
+    """Train by the plan at ``path``, on ranks started as ``start`` says.
 
-    ``saving`` and ``resume``: see ``worker.train``. ``sources`` are of initial weights and data.
-    Returns measured and predicted figures (see ``worker.outcome``).
-
-    Raises as ``check_run_options`` does, UsageError AP850 for an unknown way to draw weights, and
-    AP863 if both weights and ``resume`` are given.
+    ``saving`` and ``resume``: see ``worker.train``. ``sources`` names initial weights and data.
+    Returns measured and predicted figures (see ``step_log.outcome``). Raises the errors of
+    ``check_run_options``, UsageError AP850 for an unknown ``sources.init``, and AP863 if both
+    weights and ``resume`` are given.
     """
     asked = options or RunOptions()
     check_run_options(asked)
@@ -89,7 +88,7 @@ def start_training(
 
 
 def check_weights(weights: str, resume: str | None) -> None:
-    """Raise UsageError if the weights cannot be read, or ``resume`` replaces them (AP863)."""
+    """Raise UsageError if the weights cannot be read, or AP863 if ``resume`` is given as well."""
     if resume is not None:
         raise UsageError(
             "AP863",
@@ -101,7 +100,7 @@ def check_weights(weights: str, resume: str | None) -> None:
 
 
 def check_devices_here(cluster: Cluster) -> None:
-    """Raise MachineError AP411 if this machine lacks a GPU of the cluster, of which it is all."""
+    """Raise MachineError AP411 if this machine lacks a GPU of the (one-machine) cluster."""
     if cluster.hosts[0].device.kind == "cuda":
         check_gpu(cluster.num_devices - 1)
 
@@ -117,10 +116,8 @@ def start_verification(
 ) -> None:
     """Verify the plan at ``path`` and print the result.
 
-    ``compiled``: whether blocks run compiled; None leaves it to the plan.
-
-    Raises UsageError AP119 for an unknown dtype and VerificationError AP601 if the plan's run
-    differs from one device.
+    ``compiled`` says if blocks run compiled; None leaves it to the plan. Raises UsageError AP119
+    for an unknown dtype and VerificationError AP601 if the plan's run differs from the reference.
     """
     if dtype not in VERIFY_DTYPES:
         raise UsageError("AP119", f"--dtype {dtype!r} is not one of {', '.join(VERIFY_DTYPES)}")
@@ -157,9 +154,9 @@ def report_verification(
 
 
 def truth_of(plan: Plan) -> str:
-    """Name the reference of a plan's verification.
+    """Name the reference that a plan's run is verified against.
 
-    An asynchronous schedule is not equal to one device, but must equal its own definition.
+    An asynchronous schedule is compared with one process that makes the same delayed updates.
     """
     if is_asynchronous(plan.schedule):
         return f"one process that makes the updates of {plan.schedule}"
@@ -167,7 +164,7 @@ def truth_of(plan: Plan) -> str:
 
 
 def verdict(found: dict[str, Any], truth: str = "one device") -> str:
-    """Describe a verification; ``truth`` names the reference."""
+    """Describe the result of a verification; ``truth`` names the reference."""
     worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
     word = "verified" if found["passed"] else "NOT verified"
     return (
@@ -199,7 +196,7 @@ def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, A
 def _start_on_host(
     name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Start the ranks of this host, one of several."""
+    """Start the ranks of this host in a run over several hosts."""
     if is_launched(os.environ):
         raise UsageError(
             "AP156",

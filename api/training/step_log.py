@@ -1,8 +1,8 @@
-"""Log of a training run's steps, and the time and memory of its steps.
+"""Log of a training run's steps, with their time and memory.
 
 In: the results of steps, which may still be computed. Out: a line of ``name value`` pairs per step,
-printed when the next step has been started, and a summary. So no rank waits for a loss to print
-while there is work to do.
+printed after the next step has been started, and a summary. Thus no rank waits for a loss to print
+while it has work to do.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from autoparallel.training.callbacks import Callback, StepRecord
 
 
 class MemoryMeter:
-    """Meter of training's peak memory in bytes: of the device, or of this process beyond its memory
-    when the meter was made."""
+    """Meter of peak memory in bytes: of the device; on a CPU, of this process above its memory at
+    the start of the meter."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,13 +53,14 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def forget_peak(self) -> None:
-        """Reset the peak; on the CPU malloc may keep memory."""
+        """Reset the peak. On the CPU, memory that malloc has not returned still counts."""
         self._peak_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """Return the peak so far; on the CPU as seen by calls, with malloc's free memory."""
+        """Return the peak so far. On the CPU it is the largest memory seen by calls of this method,
+        free memory of malloc included."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         held = self._process.memory_info().rss - self._base_bytes
@@ -75,7 +76,7 @@ def _return_freed_memory() -> None:
 
 
 class Figures:
-    """Figures of all steps, in 16 bytes each: a run may have millions."""
+    """Losses and seconds of all steps, in compact arrays as a run may have millions."""
 
     def __init__(self) -> None:
         self.losses, self.seconds = array("d"), array("d")
@@ -88,14 +89,12 @@ class Figures:
 
 
 class StepLog:
-    """Records of a run's steps, printed while ``prints`` is set.
+    """Log of a run's steps; prints them while ``prints`` is set.
 
-    ``callback`` receives each. ``done`` is the unit of throughput, and the number of units in a
-    step.
-
-    On the CPU a step's time is measured between two returns of ``step``, without the time of its
-    data, because nothing else runs meanwhile; on an accelerator, where ``step`` returns early,
-    between the arrivals of two losses.
+    ``callback`` receives each record. ``done`` is the unit of throughput, and the number of units
+    per step. On the CPU a step's time is measured between two returns of ``step``, without loading
+    data. On an accelerator, where ``step`` returns early, it is measured between the arrivals of
+    two losses.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class StepLog:
         self._began = time.perf_counter()
 
     def timed_data(self, batches: Iterator[RankInputs]) -> RankInputs:
-        """Return the next batch, and exclude its time from the step's."""
+        """Return the next batch, and exclude the loading time from the step's on a CPU."""
         started = time.perf_counter()
         batch = next(batches)
         if not self._memory.is_accelerator:
@@ -120,25 +119,25 @@ class StepLog:
         return batch
 
     def add(self, step: int, result: StepResult) -> None:
-        """Take a step's result, and read and print the previous step's."""
+        """Take the result of a step, then read and print the step before."""
         before = self._running
         self._running = (step, result, 0.0 if self._memory.is_accelerator else self._lap())
         if before is not None:
             self._read(*before)
 
     def finish(self) -> None:
-        """Read and print the pending step, and wait for it."""
+        """Wait for the pending step, then read and print it."""
         if self._running is not None:
             self._read(*self._running)
             self._running = None
 
     def skip(self) -> None:
-        """Leave the time and memory since the last step out of the figures."""
+        """Exclude the time and peak memory since the last step from the figures."""
         self._memory.forget_peak()
         self.restart()
 
     def restart(self) -> None:
-        """Start the clock again, after work outside of steps."""
+        """Restart the clock, after work outside of steps."""
         self._began = time.perf_counter()
 
     def _lap(self) -> float:
@@ -170,13 +169,13 @@ class StepLog:
 
 
 def samples_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
-    """Return the unit of a step's throughput, and the number of units in its global batches."""
+    """Return the unit of throughput, and its number in a step of ``num_batches`` batches."""
     samples = plan.model.global_batch * num_batches
     return ("tokens", samples * plan.model.seq) if plan.model.seq else ("samples", samples)
 
 
 def step_line(record: StepRecord) -> str:
-    """Format a step as a line, of at most 80 columns without a scaled loss and skipped steps."""
+    """Format a step as a line: at most 80 columns, unless losses are scaled or steps skipped."""
     scale = "" if record.loss_scale is None else f"  loss_scale {record.loss_scale:g}"
     skipped = f"  skipped {record.skipped_steps}" if record.skipped_steps else ""
     norm = "" if record.gradient_norm is None else f"  grad_norm {record.gradient_norm:.3f}"
@@ -188,7 +187,7 @@ def step_line(record: StepRecord) -> str:
 
 
 def outlook(plan: Plan, steps: int, num_batches: int = 1) -> str:
-    """Describe the predicted time of a run: ``steps`` steps of ``num_batches`` global batches."""
+    """Describe the predicted time of ``steps`` steps of ``num_batches`` global batches each."""
     seconds = plan.prediction.step_seconds * num_batches
     total = duration_text(steps * seconds)
     return f"{steps} steps of {seconds_text(seconds)} are predicted, {total} in all"
@@ -206,11 +205,9 @@ def next_step(folder: str | None) -> str:
 
 
 def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any]:
-    """Return measured and predicted figures; the time is the median step after the warm-up.
+    """Return measured and predicted figures of a run; a step uses ``num_batches`` global batches.
 
-    Nothing is measured if a restart found all steps done.
-
-    A step uses ``num_batches`` global batches.
+    ``step_seconds`` is the median after warm-up, None if a restart found all steps done.
     """
     timed = figures.seconds[WARMUP_STEPS:] or figures.seconds
     return {
@@ -223,7 +220,7 @@ def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any
 
 
 def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
-    """Compare measured with predicted figures, and the first with the last loss."""
+    """Compare measured with predicted figures, and the first loss with the last."""
     found = outcome(figures, plan, num_batches)
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
@@ -241,7 +238,7 @@ def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
 
 
 def _difference(predicted: float, measured: float) -> str:
-    """Return by how much the prediction is off, in percent of the measured figure.
+    """Format the relative error of a prediction in percent of the measured figure.
 
     >>> _difference(1.1, 1.0), _difference(0.5, 1.0), _difference(1.0, 0.0)
     ('(10 % too high)', '(50 % too low)', '(nothing measured)')
@@ -255,9 +252,9 @@ def _difference(predicted: float, measured: float) -> str:
 def keep_measurement(
     plan: Plan, figures: Figures, num_batches: int, plan_paths: Sequence[Path]
 ) -> None:
-    """Write measurements of a run's steps beside the plan at each of ``plan_paths``.
+    """Write the measurement of a run beside the plan at each of ``plan_paths``.
 
-    A folder that cannot be written is reported, and is no error.
+    A file that cannot be written is reported, without an error.
     """
     measured = outcome(figures, plan, num_batches)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""

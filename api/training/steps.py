@@ -1,7 +1,7 @@
-"""The steps of a run: their checkpoints, checks between them, and an early end.
+"""Loop over the steps of a run, with checkpoints, checks between steps, and an early end.
 
-A save that fails in the middle of a run does not end training: the error is shown, the last good
-checkpoint stays, and the next save tries again. If the last save fails, so does the run.
+A failed save in the middle of a run does not end training: the error is shown, the last good
+checkpoint stays, and the next save tries again. If the last save fails, the run fails.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autoparallel.training.trace import RunTrace
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Schedule and place of a run's checkpoints: every ``every`` steps, and at its end.
+    """Checkpoints of a run: written every ``every`` steps and at the end, into ``folder``.
 
-    ``keep`` is the number that stays.
+    The newest ``keep`` of them stay, None for all.
     """
 
     folder: str
@@ -37,12 +37,12 @@ class Saving:
     asynchronous: bool = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after ``step`` if the run goes on."""
+        """Return whether to save after ``step`` if it is not the last."""
         return self.every is not None and step % self.every == 0
 
 
 class RunSaves:
-    """Writer of a run's checkpoints. Calls are collective over all ranks."""
+    """Writer of a run's checkpoints. Its calls are collective over all ranks."""
 
     def __init__(
         self, how: Saving, trainer: Trainer, worker: Worker, log: StepLog, callback: Callback
@@ -52,9 +52,9 @@ class RunSaves:
         self._log, self._callback = log, callback
 
     def save_after(self, step: int, *, is_last: bool) -> None:
-        """Save if it is due, and show errors of the background.
+        """Save if a checkpoint is due after ``step``, and show errors of background saves.
 
-        Raises MachineError (AP886) if the last save fails.
+        Raises MachineError AP886 if the last save fails.
         """
         checkpoints = self._trainer.checkpoints
         if not is_last and not self.how.is_due(step):
@@ -74,7 +74,7 @@ class RunSaves:
         self._log.restart()
 
     def _save(self, step: int) -> None:
-        """Write the checkpoint of ``step``, after all of its figures."""
+        """Write the checkpoint of ``step``; all figures up to it are logged before."""
         how = self.how
         self._trainer.save(
             how.folder,
@@ -86,7 +86,7 @@ class RunSaves:
         self._callback.on_checkpoint(step, checkpoint_path(how.folder, step))
 
     def _attempt(self, step: int, act: Callable[[], None]) -> None:
-        """Call ``act``; rank 0 shows a failed save, which fails on every rank."""
+        """Call ``act``; a failed save, which all ranks see, is shown by rank 0 and ignored."""
         try:
             act()
         except MachineError as error:
@@ -108,10 +108,10 @@ def take_steps(
     num_batches: int,
     trace: RunTrace,
 ) -> None:
-    """Train; each step takes ``num_batches`` global batches.
+    """Train ``steps``; each step takes ``num_batches`` global batches.
 
-    ``trace`` records some of them. If checkpoints are saved, SIGTERM ends the run after the current
-    step.
+    ``trace`` records its chosen steps. If checkpoints are saved, SIGTERM ends the run after the
+    current step.
     """
     device = trainer.device
     with StragglerCheck(trainer.plan, worker, device) as stragglers, ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The report of a slow rank on stderr while a run goes on."""
+"""Report of a slow rank on stderr during a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autoparallel.runtime.profile.stragglers import (
 )
 
 WORK = ("compute", "optimizer")
-"""Parts of a rank's predicted step without waits for others."""
+"""Purposes of a rank's predicted seconds that are work, not waits for other ranks."""
 
 
 class StragglerCheck(ExitStack):
-    """Comparison of ranks' work; a context manager around the steps.
+    """Comparison of the work of ranks; a context manager around the steps.
 
-    Does nothing for one process, with parameter servers, and on GPUs, whose hosts run ahead.
+    It does nothing in a single process, with parameter servers, and on GPUs, whose hosts run ahead.
     """
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class StragglerCheck(ExitStack):
         self._sampler = self.enter_context(WorkSampler()) if is_sampled else None
 
     def check(self, step: int) -> None:
-        """Compare ranks after some steps; rank 0 names the slow rank. Collective over all ranks."""
+        """Compare ranks every few steps; rank 0 names a slow rank. Collective over all ranks."""
         if self._sampler is None:
             return
         self._num_steps += 1
@@ -63,7 +63,7 @@ class StragglerCheck(ExitStack):
 
 
 def planned_work(plan: Plan, stages: tuple[int, ...]) -> float:
-    """Return the predicted share of compute in a step of ``stages`` (replicas included)."""
+    """Return the predicted fraction of a step in which a rank with ``stages`` computes."""
     seconds = rank_seconds(plan, [stage % len(plan.stages) for stage in stages])
     work = sum(seconds.get(name, 0.0) for name in WORK)
     return min(1.0, work / plan.prediction.step_seconds)

@@ -1,10 +1,9 @@
-"""Text as batches of a causal language model: ``input_ids``, and equal ``labels``.
+"""Text as batches for a causal language model: ``input_ids``, and equal ``labels``.
 
 In: a text file, JSON lines with a field ``text``, or a folder of ``.txt``. The model's tokenizer
-(bytes if its folder has none) turns texts into tokens, joined with end marks and cut into rows of
-``seq``. The tokens are kept in a file of the user's cache folder that is mapped into memory. Out:
-``build_data(rank, world, ...)``; every epoch reads all rows in its own order, which depends on the
-seed.
+(bytes if its folder has none) turns texts into tokens, which are joined with end tokens and cut
+into rows of ``seq``. The tokens are cached in a memory-mapped file in the user's cache folder. Out:
+``build_data(rank, world, ...)``; every epoch reads all rows in another order, drawn from the seed.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
     from autoparallel.runtime.launch.process import Worker
 
 FORMAT = 1
-"""Version of the files of tokens, which is part of their name."""
+"""Version of the token files, which is part of their names."""
 
 PIECE = 2**20
-"""Approximate number of characters that are tokenized at once; a piece ends with a line."""
+"""Approximate number of characters tokenized at once; a piece ends at a line end."""
 
 WAIT_SECONDS = 0.2
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -59,12 +58,11 @@ Tokens = np.ndarray[Any, Any]
 
 
 def with_text(target: Target, place: str, worker: Worker) -> Target:
-    """Return ``target`` with batches of the text at ``place``.
+    """Return ``target`` with ``build_data`` that reads the text at ``place``.
 
-    One process of each machine makes the file of tokens, and the others wait for it.
-
-    Raises UsageError: AP864 if the target is no causal language model, AP865 if the text cannot be
-    used, AP866 if its tokens are not the model's.
+    One process of each machine writes the file of tokens, and the others wait for it. Raises
+    UsageError AP864 if the target is no causal language model, AP865 if the text is unusable, and
+    AP866 if a token is outside the model's vocabulary.
     """
     vocabulary = _vocabulary(target)
     is_maker = worker.local_rank == 0
@@ -83,7 +81,7 @@ def with_text(target: Target, place: str, worker: Worker) -> Target:
 
 
 def check_text(place: str, target: Target | None = None) -> None:
-    """Raise UsageError AP865 if there is no text at ``place``, AP864 if ``target`` reads none."""
+    """Raise UsageError AP865 if ``place`` has no text, AP864 if ``target`` cannot train on text."""
     if target is not None:
         _vocabulary(target)
     text_files(Path(place))
@@ -103,7 +101,7 @@ def _vocabulary(target: Target) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedText:
-    """Consecutive rows of ``seq`` tokens, in an order that changes every epoch."""
+    """Rows of ``seq`` consecutive tokens, in an order that changes every epoch."""
 
     tokens: Tokens
     seq: int
@@ -121,17 +119,17 @@ class PackedText:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of an epoch; an incomplete row at the end is left out."""
+        """Number of rows in an epoch; an incomplete last row is left out."""
         return len(self.tokens) // self.seq
 
     def row(self, position: int, order: Callable[[int], Tokens]) -> Tokens:
-        """Return the row at a position of the endless sequence of epochs."""
+        """Return the row at ``position`` in the endless sequence of epochs."""
         epoch, index = divmod(position, self.num_rows)
         start = int(order(epoch)[index]) * self.seq
         return self.tokens[start : start + self.seq]
 
     def batches(self, rank: int, world: int, global_batch: int) -> Batches:
-        """Yield the share ``rank`` of ``world`` of each global batch, endlessly."""
+        """Yield part ``rank`` of ``world`` of each global batch, endlessly."""
         import torch
 
         share = global_batch // world
@@ -158,10 +156,10 @@ def open_tokens(
     is_maker: bool = True,
     tell: Progress = lambda what: None,
 ) -> Tokens:
-    """Return the tokens of the text at ``place``, by the tokenizer of ``model``, mapped into
-    memory.
+    """Return the tokens of the text at ``place``, made by the tokenizer of ``model``,
+    memory-mapped.
 
-    Raises UsageError AP865 if there is no text and AP866 if a token is not below ``vocabulary``.
+    Raises UsageError AP865 if there is no text, and AP866 if a token is not below ``vocabulary``.
     """
     files = text_files(Path(place))
     path = default_folder() / "tokens" / f"{_digest(files, model)}.tokens"
@@ -183,7 +181,7 @@ def open_tokens(
 
 
 def text_files(place: Path) -> tuple[Path, ...]:
-    """Return the files of text at ``place``. Raises UsageError AP865 if there are none."""
+    """Return the text files at ``place``. Raises UsageError AP865 if there are none."""
     found = tuple(sorted(place.glob("**/*.txt"))) if place.is_dir() else (place,)
     if not found or not found[0].is_file():
         raise UsageError(
@@ -196,9 +194,9 @@ def text_files(place: Path) -> tuple[Path, ...]:
 
 
 def texts(path: Path) -> Iterator[Iterable[str]]:
-    """Yield the texts of a file in pieces: a single text, or a text per line of JSON.
+    """Yield each text of a file as an iterable of pieces; JSON lines have a text per line.
 
-    Read a text before asking for the next. Raises UsageError AP865.
+    Consume a text before asking for the next. Raises UsageError AP865 for a bad line.
     """
     with path.open(encoding="utf-8") as file:
         if path.suffix not in JSON_LINES:
@@ -237,7 +235,7 @@ def _tokenizer_files(model: str) -> list[Path]:
 
 
 def _encoder(model: str) -> tuple[Encode, list[int]]:
-    """Return the function from text to tokens, and the tokens at the end of a text."""
+    """Return the function that tokenizes a text, and the tokens that end a text."""
     if Path(model).is_dir() and not _tokenizer_files(model):
         return lambda text: list(text.encode()), []
     from transformers import AutoTokenizer
@@ -290,7 +288,7 @@ def _tokens_of(files: Iterable[Path], encode: Encode, end: list[int]) -> Iterato
 
 
 def _digest(files: Iterable[Path], model: str) -> str:
-    """Hash the sources of the tokens: texts by place, size and time, the tokenizer by content."""
+    """Hash the sources of the tokens: texts by path, size and time, the tokenizer by content."""
     made = hashlib.sha256(f"tokens {FORMAT}\0{'' if Path(model).is_dir() else model}".encode())
     for file in files:
         found = file.stat()

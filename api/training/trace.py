@@ -1,12 +1,12 @@
-"""The trace of a run: recorded steps beside the predicted step, and their differences by action.
+"""Trace of a run: recorded steps beside the predicted step, and their differences by action.
 
-In: a plan, its schedule and the steps that every rank recorded. Out: a Chrome trace with a measured
-and a predicted process for each rank, whose tracks have the same names; and a table of the mean
-seconds of each kind of action.
+In: a plan, its schedule, and the steps recorded on every rank. Out: a Chrome trace with a measured
+and a predicted process per rank, whose tracks have the same names; and a table of the mean seconds
+of each kind of action.
 
-Measured compute begins when its messages are there. The start of a message is known, its end only
-if the receiver waited for it; other messages end with their call. Sums of gradients are measured
-from the point where a rank stops for them, so they do not appear beside compute.
+Measured compute begins when its messages have arrived. The end of a message is known only if the
+receiver waited for it; other messages end with their call. Gradient reductions are measured from
+the point where a rank waits for them, so they do not appear beside compute.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ from autoparallel.runtime.step.trainer import RankTrainer, Trainer
 
 DEFAULT_FILE = "trace.json"
 WARMUP_STEPS = 2
-"""Number of first steps that are not recorded if there are enough others."""
+"""Number of first steps that are not recorded, if enough steps follow."""
 WAITED_SECONDS = 1e-5
-"""Wait after which a message is taken to arrive at the wait's end."""
+"""Length of a wait above which its end counts as the arrival of the message."""
 
 Steps = Sequence[RecordedStep]
 
 
 class RunTrace:
-    """Recorder of some steps of a run; does nothing without requested steps."""
+    """Recorder of chosen steps of a run; it does nothing if no steps are requested."""
 
     def __init__(self, num_steps: int, path: str | None, *, first: int, last: int) -> None:
-        """Choose the steps to record; ``first`` and ``last`` are the run's own."""
+        """Choose ``num_steps`` steps to record from the run's steps ``first`` to ``last``."""
         begin = max(first, min(first + WARMUP_STEPS, last + 1 - num_steps))
         self._steps = range(begin, begin + num_steps)
         self._path = path or DEFAULT_FILE
         self._recorder: StepRecorder | None = None
 
     def begin(self, step: int, trainer: RankTrainer) -> None:
-        """Begin to record ``step``, if chosen."""
+        """Begin recording ``step`` if it is chosen."""
         if step in self._steps:
             assert isinstance(trainer, Trainer)
             self._recorder = self._recorder or StepRecorder(trainer)
             self._recorder.begin()
 
     def end(self, step: int) -> None:
-        """End the record of ``step``."""
+        """End recording ``step``."""
         if step in self._steps and self._recorder is not None:
             self._recorder.end()
 
     def write(self, plan: Plan, schedule: Schedule, *, rank: int) -> None:
-        """Write the file and print the table, on rank 0. Collective."""
+        """Write the trace file and print the table, on rank 0. Collective over all ranks."""
         if self._recorder is None:
             return
         steps = self._recorder.gather()
@@ -91,7 +91,7 @@ class RunTrace:
 
 
 def check_trace(num_steps: int, path: str | None, steps: int) -> None:
-    """Raise UsageError AP381 for more recorded steps than the run has, or a file without any."""
+    """Raise UsageError AP381 if ``num_steps`` exceeds ``steps``, or is 0 with a ``path`` given."""
     if path is not None and num_steps == 0:
         raise UsageError("AP381", "--trace without --trace-steps", fix="--trace-steps 3")
     if num_steps > steps:
@@ -103,7 +103,7 @@ def check_trace(num_steps: int, path: str | None, steps: int) -> None:
 
 
 def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
-    """Simulate the plan's step from its stages' figures."""
+    """Simulate the plan's step from the predicted costs of its stages."""
     costs = plan_costs(plan)
     edges = schedule.edges
     if edges is not None and edges != chain(schedule.num_stages) and not schedule.parts:
@@ -134,7 +134,7 @@ def rows_of(plan: Plan, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 def compared_trace(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline
 ) -> dict[str, Any]:
-    """Return the trace of every rank's recorded steps, each beside the predicted step."""
+    """Return the Chrome trace of every rank's recorded steps, each with the predicted step."""
     rows = rows_of(plan, schedule)
     row_of = {rank: row for row, own in enumerate(rows) for rank in own}
     num_ranks, num_steps = len(steps), min((len(own) for own in steps), default=0)
@@ -187,19 +187,19 @@ def compared_trace(
 
 
 def _lanes(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield for each place along the largest stage a rank of every pipeline rank, spread evenly."""
+    """Yield selections of one rank per pipeline rank, as many as the largest stage has devices."""
     most = max(map(len, rows))
     for lane in range(most):
         yield tuple(own[lane * len(own) // most] for own in rows)
 
 
 def _lane_of(own: Sequence[int], rank: int, rows: Sequence[Sequence[int]]) -> int:
-    """Return the first lane that draws a rank."""
+    """Return the index of the first selection of ``_lanes`` that contains ``rank``."""
     return -(-own.index(rank) * max(map(len, rows)) // len(own))
 
 
 def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: float) -> Timeline:
-    """Return a step of a rank for each pipeline rank, as a timeline that begins ``zero`` later."""
+    """Return the timeline of a recorded step per pipeline rank, in seconds after ``zero``."""
     takers = {
         _taker_key(each.action): each
         for step in steps
@@ -223,7 +223,7 @@ def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: f
 
 
 TakerKey = tuple[bool, int, int, int]
-"""Direction of a message (True: forward), its receiver's stage, micro-batch and slice."""
+"""Key of a message: whether it goes forward, then the receiver's stage, micro-batch and slice."""
 
 
 def _taker_key(action: Action) -> TakerKey:
@@ -260,7 +260,7 @@ def _events(
 
 
 def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Event]:
-    """Yield the update of each stage of the rank, with equal parts of the measured time."""
+    """Yield the optimizer update of each stage, with equal parts of the measured time."""
     stages = [each.action for each in step.actions if each.action.kind == STEP]
     if schedule.is_asynchronous:
         for each in step.actions:
@@ -277,7 +277,7 @@ def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Ev
 
 @dataclass(frozen=True, slots=True)
 class ActionDifference:
-    """Mean seconds of the actions of a kind and stage, predicted and measured."""
+    """Mean seconds of one kind of action in one stage, predicted and measured."""
 
     stage: int
     kind: str
@@ -288,7 +288,7 @@ class ActionDifference:
 def differences(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline
 ) -> list[ActionDifference]:
-    """Compare the kinds of action of each stage that are both predicted and measured, in order."""
+    """Return the predicted and measured seconds of each kind of action in each stage."""
     rows, found = rows_of(plan, schedule), []
     expected: dict[tuple[int, str], list[float]] = defaultdict(list)
     measured: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -316,7 +316,7 @@ def differences(
 def print_differences(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline, console: Console
 ) -> None:
-    """Print predicted and measured seconds and their ratio as a table of the console's width."""
+    """Print a table of predicted and measured seconds, and their ratio."""
     table = plain_table(
         ("stage", "right"),
         ("action", "left"),

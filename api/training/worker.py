@@ -1,6 +1,6 @@
-"""The processes of a training run: rebuild the model, make a trainer, train.
+"""Worker processes of a training run: they rebuild the model, make a trainer, and train.
 
-Runs inside a process group. Rank 0 prints (see ``step_log``).
+They run inside a process group. Rank 0 prints (see ``step_log``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from autoparallel.training.trace import RunTrace
 
 VERIFIED_STEPS = 2
 MIXED_DEVICES = "Expected all tensors to be on the same device"
-"""Part of torch's error for an op whose tensors are on several devices."""
+"""Part of torch's error message for an op whose tensors are on several devices."""
 QUANTITIES: tuple[Quantity, ...] = ("loss", "gradient", "weight", "buffer")
 
 
@@ -95,13 +95,13 @@ def train(
     sources: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train by the plan; rank 0 prints each step and a summary.
+    """Train by the plan at ``plan_path``; rank 0 prints each step and a summary.
 
-    ``saving`` is a ``Saving`` as a dict; ``resume`` a checkpoint, or a folder of them, whose newest
-    is taken. Data continues from the checkpoint, with its seed, and no initial weights are drawn.
-    ``sources`` are the fields of ``Sources``: initial weights, their drawing, and text data;
-    ``options`` are the fields of ``RunOptions``. Returns the measured and predicted seconds and
-    bytes, and the losses.
+    ``saving`` has the fields of ``Saving``. ``resume`` is a checkpoint, or a folder whose newest
+    checkpoint is loaded; data then continues from its position and seed, and no initial weights are
+    drawn. ``sources`` has the fields of ``Sources`` (initial weights, initialization, text data),
+    ``options`` the fields of ``RunOptions``. Returns the measured and predicted seconds and bytes,
+    and the losses.
     """
     asked = RunOptions(**(options or {}))
     how = Saving(**saving) if saving is not None else None
@@ -191,7 +191,7 @@ def _verify_first(worker: Worker, plan_path: str, steps: int, seed: int, asked: 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Everything that a rank's steps need: its plan, model, trainer, and start."""
+    """Objects that a rank needs for its steps: plan, target, attempt, trainer and memory meter."""
 
     plan: Plan
     target: Target
@@ -211,9 +211,9 @@ def _prepare(
     seed: int,
     ends: ExitStack,
 ) -> _Run:
-    """Join the ranks, rebuild the model and make the trainer; rank 0 prints the plan's meaning.
+    """Join the ranks, rebuild the model and make the trainer; rank 0 prints a description.
 
-    ``ends`` gets the ends of what holds for the whole run.
+    ``ends`` collects callbacks for the end of the run.
     """
     plan, target = load_job(plan_path)
     check_served_run(plan, asked, {"saving": saving, "resume": resume}, target)
@@ -262,9 +262,9 @@ def begin_run(
     resume: str | None,
     compared: Callable[[], None],
 ) -> int:
-    """Set up updates, the comparison of the first step and the state of a checkpoint.
+    """Set up updates and the check of the first step, and load the checkpoint ``resume`` if given.
 
-    ``compared`` is called after the comparison. Return the number of steps that are done.
+    ``compared`` is called after the check. Return the number of steps already done.
     """
     trainer.overlaps_steps = True
     trainer.use_update(update_options(asked, trainer.device.type), target.build_scheduler)
@@ -287,7 +287,7 @@ def begin_run(
 
 
 def keep_plan(plan: Plan, folder: str) -> None:
-    """Write the plan beside its checkpoints, where ``export`` looks for the trained model."""
+    """Write the plan beside its checkpoints, where ``export`` looks for it."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_plan(plan, Path(folder) / PLAN)
 
@@ -295,7 +295,7 @@ def keep_plan(plan: Plan, folder: str) -> None:
 def verify(
     worker: Worker, *, plan_path: str, dtype: str, seed: int, compiled: bool | None = None
 ) -> dict[str, Any]:
-    """Compare the plan's run with one device; return the result as plain data."""
+    """Compare the plan's run with the reference on one device; return the result as plain data."""
     plan, target = load_job(plan_path)
     set_torch(())  # TF32 rounds float32 products further than verification tolerates.
     plan = with_compile_choice(plan, compiled, rank=worker.rank)
@@ -339,11 +339,11 @@ def one_device(
     *,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Reference:
-    """Run the same steps by the plain model on this rank's device, in the same dtype.
+    """Run the same steps with the plain model on this rank's device, in the same dtype.
 
-    A GPU holds the weights of one op at a time (``streaming``), the CPU the others; if that is
-    impossible, the GPU holds the whole model, and a line is printed. An asynchronous schedule's
-    updates are made at its own times.
+    On a GPU the weights of one op at a time are copied from the CPU (``streaming``); if that fails,
+    the GPU holds the whole model, and a line is printed. The updates of an asynchronous schedule
+    are made with the schedule's delays.
     """
     rule = update_rule(trainer.model.planned)
     device = trainer.device
@@ -372,7 +372,7 @@ def _run_plain(
     tell: Callable[[str], None],
     streams: bool,
 ) -> Reference:
-    """Run ``one_device`` with weights streamed to the device, or all of them there."""
+    """Run ``one_device``, with weights streamed to the device or the whole model on it."""
     program, device = trainer.program, trainer.device
     is_double = trainer.program.dtype == "float64"
     tell("the reference: building the model")
@@ -413,10 +413,10 @@ def make_trainer(
     is_given: bool = False,
     start: Callable[[nn.Module, Deferred], Pretrained] | None = None,
 ) -> tuple[RankTrainer, MemoryMeter]:
-    """Make the trainer of this rank, and the meter of its memory from here. Collective.
+    """Make the trainer of this rank, and a meter of its memory from now on. Collective.
 
-    ``start`` gives the initial weights of the model, which default to its build's. With
-    ``is_given`` its parameters are left unset: the caller loads them.
+    ``start`` returns the model's initial weights; without it, its build draws them. With
+    ``is_given`` the parameters are left unset, for the caller to load.
     """
     tell = worker.watchdog.progress
     tell("capturing the model")
