@@ -44,6 +44,11 @@ from autoparallel.planner.errors import AutoparallelError, UsageError
 
 INTERRUPTED = 130
 
+LISTINGS = (cluster, schedules, ops, cache, program)
+"""Commands of ``autoparallel show``."""
+
+SHOW = "Show what there is: clusters, schedules, ops, the cache, a stage's integer program."
+
 app = typer.Typer(
     name="autoparallel",
     cls=HelpGroup,
@@ -63,14 +68,14 @@ for command in (
     export,
     profile,
     simulate,
-    schedules,
-    cluster,
     doctor,
-    ops,
-    cache,
-    program,
 ):
     app.command()(command)
+
+show = typer.Typer(name="show", help=SHOW, no_args_is_help=True)
+for listing in LISTINGS:
+    show.command()(listing)
+app.add_typer(show)
 
 
 def _show_version(wanted: bool) -> None:
@@ -143,7 +148,7 @@ def _refuse(error: Any) -> int:
     context = error.ctx
     path = "autoparallel" if context is None else context.command_path
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(context.get_help())
+        typer.echo(error.format_message(), nl=False)  # empty where rich has printed the help
         return 2
     message = error.format_message().rstrip(".")
     name = getattr(error, "option_name", "") or "".join(message.split("'")[1:2])
@@ -153,7 +158,12 @@ def _refuse(error: Any) -> int:
         own = UsageError("AP135", f"{path} has no option {name}", fix=fix)
     elif message.startswith("No such command"):
         known = sorted(context.command.commands)
-        fix = did_you_mean(name, known) or f"the commands are {', '.join(known)}"
+        shown = [f"show {name}" for each in LISTINGS if each.__name__ == name]
+        fix = (
+            f"autoparallel {shown[0]}"
+            if shown
+            else did_you_mean(name, known) or f"the commands are {', '.join(known)}"
+        )
         own = UsageError("AP135", f"there is no command {name}", fix=fix)
     else:
         message = message[0].lower() + message[1:]

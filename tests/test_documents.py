@@ -89,7 +89,7 @@ def test_all_marked_blocks_run(document: str, tmp_path: Path) -> None:
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.md"
-    own.write_text("<!-- run -->\n```\nautoparallel schedules no-such-schedule\n```\n")
+    own.write_text("<!-- run -->\n```\nautoparallel show schedules no-such-schedule\n```\n")
     monkeypatch.setattr(documents, "ROOT", tmp_path)
     (tmp_path / "examples").mkdir()
     folder = tmp_path / "folder"

@@ -1,4 +1,4 @@
-"""``autoparallel cluster``: the devices and links that a cluster's name means, with sources."""
+"""``autoparallel show cluster``: devices and links that a cluster's name means, with sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoparallel.report.printing import plain_table
 
 
 def cluster(*, text: str, json: bool) -> None:
-    """Carry out ``autoparallel cluster``."""
+    """Carry out ``autoparallel show cluster``."""
     if not text:
         _show_presets(json)
         return
@@ -164,7 +164,7 @@ def _show_presets(json: bool) -> None:
         )
     console = stdout_console()
     console.print(table)
-    console.print("\nautoparallel cluster 8xNAME shows each figure's source", style="dim")
+    console.print("\nautoparallel show cluster 8xNAME shows each figure's source", style="dim")
 
 
 BEST_DTYPES = ("bfloat16", "float16", "float32")

@@ -69,7 +69,7 @@ def program(
     database: str | None,
     trust: bool,
 ) -> None:
-    """Carry out ``autoparallel program``."""
+    """Carry out ``autoparallel show program``."""
     check_format(output)
     found = plan_program(
         plan,

@@ -30,7 +30,7 @@ from autoparallel.target.register_op import registered_rules
 
 
 def ops(*, name: str | None, target: str | None, json: bool) -> None:
-    """Carry out ``autoparallel ops``."""
+    """Carry out ``autoparallel show ops``."""
     registered = {}
     if target is not None:
         load_target(target)
@@ -74,7 +74,7 @@ FORWARD_SECONDS, INPUT_SECONDS, WEIGHT_SECONDS = 1.0, 1.0, 1.0
 def schedules(
     *, name: str | None, stages: int, microbatches: int, chunks: int | None, slices: int, json: bool
 ) -> None:
-    """Carry out ``autoparallel schedules``."""
+    """Carry out ``autoparallel show schedules``."""
     if name is not None:
         _draw(find_schedule(name), stages, microbatches, chunks=chunks, slices=slices, json=json)
         return
@@ -115,7 +115,7 @@ def listing(found: list[dict[str, Any]]) -> list[str]:
         "D ranks, N micro-batches, K stages per rank; F, I, W: seconds of a forward and",
         "of the gradients of inputs and of weights, B = I + W, work = N (F + B).",
         "Memory: activations, in micro-batches of a rank's share of the model.",
-        "`autoparallel schedules NAME --stages 4 --microbatches 8` draws one.",
+        "`autoparallel show schedules NAME --stages 4 --microbatches 8` draws one.",
     ]
 
 
@@ -169,7 +169,7 @@ def _draw(
 
 
 def cache(*, action: Literal["show", "clear"], json: bool) -> None:
-    """Carry out ``autoparallel cache``."""
+    """Carry out ``autoparallel show cache``."""
     if action == "clear":
         freed = clear_cache()
         say(f"{freed / 1e6:.1f} MB removed")

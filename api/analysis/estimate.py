@@ -137,7 +137,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
                 "AP350",
                 f"--devices: {error.what}",
                 where=f"--devices {text}",
-                fix=error.fix or "autoparallel cluster lists the devices",
+                fix=error.fix or "autoparallel show cluster lists the devices",
             ) from error
     return tuple(dict.fromkeys(found))
 

@@ -54,7 +54,7 @@ class HelpGroup(TyperGroup):
 def arrange(group: Any, *, shows_all: bool) -> None:
     """Put the options of a group's commands into panels; hide the others, or give them a panel."""
     panels = {name: title for title, names in PANELS.items() for name in names}
-    for command in group.commands.values():
+    for path, command in leaf_commands(group).items():
         options = [own for own in command.params if own.param_type_name == "option"]
         if len(options) <= MANY:
             continue
@@ -66,4 +66,13 @@ def arrange(group: Any, *, shows_all: bool) -> None:
         for own in rare:
             own.hidden = not shows_all
         if rare and not shows_all:
-            command.epilog = f"{len(rare)} more options: {command.name} {ALL}"
+            command.epilog = f"{len(rare)} more options: {path} {ALL}"
+
+
+def leaf_commands(group: Any, path: str = "") -> dict[str, Any]:
+    """Return the commands of a group and of the groups in it, by the words that a user types."""
+    found = {}
+    for name, own in group.commands.items():
+        is_group = hasattr(own, "commands")
+        found |= leaf_commands(own, f"{path}{name} ") if is_group else {path + name: own}
+    return found

@@ -325,7 +325,7 @@ def confidence(plan: Plan) -> RenderableType:
     if solver.solver != "highs":
         solved += f", integer programs by {solver.solver}"
     lines = [
-        f"devices and links: autoparallel cluster {plan.cluster.name}",
+        f"devices and links: autoparallel show cluster {plan.cluster.name}",
         f"memory: {memory_source(plan)}",
         f"optimality gap: {gap_text(plan)}; {solved}",
     ]

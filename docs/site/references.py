@@ -69,8 +69,9 @@ def errors_page() -> str:
 def commands_page() -> str:
     """Return the page of every command with its arguments and options, from the typer app."""
     from autoparallel.__main__ import app
+    from autoparallel.commands.help import leaf_commands
 
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = leaf_commands(typer.main.get_command(app))
     options_of_plan = {_entry(each) for each in _options(commands["plan"])}
     sections = [GENERATED, COMMANDS_INTRODUCTION]
     for name, command in commands.items():
@@ -154,7 +155,7 @@ def devices_page() -> str:
         "# Devices and links",
         "",
         "This page lists the presets of clusters and where each of their figures was read, as "
-        "`autoparallel cluster 8xNAME` does. Peaks are dense, those of GeForce cards with "
+        "`autoparallel show cluster 8xNAME` does. Peaks are dense, those of GeForce cards with "
         "float32 accumulation. Measure your own machine to replace them "
         "([costs.md](costs.md#measured-times)).",
     ]

@@ -1,4 +1,4 @@
-"""``autoparallel ops``: what it lists, at 80 columns and as JSON."""
+"""``autoparallel show ops``: what it lists, at 80 columns and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autoparallel program`` and ``--solver`` on the command line and in Python."""
+"""``autoparallel show program`` and ``--solver`` on the command line and in Python."""
 
 from __future__ import annotations
 

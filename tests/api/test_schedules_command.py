@@ -1,4 +1,4 @@
-"""``autoparallel schedules``: the list, the pictures, at 80 columns and as JSON."""
+"""``autoparallel show schedules``: the list, the pictures, at 80 columns and as JSON."""
 
 from __future__ import annotations
 
