@@ -146,7 +146,7 @@ class NamedOptimizer:
         ]
 
     def group_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of a group's parameters. Raise UsageError (AP883) for an unknown one."""
+        """Return a group's parameter names. Raise UsageError (AP883) for an unknown parameter."""
         names = [self.names.get(id(each)) for each in group["params"]]
         if None in names:
             raise UsageError(

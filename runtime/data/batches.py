@@ -33,8 +33,8 @@ from .rank_batch import ShareBatch, check_batch, whole_batch
 from .variants import SmallerBatch, smaller_batch
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
-"""Forms of a rank's batch: none, the global batch, the rank's rows, or the rank's rows, which are
-all."""
+"""Forms of a rank's batch: none, the global batch, the rank's rows, or these if they are all
+rows."""
 
 _CHUNK = 1 << 20
 _INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
