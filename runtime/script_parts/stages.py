@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Draw:
-    """State of random ops: the seed, the number of the batch and micro-batch, of the first op."""
+    """State of random ops: the seed, and the numbers of the batch, micro-batch and first op."""
 
     seed: int = 0
     batch: int = 0
@@ -130,7 +130,7 @@ class StageRank:
     def backward(
         self, microbatch: int, gradients: dict[str, Tensor], scale: float
     ) -> dict[str, Tensor]:
-        """Return the gradients of received values; ``scale`` is the loss's."""
+        """Return the gradients of received values; the loss is scaled by ``scale``."""
         made, received = self.made.pop(microbatch), self.received.pop(microbatch)
         gradients = dict(gradients)
         if self.stage.loss:
