@@ -2,9 +2,12 @@
 
 In: the ``TrainingState`` of a process. Out: a folder ``step-N`` with
 
-Each rank writes its shards, and reads the shards that it needs under the plan that is running.
+- tensors, written by ``torch.distributed.checkpoint``: ``model.<name>`` for every entry of the
+  model's ``state_dict``, ``buffer.<name>`` for other buffers that training changes,
+  ``optimizer.<name>.<state>``, ``part.<name>...``;
+- ``checkpoint.json``: step, plan, random state, hyperparameters by parameter, parts' states.
 
-Each rank writes its shards, and reads those that it needs under whatever plan is running.
+Each rank writes its shards, and reads the shards that it needs under the plan that is running.
 """
 
 from __future__ import annotations
