@@ -1,9 +1,9 @@
 """Folder of a run's checkpoints: atomic publication, and the search for an undamaged checkpoint.
 
 A checkpoint is written into ``step-00000010.tmp-<id>`` and renamed when every rank is done. An
-existing checkpoint of the same step is first renamed to ``step-00000010.old-<id>`` and counts as
-that step's until the new checkpoint has its name, so that at every moment the last good checkpoint
-can be loaded.
+existing checkpoint of the same step is first renamed to ``step-00000010.old-<id>`` and still counts
+until the new checkpoint has its name, so that at every moment the last good checkpoint can be
+loaded.
 
 A checkpoint is whole if its index can be read and its files are as long as the index says: a full
 disk, an interrupted copy or a failing disk leave shorter files. Damaged checkpoints are named on

@@ -56,7 +56,7 @@ ALLOWED = {
 def _member(owner: Any, name: Any) -> Any:
     """Return a member of an enumeration: the only use of ``getattr`` that an index may make.
 
-    Python 3.11.0 to 3.11.3 pickle members like that. Raises ``UnpicklingError`` for anything else.
+    Python 3.11.0 to 3.11.3 pickle members by ``getattr``. Raises ``UnpicklingError`` for others.
     """
     if isinstance(owner, EnumType) and isinstance(name, str) and name in owner.__members__:
         return owner[name]

@@ -213,7 +213,7 @@ class NamedOptimizer:
 def empty_state(
     parameter: Tensor, key: str, stored: TensorStorageMetadata, optimizer: Optimizer
 ) -> Tensor:
-    """Make zeros to load a stored state into, sharded like ``parameter`` if of its shape."""
+    """Make zeros to load a stored state into, sharded like a ``parameter`` of the same shape."""
     dtype, size = stored.properties.dtype, stored.size
     parameter = parameter.detach()
     if key != "step" and size == parameter.shape:
@@ -230,7 +230,7 @@ def empty_state(
 
 
 def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[Any, dict[Path, Any]]:
-    """Split a scheduler's state into the state without its lists per group, and these by path.
+    """Return a scheduler's state without its lists per group, and the lists by their path.
 
     ``PER_GROUP`` names the lists; each is returned as a ``ByNames``.
     """
@@ -257,7 +257,7 @@ def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[An
 def put_group_values(
     state: Any, path: Sequence[str | int], values: ByNames, named: NamedOptimizer
 ) -> None:
-    """Put a list with a value for each group of ``named`` at ``path`` of a scheduler's state."""
+    """Insert a list with one value for each group of ``named`` into a state at ``path``."""
     by_name = {name: value for value, names in values for name in names}
     found = []
     for group in named.optimizer.param_groups:

@@ -88,7 +88,7 @@ def save_parts(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the JSON entries of all parts, and the tensors that this rank writes. Collective.
 
-    ``names`` maps ``id(parameter)`` to its name: schedulers have values by parameter.
+    ``names`` maps ``id(parameter)`` to its name: schedulers' values are stored by these names.
 
     Raises UsageError (AP882) where a state has something that a checkpoint cannot hold.
     """
@@ -148,7 +148,7 @@ def _gathered(mine: Mapping[str, _Encoded]) -> list[Mapping[str, _Encoded]]:
 
 
 def _entry(states: list[_Encoded], ranks: list[_Encoded]) -> dict[str, Any]:
-    """Return the JSON entry of a part with ``states``, with all ranks' values per group merged."""
+    """Return a part's JSON entry: ``states`` (one, or one per rank) and all ranks' group values."""
     merged: dict[Path, list[Any]] = {}
     for each in ranks:
         for path, values in each.per_group:

@@ -361,7 +361,7 @@ ENDINGS = {"safetensors": ".safetensors", "pt": ".pt"}
 
 
 def split_by_size(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
-    """Split the names, in their order, into lists of at most ``most_bytes``, or of one name.
+    """Split the names, in order, into lists of at most ``most_bytes``; a larger tensor is alone.
 
     >>> split_by_size({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
     [['a', 'b'], ['c'], ['d']]

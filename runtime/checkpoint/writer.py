@@ -126,7 +126,7 @@ class CheckpointWriter:
             self._pending.wait()
 
     def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
-        """Return the group to write with: the control group, or its own if ``asynchronous``."""
+        """Return the group to write with: the control group, or an own one if asynchronous."""
         if not asynchronous or not dist.is_initialized():
             return control_group()
         if self._group is None:
@@ -205,7 +205,7 @@ def _write_tensors(
 
 
 def _publish_here(temporary: Path, path: Path) -> None:
-    """Publish on a host that does not see rank 0's disk; the first of its ranks does it."""
+    """Rename the checkpoint on a host without rank 0's disk; one of the host's ranks succeeds."""
     try:
         publish(temporary, path)
     except FileNotFoundError:

@@ -33,7 +33,7 @@ from .rank_batch import ShareBatch, check_batch, whole_batch
 from .variants import SmallerBatch, smaller_batch
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
-"""Forms of a rank's batch: none, the global batch, the rank's rows, or these if they are all
+"""Forms of a rank's batch: none, the global batch, its share of the rows, or a share of all
 rows."""
 
 _CHUNK = 1 << 20
@@ -110,7 +110,7 @@ class BatchCheck:
             self.read()
 
     def forget(self) -> None:
-        """Take back the last ``see``: its step did not run."""
+        """Undo the last ``see``, whose step did not run."""
         self.read()
         self._num_steps -= 1
 
@@ -187,13 +187,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class RankInputs(dict[str, Tensor]):
-    """Inputs of a rank by name; ``global_rows``: rows of the global batch, if the batch says it."""
+    """Inputs of a rank by name; ``global_rows``: the global batch's rows, if the batch states
+    them."""
 
     global_rows: int | None = None
 
 
 def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
-    """Return ``inputs`` with the ``global_rows`` that the batch, or a tensor of it, says."""
+    """Return ``inputs`` with the ``global_rows`` that the batch, or a tensor of it, states."""
     found = RankInputs(inputs)
     marks = [batch, *found.values()]
     found.global_rows = next(
@@ -381,7 +382,7 @@ class StepBatches:
         return {name: tensor.to(self._device) for name, tensor in whole.items()}
 
     def forget(self) -> None:
-        """Take back the last ``take``: its step did not run."""
+        """Undo the last ``take``, whose step did not run."""
         self._check.forget()
         self._is_share = self._was_share
 

@@ -119,7 +119,7 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
 
 
 def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """Return the planned step at each of ``lengths``, which must be in ascending order.
+    """Return the planned variant at each of ``lengths``, which must be in ascending order.
 
     Raises PlanError AP560 where a shorter batch would train another way, and UsageError AP561 for
     impossible lengths.

@@ -275,7 +275,7 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, error: AutoparallelError, *, counts: bool = True) -> None:
-        """Record ``error``, and set the restarts left; a failure that ``counts`` uses one up."""
+        """Record ``error``, and set the restarts left: one less, if the failure ``counts``."""
         self.error = error
         most = self._worker_group.spec.max_restarts
         if not can_mend(error):
@@ -310,7 +310,7 @@ class HostAgent(SimpleElasticAgent):
 
 
 class Peers:
-    """Heartbeats of the agents of a round's other hosts: a growing number of each in the store."""
+    """Heartbeats of the agents of a round's other hosts: each a growing number in the store."""
 
     def __init__(self, store: Any, rank: int, num_hosts: int, clock: Callable[[], float]) -> None:
         self._store, self._rank, self._clock = store, rank, clock

@@ -1,4 +1,4 @@
-"""Launching: one process per device on this machine, or joining the ones torchrun started.
+"""Launching: one process per device on this machine, or joining processes of torchrun.
 
 In: a function by name and its arguments. Out: its value on rank 0; or, when a worker fails, hangs
 or runs out of memory, the others are ended at once and its error is raised here. Workers meet at a

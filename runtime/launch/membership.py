@@ -59,10 +59,10 @@ def join(
 
     The ranks meet at the store that ``meet`` (see ``Worker``) or else the environment names.
 
-    Collectives time out a minute after ``timeout_seconds``, in the caller's groups no earlier: a
-    watchdog, which can name the rank that did not come, ends the process first. Without
-    ``timeout_seconds`` torch's limit holds. Raises MachineError (AP411) where the machine lacks
-    that device.
+    Collectives time out a minute after ``timeout_seconds`` (in the caller's groups at the
+    earliest): a watchdog, which can name the rank that did not come, ends the process first.
+    Without ``timeout_seconds`` torch's limit holds. Raises MachineError (AP411) where the machine
+    lacks that device.
     """
     timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:
@@ -128,8 +128,8 @@ def num_processes(plan: Plan) -> int:
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
-    """Raise MachineError AP413 if ``device`` is a GPU that only emulates bf16, or for fp8 has no
-    units for it, or torchao is not installed."""
+    """Raise MachineError AP413 for bf16 if ``device`` is a GPU that only emulates it, for fp8 if
+    ``device`` has no units for it or torchao is not installed."""
     if precision == "fp8":
         _check_eight_bits(device)
         load_torchao(emulate=False)

@@ -59,7 +59,7 @@ def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
 def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return arguments of ``init_process_group`` to meet at the store of torchrun's agent.
 
-    They have a new prefix; empty without an agent. Collective over all ranks.
+    The store has a new prefix; the dict is empty without an agent. Collective over all ranks.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -162,7 +162,7 @@ class Job:
 
 
 def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
-    """Convert ``error`` to out of memory, or a failed worker with its traceback, as our error."""
+    """Convert ``error`` to an AutoparallelError: out of memory, or failed, with the traceback."""
     if isinstance(error, AutoparallelError):
         return error
     text = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -249,8 +249,8 @@ class StoreWatch:
                 del self._open[question]
 
     def _watch(self) -> None:
-        """Count the polls that find a request open, not the time, in which this process may have
-        been stopped."""
+        """Count the polls that find a request open, not the seconds: this process may have been
+        stopped meanwhile."""
         while not self._stopped.wait(POLL_SECONDS):
             with self._lock:
                 for question in self._open:

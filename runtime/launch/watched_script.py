@@ -103,7 +103,7 @@ _ADVICE = (
 
 
 def advice_for(error: BaseException) -> UsageError | None:
-    """Return AP944 with the line to write, for an error of torch about sharded tensors, or None."""
+    """Return UsageError AP944 with advice on an error of torch about sharded tensors, or None."""
     text = str(error)
     if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
         return None

@@ -5,9 +5,9 @@ wrap each collective and its dual into an autograd function). Works on gloo and 
 only sums and maxima are used, every buffer handed over is contiguous, and booleans travel
 as bytes.
 
-``describe_stack`` reads from a thread's stack the block and collective that it is in. So nothing is
-recorded in training, at no cost; but in a backward, where autograd calls no block, each block
-records when its backward begins.
+``describe_stack`` reads from a thread's stack the block and collective that it is in. So training
+need not record these; only in a backward, where autograd calls no block, each block records when
+its backward begins.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def describe_stack(frame: FrameType | None) -> str:
     """Return text for the block and collective that a thread is in; "" if it is in neither.
 
     The innermost block and collective count. The collective has the name of the function of
-    ``torch.distributed`` that was called, or, for a stage's, its name and mesh axis.
+    ``torch.distributed`` that was called, or, for a stage's collective, its name and mesh axis.
     """
     block = collective = ""
     is_backward = False

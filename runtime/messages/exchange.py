@@ -291,7 +291,7 @@ class Exchange:
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
     def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
-        """Return the messages of one send of ``peer`` to this rank, in its order."""
+        """Return the messages of one send of ``peer`` to this rank, in the sender's order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
@@ -423,7 +423,7 @@ def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
 
 
 def _send(direction: Direction, stage: int, unit: int, num_slices: int) -> str:
-    """Format a send as actions print it."""
+    """Format a send as actions print it, for example ``1SEND_F3``."""
     return f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{_unit(unit, num_slices)}"
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
 CONSEQUENCES = ("AP820", "AP821")
-"""Codes of a rank that ends because another one has failed."""
+"""Codes of a rank that ends because another rank has failed."""
 
 GATHER_SECONDS = 4.0
 """Time that an ending rank waits for the others' reports, to name the rank that failed."""
@@ -69,7 +69,7 @@ class FailureReport:
 
     @property
     def is_consequence(self) -> bool:
-        """Tell whether the rank only ended because another one has failed."""
+        """Tell whether the rank only ended because another rank has failed."""
         return self.error["code"] in CONSEQUENCES
 
     def exception(self) -> AutoparallelError:
@@ -126,8 +126,8 @@ class SharedStore:
 
     No request is made while the store owes an answer, or after ``MOST_FAILURES`` failed attempts to
     reach it. Where no agent of torchrun keeps the store, rank 0 makes it with the process group; no
-    request is made before. Made in the main thread: two threads that import ``torch.distributed``
-    at once would end the process.
+    request is made before. It must be made in the main thread: two threads that import
+    ``torch.distributed`` at once would end the process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:

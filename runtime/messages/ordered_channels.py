@@ -8,7 +8,7 @@ first message would else wait for its peer inside the send).
 Both sides of each lane must know the same messages in the same order (``check_lanes``): a
 difference would cause a hang, or, between messages of one size, a wrong gradient.
 
-Messages that may not have gone yet are kept alive (``PendingSends``), a fixed number of each
+Messages that may not have gone yet are kept alive (``PendingSends``), a fixed number for each
 receiver: beyond it, a send first waits for the oldest message to that rank. On a GPU the device
 waits and the host goes on: it may run far ahead, and memory that it frees is reused in stream
 order. On gloo the host waits, as its works only know after a wait whether they are done. So the

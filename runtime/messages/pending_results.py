@@ -37,7 +37,7 @@ class Pending(Protocol):
 
 class Arrival:
     """A tensor that a collective fills; ``value`` waits for it where it is used: on a GPU the GPU
-    does. ``host_value`` is for the host to read, which waits itself."""
+    does. ``host_value`` is for reads by the host, which then waits."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ class Pulse:
         self._tell, self._sent_seconds = tell, time.monotonic()
 
     def tell(self, what: str) -> None:
-        """Report from rank 0 to the other ranks where the work is."""
+        """Report the progress of the work from rank 0 to the other ranks."""
         self._tell(what)
         if time.monotonic() - self._sent_seconds > PULSE_SECONDS:
             share_value((False, what))

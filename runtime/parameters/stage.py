@@ -71,7 +71,7 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """Return how parts of the block run again; None if all of it does, or nothing.
+        """Return the recomputation of parts of the block; None if all or nothing is recomputed.
 
         An op that defers its weights' gradients keeps its inputs after it has run: ``checkpoint``'s
         second run would not end with that op.

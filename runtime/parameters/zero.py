@@ -1,4 +1,4 @@
-"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, with a shard group per block or small blocks.
+"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, a shard group per block or per small blocks.
 
 ===== ================================== =============================================
  zero  parameters                         gradients
@@ -88,7 +88,7 @@ class PendingReductions:
         self._reduction: _Reduction | None = None
 
     def start(self, reduction: _Reduction) -> None:
-        """Remember a reduce-scatter that has begun. ``finish`` must have ended the last."""
+        """Remember a started reduce-scatter; ``finish`` must have ended the previous reduction."""
         assert self._reduction is None
         self._reduction = reduction
 
@@ -371,8 +371,8 @@ def finish_weight_backward(stage: StageModule) -> None:
 def abandon_backward(stage: StageModule) -> None:
     """Make ``fully_shard`` forget a backward that an error ended.
 
-    It would take the next backward for a part of that backward, and never hand over its gradients.
-    Gradients that it has gathered are forgotten.
+    It would else take the next backward for a part of that backward, and never hand over its
+    gradients. Gradients that it has gathered are forgotten.
     """
     if not stage.is_fully_sharded:
         return

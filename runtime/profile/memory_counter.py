@@ -123,8 +123,8 @@ def states_of(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of memory that a rank's states take at this moment, by category.
 
     ``parameters`` are the compute copies, gathered copies included, ``master`` the tensors that the
-    optimizer steps, ``gradients`` also those that ZeRO 1 has yet to split. Shared memory counts
-    once. A reduce-scatter that is under way is waited for.
+    optimizer steps; ``gradients`` include gradients that ZeRO 1 has yet to split. Shared memory
+    counts once. A reduce-scatter that is under way is waited for.
     """
     for stage in trainer.model.stages.values():
         if stage.reductions is not None:

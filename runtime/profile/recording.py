@@ -1,8 +1,8 @@
 """Recording the actions of every rank in a step, on one clock.
 
 In: a trainer whose steps are recorded. Out: on rank 0 the actions of all ranks in seconds of its
-own clock, from the first recorded step on. On a GPU the times of an action are those at which the
-GPU reached it, by events in its queue; on a CPU those of the host.
+own clock, from the first recorded step on. On a GPU, events in its queue give the times at which it
+reached an action; on a CPU, the host's clock does.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _compared(
     planned: Sequence[float],
     stages: Sequence[Hashable],
 ) -> Straggler | None:
-    """Return ``rank`` if it is slow against the others of its stage, or else of other stages."""
+    """Compare ``rank`` with its stage's others, or else other stages; None if it is not slow."""
     others = [other for other in ranks if other != rank]
     peers = [other for other in others if stages[other] == stages[rank]]
     usual = median([works[other] / planned[other] for other in peers or others] or [float("inf")])

@@ -27,7 +27,7 @@ Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 def mean_counts(
     count: Count | None, batch: dict[str, Tensor], constants: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the means over the micro-batches of a step that each of them needs."""
+    """Return the counts that each micro-batch of a step needs, as means over the micro-batches."""
     sums: dict[str, Tensor] = {}
     for microbatch in range(MICRO_BATCHES if count is not None else 0):
         found = count(batch, constants, microbatch)  # type: ignore[misc]
@@ -39,7 +39,7 @@ def mean_counts(
 
 
 def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raise if ranks have different values, by the sum of each tensor's first values.
+    """Raise ValueError if the sums of the tensors' first values differ between ranks.
 
     Collective over all ranks. The sums may differ as much as between different processors.
     """

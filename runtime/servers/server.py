@@ -55,7 +55,7 @@ class ServedPiece:
         build: BuildOptimizer | None,
         optimizer: str,
     ) -> None:
-        """``shapes`` has all trained parameters. Raises as ``served_optimizer`` does."""
+        """``shapes`` are of all trained parameters. Raises as ``served_optimizer`` does."""
         self.weights, self.clocks = weights, clocks
         self.previous = weights.clone() if clocks.bound == 0 else weights
         self.gradient = torch.zeros_like(weights)
@@ -157,7 +157,7 @@ TICK_SECONDS = 1.0
 
 
 class Server:
-    """A parameter server. ``pieces``, by home server and block, are its own and another's replicas.
+    """A parameter server. ``pieces``, by home server and block, are its own and other replicas.
 
     ``replica`` is the channel to the server that holds the replicas of its own pieces.
     """

@@ -87,7 +87,8 @@ class ServerWorker:
         return self._whole_loss() if self.is_bsp and self.is_first else sum(losses)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch, or without bsp the rows of the own part, an update of their own."""
+        """Return the batch under bsp, else this worker's rows of it, which make their own
+        update."""
         if self.is_bsp:
             return batch
         graph, count = self._graph, len(self.servers.workers)

@@ -43,7 +43,7 @@ from .training_step import Used
 
 
 class BatchRunner:
-    """Runner of batches on one rank; ``shape`` is that of the last batch's variant."""
+    """Runner of batches on one rank; ``shape`` is the shape of the last batch's variant."""
 
     def __init__(
         self,
@@ -154,11 +154,11 @@ class BatchRunner:
         accumulates: bool = False,
         is_last: bool = True,
     ) -> Tensor:
-        """Run forward and backward and return the loss. If this ``is_last``, all gradients are
-        complete on return.
+        """Run forward and backward and return the loss. If ``is_last``, all gradients are complete
+        on return.
 
-        Gradients are those of the loss times ``scale``, added to existing gradients if this
-        ``accumulates``. By an asynchronous schedule the weights are updated as well.
+        Gradients are of the loss times ``scale``, added to existing gradients if ``accumulates``.
+        An asynchronous schedule updates the weights as well.
 
         Raises as ``fit`` does.
         """
@@ -244,7 +244,7 @@ class BatchRunner:
         return padded
 
     def _length(self, batch: Mapping[str, Tensor]) -> int | None:
-        """Return the positions of a batch that is shorter than planned; of shares the most."""
+        """Return the positions of a batch shorter than planned, else None; of shares the most."""
         if not self._lengths:
             return None
         length = self._pad.length(batch)

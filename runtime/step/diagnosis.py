@@ -128,8 +128,8 @@ def bad_outputs(outputs: Any) -> bool:
 def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError:
     """Return the error for a step that used ``batches``. Collective over all ranks.
 
-    Afterwards gradients are those of the last batch that was run again; buffers and the count of
-    batches are as before.
+    Afterwards gradients are of the last batch that was run again; buffers and the count of batches
+    are as before.
     """
     if runner.progress is not None:
         runner.progress("looking for the first value that is not finite", ())

@@ -126,7 +126,7 @@ class StageExecutor:
         ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues an
         earlier run sets ``steps_begun`` to its count. Asynchronous schedules update the weights in
         the middle of a step and compute with ``versions`` of them. If it ``defers``, a step's end
-        waits for no sums of gradients (``deferred_update``). Gradients are those of the loss times
+        waits for no sums of gradients (``deferred_update``). Gradients are of the loss times
         ``loss_scale``; if it ``keeps_gradients``, a step adds to existing gradients, which no
         ``finish_step`` may have completed. If it ``publishes_later``, the caller publishes the
         gradients that the optimizer gets as copies (``PartedUpdate``).
@@ -178,7 +178,7 @@ class StageExecutor:
         self.use(self._planned)
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Drop the constants of a capture; they are read again when ``rows`` run by it."""
+        """Drop a capture's constants; they are read again when a batch of ``rows`` runs by it."""
         self._constants_of.pop((rows, capture), None)
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -51,10 +51,10 @@ _NOTHING: Values = {}
 class Executor(Protocol):
     """One rank's part of a stage, as ``runtime.step.executor.StageExecutor`` is.
 
-    Where sequences are sliced, slice ``j`` of micro-batch ``m`` is ``m * num_slices + j``, except
-    in ``loss``. ``backward`` scales the loss by one over the number of micro-batches; ``gradients``
-    are those of the values sent. ``backward_inputs`` and ``backward_weights`` are its halves.
-    ``last`` marks the last action before a REDUCE that gives the stage's weights gradients.
+    Where sequences are sliced, slice ``j`` of micro-batch ``m`` has number ``m * num_slices + j``,
+    except in ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
+    ``gradients`` are of the values sent. ``backward_inputs`` and ``backward_weights`` are its
+    halves. ``last`` marks the last action before a REDUCE that gives the stage's weights gradients.
     """
 
     def begin_step(self, batch: Values) -> None: ...
@@ -93,8 +93,8 @@ class Hooks:
 
     ``complete`` is called when all executors have reduced their gradients, ``update`` at each STEP.
     ``progress`` is told the rank's next action, and the ranks that do it with this rank, for a
-    watchdog. ``clock`` returns the second and turns on ``timings``; on an accelerator it should
-    synchronize first. (A recorder sets the runner's ``clock`` to another kind of times and reads
+    watchdog. ``clock`` returns seconds and turns on ``timings``; on an accelerator it should
+    synchronize first. (A recorder sets the runner's ``clock`` to ``DeviceQueue.moment`` and reads
     ``moments``.)
     """
 

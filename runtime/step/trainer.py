@@ -92,7 +92,7 @@ class Trainer:
         """``weights`` are the initial weights, made or given by name. Collective over all ranks.
 
         ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
-        lengths shorter than the planned length: a step runs at the shortest that its batch fits.
+        lengths shorter than the planned length: a step runs at the shortest that fits its batch.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
         where there are fewer processes than the plan has devices, AP413 for bf16 and fp8 without
@@ -122,8 +122,8 @@ class Trainer:
         """Run one step on the global batch: forward, backward, gradient sums, the update.
 
         The gradients of several batches, as many as the options accumulate, are averaged. By an
-        asynchronous schedule the optimizer runs several times, and the norm is that of the last
-        update's gradient.
+        asynchronous schedule the optimizer runs several times, and the norm is of the last update's
+        gradient.
         """
         *others, last = batches
         for batch in others:

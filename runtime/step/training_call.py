@@ -5,9 +5,9 @@ or the model's outputs, with a graph. A backward through them adds this step's g
 over ranks and micro-batches, to the masters' ``grad``, as autograd does on one device: any number
 of forwards and backwards may come between two steps of the optimizer.
 
-A plan with one micro-batch keeps its graph until the backward comes. With several, each one's
-backward follows its forward at once, so that no more is held than the plan says: the loss then
-carries finished gradients, which its backward scales by the gradient it is given.
+A plan with one micro-batch keeps its graph until the backward comes. With several, each
+micro-batch's backward follows its forward at once, so that no more is held than the plan says: the
+loss then carries finished gradients, which its backward scales by the gradient it is given.
 """
 
 from __future__ import annotations

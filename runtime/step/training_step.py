@@ -87,10 +87,10 @@ class StepResult:
 
     Both may not have arrived when the step returns: a read of the loss waits for the last stage, a
     read of the norm for the gradients of all ranks; the step itself waits for neither, unless its
-    update needs the norm. The norm is from before clipping. ``learning_rates`` are those of the
-    update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of
-    the loss, None where it is not scaled. ``norm`` is None with parameter servers, where no rank
-    knows the whole gradient.
+    update needs the norm. The norm is from before clipping. ``learning_rates`` are the update's, by
+    group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of the loss,
+    None where it is not scaled. ``norm`` is None with parameter servers, where no rank knows the
+    whole gradient.
     """
 
     losses: tuple[Tensor, ...]

@@ -66,7 +66,7 @@ class WholeWeights:
         return tuple(self._stage_of)
 
     def meet(self, tell: Callable[[str], None]) -> None:
-        """Wait until every rank gathers weights, if a rank's own are not the whole model."""
+        """Wait until every rank gathers weights, unless each rank holds the whole model."""
         if not self.are_spread:
             return
         tell("waiting until every rank evaluates the model, as all must whose weights are spread")

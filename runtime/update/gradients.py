@@ -57,8 +57,8 @@ class PlannedSums:
 
     @staticmethod
     def of(plan: Plan, stage: StagePlan) -> PlannedSums:
-        """Return the sums of a stage; for GPUs, where the plan only names NCCL's assumed choices,
-        none."""
+        """Return the sums of a stage; none for GPUs, where the plan only names NCCL's assumed
+        choices."""
         if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
             return PlannedSums()
         return PlannedSums(stage.gradient_sums, plan.cluster, plan.gradient_order == "priority")
@@ -83,9 +83,10 @@ class Part:
 class Bucket:
     """Parameters reduced together over ``axes``, in one piece of memory.
 
-    ``waiting`` names the parameters with no gradient yet; it ``is_ready`` when all have come. While
-    it ``is_open`` their gradients go into ``slots``, the places of ``flat``. ``with_gradient`` are
-    the parameters that have a gradient on this rank: for the others zeros are summed, and dropped.
+    ``waiting`` names the parameters with no gradient yet; the bucket ``is_ready`` when all have
+    come. While it ``is_open`` their gradients go into ``slots``, views of ``flat``.
+    ``with_gradient`` are the parameters with a gradient on this rank: for the others zeros are
+    summed, and dropped.
     """
 
     axes: tuple[int, ...]
@@ -225,7 +226,7 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start the bucket's reductions, or, in the plan's order, all whose turn has come."""
+        """Start the bucket's reductions, or, in the plan's order, all parts whose turn has come."""
         bucket.is_ready = True
         bucket.with_gradient = [p for p in bucket.parameters if p.gradient is not None]
         if bucket.with_gradient:

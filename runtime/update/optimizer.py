@@ -37,8 +37,8 @@ from ..parameters.parameters import StageParameter
 LEARNING_RATE = 3e-4
 
 BuildOptimizer = Callable[[Any], Optimizer]
-"""Function from the parameters, a list, or, by the argument name ``named_parameters``, pairs with
-names."""
+"""Function from the list of parameters to an optimizer; an argument called ``named_parameters``
+gets pairs of name and parameter instead."""
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
 """Optimizers whose step on an element reads nothing of other elements."""

@@ -286,7 +286,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _RATES = ("base_lrs", "_last_lr")
-"""Entries of schedulers with a value for each group; a rank's groups are those of its layouts."""
+"""Scheduler entries with a value per group, which are not saved: groups follow a rank's layouts."""
 
 
 def _without_rates(state: Any) -> Any:

@@ -43,7 +43,7 @@ TOLERANCES: dict[Precision, tuple[float, float, float]] = {
 """Differences of the loss and of a gradient's norm that rounding explains, by precision.
 
 A loss below the third figure is measured against that figure, and a gradient below that share of
-the largest against the share: the rest when 1 is taken from nearly 1 is rounding.
+the largest against the share: a small difference of nearly equal numbers is mostly rounding.
 """
 
 Weights = Mapping[str, Tensor]

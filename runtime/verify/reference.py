@@ -76,8 +76,8 @@ def run_reference(
     ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name. A
     parameter without a gradient is missing in ``gradients``. Random calls (dropout) draw the
     numbers of a ``Trainer`` of the same ``seed``. ``split`` cuts a batch into micro-batches whose
-    gradients are averaged, where a plan accumulates over rows that see each other; ``random_dims``
-    then are the batch dimensions of the random calls.
+    gradients are averaged, where a plan accumulates over rows that depend on each other;
+    ``random_dims`` then are the batch dimensions of the random calls.
     """
     parameters = dict(model.named_parameters())
     optimizer = build_with(build_optimizer, parameters.items())
@@ -109,7 +109,7 @@ def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
     """Return the parts of a global batch that one device must run separately to match a plan.
 
     These are the parts of each update (the whole batch, unless the schedule is asynchronous), or
-    the micro-batches where rows see each other.
+    the micro-batches where rows depend on each other.
     """
     graph, count = planned.program.graph, planned.plan.num_microbatches
     if not graph.accumulation.mixing:
@@ -173,7 +173,7 @@ def run_replay(
     """Train ``model`` by ``rule``, a step per batch, on its own device.
 
     Arguments: see ``run_reference``; ``split`` cuts a batch into equally many parts for each
-    update. ``gradients`` are those of the first step's last update.
+    update. ``gradients`` are of the first step's last update.
     """
     replay = _Replay(model, rule, loss, build_optimizer, random_dims)
     losses: list[float] = []
@@ -237,7 +237,7 @@ class _Replay:
         version: Callable[[str, int], int],
         update: int,
     ) -> None:
-        """Write a version over the weights, unseen by autograd, where a backward reads it."""
+        """Overwrite the weights with a version, unseen by autograd, so that a backward reads it."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(history[version(name, update)][name])
 

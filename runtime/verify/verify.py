@@ -1,9 +1,9 @@
 """Verification: a plan on real processes against one device.
 
-In: a plan, the program and the deferred model captured in the dtype to verify in, and a
-function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
-every rank: the loss of each step, every gradient of the first step, every weight, and every
-buffer that training changes, after the last, in that order of time. Collective over all ranks.
+In: a plan, the program and the deferred model captured in the dtype to verify in, and a function
+that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on every rank: the
+loss of each step, every gradient of the first step, and every weight and every buffer that training
+changes after the last step, in the order of time. Collective over all ranks.
 
 The measure is the largest absolute difference over the reference tensor's largest magnitude.
 Tensors that are zero but for rounding (a key bias under softmax has a gradient of exactly zero)
@@ -87,9 +87,9 @@ def compare(
 
     Every piece is compared, so copies that drifted apart are seen. A tensor with a part that no
     rank holds differs by infinity. Magnitudes are taken over all of ``reference`` for the noise
-    floor; ``blocks`` maps each name to its block. ``gradients`` are those that moved the reference:
-    where a gradient is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's step is too, and
-    is measured against the largest magnitude of all.
+    floor; ``blocks`` maps each name to its block. ``gradients`` have moved the reference: where a
+    gradient is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's step is too, and is
+    measured against the largest magnitude of all.
     """
     largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     moving = max((_magnitude(tensor) for tensor in (gradients or {}).values()), default=0.0)
