@@ -185,7 +185,7 @@ def damage(checkpoint: Path) -> UsageError | None:
         metadata = SafeFileSystemReader(checkpoint).read_metadata()
         json.loads((checkpoint / STATE).read_text())
     except FileNotFoundError:
-        return None  # on another host, which is said where it is read
+        return None  # on another host; the read reports it
     except ValueError as error:
         return damaged_file(checkpoint / STATE, f"{type(error).__name__}: {error}")
     except UsageError as error:

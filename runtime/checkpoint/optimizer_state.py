@@ -59,7 +59,7 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
         kind = "tuple" if isinstance(value, tuple) else "set"
         return {TAG: kind, "items": [encode(part, tensors, where) for part in value]}
     if hasattr(value, "__array__") and hasattr(value, "item") and not getattr(value, "ndim", 1):
-        return encode(value.item(), tensors, where)  # A number of numpy's.
+        return encode(value.item(), tensors, where)  # a numpy number
     kind = type(value).__name__
     raise UsageError(
         "AP882",

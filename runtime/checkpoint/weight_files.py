@@ -117,8 +117,7 @@ class CheckpointWeights:
 
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
-    """Map the names of the weights to their keys, which have a prefix in a checkpoint of
-    training."""
+    """Map names of weights to keys, which have a prefix in a checkpoint of a training run."""
     tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}

@@ -37,8 +37,7 @@ from .writer_claim import claim_folder
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One rank's part of a checkpoint to write. ``document`` is rank 0's JSON, and None
-    elsewhere."""
+    """One rank's part of a checkpoint. ``document`` is rank 0's JSON, and None on other ranks."""
 
     folder: Path
     step: int
@@ -126,7 +125,7 @@ class CheckpointWriter:
             self._pending.wait()
 
     def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
-        """Return the group to write with: the control group, or an own one if asynchronous."""
+        """Return the group to write with: the control group, or another if ``asynchronous``."""
         if not asynchronous or not dist.is_initialized():
             return control_group()
         if self._group is None:

@@ -64,7 +64,7 @@ class FolderClaim:
         if not takes_over:
             self._check_free()
         self._write()
-        if not takes_over and self._holder() != self._text:  # of two at once, the last one has it
+        if not takes_over and self._holder() != self._text:  # of two at once, the last wins
             self._check_free()
         self._ends = threading.Event()
         threading.Thread(target=self._renew, name="claim of a folder", daemon=True).start()
@@ -73,7 +73,7 @@ class FolderClaim:
         """End the claim, if this process still holds it."""
         self._ends.set()
         if self._holder() == self._text:
-            for left in self.path.parent.glob(f"{CLAIM}.*"):  # by claims that were cut off
+            for left in self.path.parent.glob(f"{CLAIM}.*"):  # by interrupted claims
                 left.unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
 

@@ -33,8 +33,8 @@ from .rank_batch import ShareBatch, check_batch, whole_batch
 from .variants import SmallerBatch, smaller_batch
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
-"""Forms of a rank's batch: none, the global batch, its share of the rows, or a share of all
-rows."""
+"""Forms of a rank's batch: none, the global batch, a part of its rows, or all of its rows as this
+rank's part."""
 
 _CHUNK = 1 << 20
 _INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -187,8 +187,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class RankInputs(dict[str, Tensor]):
-    """Inputs of a rank by name; ``global_rows``: the global batch's rows, if the batch states
-    them."""
+    """Inputs of a rank by name, with the rows of the global batch (None: not stated)."""
 
     global_rows: int | None = None
 
@@ -273,8 +272,8 @@ class StepBatches:
         device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        """``program`` is at the plan's micro-batch size; ``progress`` is told of waits for other
-        ranks."""
+        """Make the batches. ``program`` is at the plan's micro-batch size; ``progress`` is told of
+        waits for other ranks."""
         self._program, self._plan, self._rank = program, plan, rank
         self._device = device
         counts = plan.num_microbatches > 1 or bool(plan.slices)

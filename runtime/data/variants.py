@@ -51,7 +51,7 @@ from ...planner.shares import share_of, why_not
 
 
 class BatchShape(NamedTuple):
-    """Number of rows of a global batch, and of positions (``length``) if they are a bucket's.
+    """Rows of a global batch, and the length of its bucket (None: the planned length).
 
     ``capture`` numbers the captures of the model, whose code may have changed since planning.
     """
@@ -324,7 +324,7 @@ class SequencePadding:
         graph: Graph,
         check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
     ) -> None:
-        """``check`` is called with the length of the first batch that is padded."""
+        """Make the padding; ``check`` is called with the length of the first padded batch."""
         self._graph, self._check = graph, check
         self._is_checked = False
         self._found: tuple[int, Mapping[str, Padding]] | None = None

@@ -78,10 +78,10 @@ def join(
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # With a device the communicator is made at once, by all; objects have ``control_group``.
+        # With a device all ranks make the communicator now; objects go by ``control_group``.
         dist.init_process_group("nccl", timeout=timeout, device_id=device, **meet())
-    # The group of a script may make its communicator at the first operation only. All ranks have
-    # to take part in that one, which later ones between two ranks would not see to.
+    # A script's group may make its communicator only at the first operation, for which all ranks
+    # are needed; a message between two ranks would not do.
     dist.all_reduce(torch.zeros(1, device=device))
     return device
 
@@ -204,7 +204,7 @@ def check_model(program: Program, plan: Plan) -> None:
 
 
 SAME_SECONDS = 2.0
-"""SIGTERMs within this time count as one: a scheduler sends them to every process of a job, and
+"""Time within which SIGTERMs count as one: a scheduler sends them to every process of a job, and
 torchrun to its ranks."""
 
 
@@ -216,7 +216,7 @@ class Stop:
     """
 
     def __init__(self, watchdog: Watchdog, *, is_behind: bool) -> None:
-        """``is_behind``: hosts run ahead of their devices."""
+        """Make the context; ``is_behind``: hosts run ahead of their devices."""
         self._watchdog, self._is_behind = watchdog, is_behind
         self._asked_seconds: float | None = None
         self._vote: tuple[Tensor, dist.Work | None] | None = None

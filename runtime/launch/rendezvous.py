@@ -142,7 +142,7 @@ def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
     except OSError as error:
         listening.close()
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None  # another host's, or another process of this one
+            return None  # another host or process has it
         raise _unreachable(endpoint, str(error)) from error
     return listening
 

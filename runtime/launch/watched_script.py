@@ -80,7 +80,7 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
             say(advice)
         ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
         if ours.code == "AP820":
-            # first the words: the launcher's SIGTERM may come at any moment
+            # print first: the launcher's SIGTERM may come at any moment
             say(ours)
             worker.watchdog.__exit__(kind, error, trace)
             end_soon(ours.exit_code)

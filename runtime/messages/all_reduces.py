@@ -63,7 +63,7 @@ class TaskThread:
 
     def submit(self, function: Callable[[], object]) -> ThreadTask:
         if self._thread is None:
-            # Nobody waits for it at the end of the process: what was waited for is done.
+            # A daemon: tasks that somebody waited for are done when the process ends.
             self._thread = threading.Thread(target=self._serve, name="lane", daemon=True)
             self._thread.start()
         work = ThreadTask()
@@ -141,7 +141,7 @@ class TableMessages:
     """
 
     def __init__(self, table: Table, numel: int, group: Any) -> None:
-        """``group`` is a ``ProcessGroupGloo``."""
+        """Make this rank's rounds of ``table``; ``group`` is a ``ProcessGroupGloo``."""
         self._group, rank = group, group.rank()
         assert table.num_ranks == group.size()
         bounds = [part * numel // table.num_parts for part in range(table.num_parts + 1)]

@@ -113,9 +113,9 @@ class Exchange:
         lanes: Lanes | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """``boundaries`` has, for each slice of the sequences (one if they are whole), at least the
-        boundaries of the rank's own stages. Each message is of a slice: slice ``j`` of micro-batch
-        ``m`` counts as micro-batch ``m * num_slices + j``.
+        """Make the messages. ``boundaries`` has, for each slice of the sequences (one if they are
+        whole), at least the boundaries of the rank's own stages. Each message is of a slice: slice
+        ``j`` of micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
 
         ``lanes``: see ``Lanes``; by default new lanes.
         """
@@ -139,7 +139,7 @@ class Exchange:
                 lanes_of_rank.add((piece.peer, rank))
                 key = (piece.peer, port.direction, port.sender, part)
                 self._messages.setdefault(key, []).append((port, piece))
-        for messages in self._messages.values():  # as the sender has them
+        for messages in self._messages.values():  # in the sender's order
             messages.sort(key=lambda message: (message[0].taker, message[0].key))
         self._order = {
             peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
@@ -231,8 +231,7 @@ class Exchange:
         return shared_sum(own, others=others, progress=self._progress)
 
     def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
-        """Return the messages of a step that this rank sends, and that it takes, as text by
-        lane."""
+        """Return as text, by lane, the messages that this rank sends and takes in a step."""
         sent: dict[Lane, list[str]] = {}
         taken: dict[Lane, list[str]] = {}
         for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):

@@ -24,7 +24,7 @@ from ...planner.errors import AutoparallelError
 
 T = TypeVar("T")
 
-# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
+# If a rank is lost while a checkpoint is written (AP886), ``lost_rank`` turns the error into AP820.
 CONSEQUENCES = ("AP820", "AP821")
 """Codes of a rank that ends because another rank has failed."""
 

@@ -61,8 +61,7 @@ class _Way:
 
 
 class LocalTransfer:
-    """Transfer of values between stages of one rank. Every rank of the world makes its own
-    instance."""
+    """Transfer of values between one rank's stages. Every rank of the world makes an instance."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class LocalTransfer:
         rank: int,
         device: torch.device,
     ) -> None:
-        """``boundaries`` are all between stages on the same devices. Collective."""
+        """Make the transfer; ``boundaries`` are between stages on the same devices. Collective."""
         self._rank = rank
         self._device = device
         self._ways: dict[tuple[Direction, int], list[_Way]] = {}
@@ -90,7 +89,7 @@ class LocalTransfer:
             group = new_group(devices)
             if rank in devices:
                 self._group = group
-                # The first operation of a communicator takes all of its ranks; a swap may not.
+                # The first operation of a communicator needs all of its ranks; a swap does not.
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _add(

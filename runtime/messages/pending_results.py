@@ -47,7 +47,7 @@ class Arrival:
         tell: Callable[[], None] = lambda: None,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tell`` is called before a wait, ``told`` after it."""
+        """Make an arrival; ``tell`` is called before a wait, ``told`` after it."""
         self._tensor, self._work = tensor, work
         self._tell, self._told = tell, told
         self._copy = queue_of(tensor.device).to_host(tensor, work)
@@ -152,8 +152,7 @@ class ArrivingTensor(Tensor):
 
 
 def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
-    """Make a tensor, with the device and graph of ``like``, that waits for ``arrival`` at its first
-    use."""
+    """Make a tensor with the device and graph of ``like`` that waits for ``arrival`` when used."""
     tensor = like.as_subclass(ArrivingTensor)
     tensor.arrival = arrival
     return tensor

@@ -39,10 +39,10 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def occasion_group() -> dist.ProcessGroup:
-    """Return the group of all ranks for a script's occasional calls: evaluation, changed values.
+    """Return the group of all ranks for collectives between steps, for example in an evaluation.
 
-    A rank that makes such a call alone waits here; in another group its messages would be mistaken
-    for messages of the others' steps. Its first call is collective over all ranks.
+    A rank that starts such a collective alone waits here; in another group its messages would be
+    mistaken for messages of the others' steps. Its first call is collective over all ranks.
     """
     return _kept_group(_OCCASIONS)
 

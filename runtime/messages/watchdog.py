@@ -129,8 +129,7 @@ class Watchdog:
         report: Callable[[HangError], None] = print_error,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        """Watch this process; ``resting`` are actions that may take any time, such as a script's
-        own."""
+        """Watch this process; ``resting`` actions, such as a script's own, may take any time."""
         self.timeout_seconds = timeout_seconds
         self.ranks = ranks
         self._name = name
@@ -236,7 +235,7 @@ class Watchdog:
         The second text is empty where a device runs behind its host.
         """
         frame = sys._current_frames().get(self._watched or 0)
-        module = sys.modules.get(f"{__package__}.communicator")  # with torch; not imported here
+        module = sys.modules.get(f"{__package__}.communicator")  # None without torch
         if module is None or self._position.is_behind:
             return place_of(frame), ""
         return place_of(frame), module.describe_stack(frame)

@@ -88,8 +88,8 @@ class StageBlock(nn.Module):
             self._compiler.compile(graph, self.name, in_parts=in_parts)
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
-        """Make a program of this block defer the gradients of weights; return the weights'
-        names."""
+        """Make a program of this block defer weight gradients; return the names of these
+        weights."""
         if self._deferring is None:
             return frozenset()
         nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
@@ -119,7 +119,7 @@ class StageBlock(nn.Module):
         graph, deferred = program.module, self._defer(program)
         assert deferred == self.deferred, self.name
         for name, op in graph.named_children():
-            if name not in self.graph._modules:  # Of the same name is the same op.
+            if name not in self.graph._modules:  # equal names mean the same op
                 self.graph.add_module(name, op)
         for held in ("_parameters", "_buffers", "_modules"):
             graph.__dict__[held] = self.graph.__dict__[held]
@@ -196,7 +196,7 @@ class StageModule(nn.Module):
         splits_backward: bool = False,
         compiler: BlockCompiler | None = None,
     ) -> None:
-        """``splits_backward``: the backward leaves the gradients of weights for later.
+        """Make the stage. If ``splits_backward``, its backward leaves weight gradients for later.
 
         A ``compiler``, if given, compiles the blocks' ops.
         """
@@ -379,7 +379,7 @@ class StageModule(nn.Module):
         self.before_block(0)
         for name, attribute in self._shared.items():
             known[name] = local_tensor(getattr(self, attribute))
-            if name in self.program.updates:  # written before this forward's backward, maybe
+            if name in self.program.updates:  # may be written before the backward
                 known[name] = known[name].clone()
         if not self.program.updates_once:
             known.update(self._changed)

@@ -43,7 +43,7 @@ class WeightVersions:
     def __init__(
         self, parameters: Iterable[StageParameter], schedule: Schedule, stage: int
     ) -> None:
-        """``parameters`` must have their values; none may be sharded by ZeRO."""
+        """Hold versions of ``parameters``, which have values and are not sharded by ZeRO."""
         self._parameters = [p for p in parameters if p.leaf is not None and p.spec.requires_grad]
         row = schedule.table[schedule.stage_rank[stage]]
         versions = weight_versions(schedule)

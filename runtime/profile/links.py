@@ -161,8 +161,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 STATES = ("zero_gather", "zero_scatter")
 """Kinds that measure ``fully_shard`` on a block's parameters and gradients."""
 OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
-"""Kinds that measure the slowdown of compute beside a collective of states, mapped to that
-collective."""
+"""Kinds for the slowdown of compute beside a collective of states, mapped to that collective."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2

@@ -71,8 +71,7 @@ class StepRecorder:
         self._trainer.runner.set_clock(None)
 
     def gather(self) -> list[list[RecordedStep]]:
-        """Return on rank 0 the steps of every rank, in rank order; elsewhere an empty list.
-        Collective."""
+        """Return on rank 0 all ranks' steps in rank order, elsewhere an empty list. Collective."""
         offset = clock_offset()
         return gather_on_first([self._seconds(step, end, offset) for step, end in self._steps])
 

@@ -84,7 +84,7 @@ class WorkSampler:
         self._thread.join()
 
     def _sample(self) -> None:
-        """Take samples: each stands for the time since the last, in which the process may have been
+        """Take samples; each counts for the time since the last, in which the process may have
         stopped."""
         last = time.monotonic()
         while not self._stopped.wait(SAMPLE_SECONDS):
@@ -173,7 +173,7 @@ class StragglerWatch:
     """Comparison of ranks window by window; the result is the same on every rank."""
 
     def __init__(self, planned: Sequence[float], stages: Sequence[Hashable]) -> None:
-        """``planned`` and ``stages``: see ``find_straggler``."""
+        """Make a watch; ``planned`` and ``stages``: see ``find_straggler``."""
         self._planned, self._stages = planned, stages
         self._slow_rank: int | None = None
         self._num_windows = 0

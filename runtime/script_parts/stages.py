@@ -123,7 +123,7 @@ class StageRank:
 
     @property
     def counts_loss(self) -> bool:
-        """True if this rank's loss is added up."""
+        """Return whether this rank's loss is added to the sum over ranks."""
         alone = self.mesh.shape.keys() - set(self.stage.loss_terms)
         return all(self.mesh.coordinate(axis) == 0 for axis in alone)
 

@@ -136,7 +136,7 @@ class Link:
         self._home, self._targets = home, targets
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Ask the first server that is left. Raise RunError AP958 if none has these pieces."""
+        """Send a request to the first server that is left. Raise RunError AP958 if none is left."""
         while self._targets:
             try:
                 return self._targets[0].call(request, payload, into)
@@ -240,7 +240,7 @@ class Traffic:
 
     def flush(self) -> None:
         """Wait until all pushes have been acknowledged."""
-        for work in self._last.values():  # those before it are done
+        for work in self._last.values():  # earlier pushes are then done too
             work.wait()
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ class ServedPiece:
         build: BuildOptimizer | None,
         optimizer: str,
     ) -> None:
-        """``shapes`` are of all trained parameters. Raises as ``served_optimizer`` does."""
+        """Make the piece; ``shapes`` has all trained parameters. Raises as ``served_optimizer``."""
         self.weights, self.clocks = weights, clocks
         self.previous = weights.clone() if clocks.bound == 0 else weights
         self.gradient = torch.zeros_like(weights)

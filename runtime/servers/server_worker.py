@@ -41,7 +41,7 @@ class ServerWorker:
         traffic: Traffic,
         graph: Graph,
     ) -> None:
-        """``graph`` has the rows of a global batch."""
+        """Make the worker; ``graph`` has the rows of a global batch."""
         self._graph = graph
         self.index, self.servers, self.executor = index, servers, executor
         self._pieces, self._traffic = pieces, traffic
@@ -73,8 +73,7 @@ class ServerWorker:
         return self.index == self._owner(0)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Run one iteration; return the loss of the global batch, or without bsp of its own
-        part."""
+        """Run one iteration; return the loss of the global batch, or without bsp of its part."""
         before, self._batch = self._batch, self._rows(batch)
         while True:
             try:
@@ -87,8 +86,7 @@ class ServerWorker:
         return self._whole_loss() if self.is_bsp and self.is_first else sum(losses)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch under bsp, else this worker's rows of it, which make their own
-        update."""
+        """Return the batch under bsp, else this worker's rows, which make their own update."""
         if self.is_bsp:
             return batch
         graph, count = self._graph, len(self.servers.workers)
@@ -155,7 +153,7 @@ class ServerWorker:
             self._waiting = {block: set(names) for block, names in self._names.items()}
             executor.backward(unit, {}, last=self._is_pushing)
         self._is_pushing = False
-        for block in reversed(self._blocks):  # what got no gradient, and what blocks share
+        for block in reversed(self._blocks):  # blocks without a gradient, and shared ones
             if block in self._waiting:
                 self._push(block)
         losses = [loss for unit in units if (loss := executor.loss(unit)) is not None]
@@ -253,7 +251,7 @@ class ServerWorker:
         self._request()
         self._have = dict.fromkeys(self._blocks, -1)
         for part in self._parts():
-            self._run(part)  # a server leaves what it had before
+            self._run(part)  # a server ignores pushes that it has had
         self._traffic.flush()
         self._clock += 1
         self._batch = now

@@ -225,8 +225,7 @@ class Found(NamedTuple):
 
 
 class OpCheck:
-    """First ops of a stage's blocks whose values are not finite; ``forward`` is of the current
-    block."""
+    """First ops of a stage's blocks with non-finite values; ``forward`` is of the current block."""
 
     def __init__(self, microbatch: Callable[[], int]) -> None:
         self._microbatch = microbatch

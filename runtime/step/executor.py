@@ -163,7 +163,7 @@ class StageExecutor:
         if key not in self._constants_of:
             whole, counted = self._read_constants(variant, self.program)
             counting = self.program.counting
-            leaves = counting.leaves if counting is not None else ()  # no other stays whole
+            leaves = counting.leaves if counting is not None else ()  # only these are kept whole
             counted = {name: counted[name] for name in leaves}
             self._constants_of[key] = self._local_constants(whole), counted
         self._constants, self._whole = self._constants_of[key]
@@ -197,7 +197,7 @@ class StageExecutor:
         """Start a step on the global ``batch``; drop the gradients of the previous step, unless
         they are kept."""
         self._batch = batch
-        self._inputs.clear()  # before its memory is taken anew
+        self._inputs.clear()  # before new inputs are allocated
         programs = [self.stage.programs[part] for part in self.variant.parts]
         self._inputs = step_inputs(batch, programs, self.num_microbatches, self._queue)
         self.program.draws.key = step_key(self.seed, self.steps_begun)
@@ -381,8 +381,7 @@ class StageExecutor:
         return loss if counts else torch.zeros_like(loss)
 
     def mean_loss(self) -> Tensor | None:
-        """Return this rank's part of the step's loss: the mean over the micro-batches run so
-        far."""
+        """Return this rank's part of the step's loss: the mean over micro-batches run so far."""
         losses = map(self.loss, range(self.num_microbatches))
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).mean() if found else None

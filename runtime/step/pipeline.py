@@ -119,7 +119,7 @@ class PipelineRunner:
         handover: LocalTransfer | None = None,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """``executors`` are for the stages of this rank; empty if the plan leaves it idle.
+        """Make the runner; ``executors`` are for this rank's stages, none on an idle rank.
 
         ``handover`` carries values between its stages.
         """
@@ -210,8 +210,7 @@ class PipelineRunner:
         return ready
 
     def _compute(self, prepared: Prepared, received: Values) -> None:
-        """Run a compute action; hand its values to this rank's stages, and keep them until they are
-        sent."""
+        """Run a compute action; hand its values to this rank's stages, and keep them for sends."""
         kind, (_, stage, unit) = prepared.action.kind, prepared.key
         executor = self._executors[stage]
         if kind == WEIGHT_BACKWARD:

@@ -185,7 +185,7 @@ class RankModel:
         return [p for stage in self.stages.values() for p in stage.by_name.values()]
 
     def own_parameters(self) -> list[StageParameter]:
-        """Return this rank's parameters that no earlier stage holds; all ranks' are the model's."""
+        """Return this rank's parameters that no earlier stage holds; over all ranks, each once."""
         return [
             parameter
             for index, stage in self.stages.items()

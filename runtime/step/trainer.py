@@ -89,7 +89,7 @@ class Trainer:
         seed: int = 0,
         buckets: Sequence[int] = (),
     ) -> None:
-        """``weights`` are the initial weights, made or given by name. Collective over all ranks.
+        """Make the trainer; ``weights`` are the initial weights, made or given by name. Collective.
 
         ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
         lengths shorter than the planned length: a step runs at the shortest that fits its batch.

@@ -85,7 +85,7 @@ class Figures(NamedTuple):
 class StepResult:
     """The loss of the global batch and the norm of the whole gradient, on every rank.
 
-    Both may not have arrived when the step returns: a read of the loss waits for the last stage, a
+    Neither need have arrived when the step returns: a read of the loss waits for the last stage, a
     read of the norm for the gradients of all ranks; the step itself waits for neither, unless its
     update needs the norm. The norm is from before clipping. ``learning_rates`` are the update's, by
     group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of the loss,
@@ -241,7 +241,7 @@ class PlainTrainer:
         options: UpdateOptions,
         build_scheduler: BuildScheduler | None = None,
     ) -> None:
-        """``loss(batch)`` is the model's loss, with its graph."""
+        """Make the trainer; ``loss(batch)`` is the model's loss, with its graph."""
         self._model, self._loss = model, loss
         self.optimizer = optimizer
         self.batches_begun = 0

@@ -140,8 +140,7 @@ class WholeWeights:
         )
 
     def is_current(self, name: str, whole: Tensor) -> bool:
-        """Tell whether this rank's part of ``name``, if it has any, equals that part of
-        ``whole``."""
+        """Tell whether this rank's part of ``name``, if any, equals that part of ``whole``."""
         held = self._held(self._stage_of[name], name)
         if held is None:
             return True

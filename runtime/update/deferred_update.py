@@ -51,7 +51,7 @@ class DeferredUpdate:
         *,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tell`` is called before waits, for a watchdog."""
+        """Make the updates; ``tell`` is called before waits, for a watchdog."""
         assert reducer.can_defer
         self._reducer, self._optimizer, self._tell = reducer, optimizer, tell
         self._left: list[Bucket] = []

@@ -57,7 +57,7 @@ class PlannedSums:
 
     @staticmethod
     def of(plan: Plan, stage: StagePlan) -> PlannedSums:
-        """Return the sums of a stage; none for GPUs, where the plan only names NCCL's assumed
+        """Return the sums of a stage; none for GPUs, where the plan names NCCL's assumed
         choices."""
         if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
             return PlannedSums()
@@ -154,8 +154,8 @@ class GradientReducer:
         device_mesh: DeviceMesh,
         planned: PlannedSums = PlannedSums(),
     ) -> None:
-        """Collective over the stage if the plan names algorithms or an order. Raises PlanError
-        AP198 where the plan's sums do not fit the parameters."""
+        """Make the reductions. Collective over the stage if the plan names algorithms or an order.
+        Raises PlanError AP198 where the plan's sums do not fit the parameters."""
         self.device_mesh = device_mesh
         own = {parameter.name: parameter for parameter in parameters}
         self.buckets = _make_buckets(own, by_block=planned.in_order)

@@ -213,7 +213,7 @@ class GradientNorm:
         work: dist.Work | None,
         progress: Progress | None = None,
     ) -> None:
-        """``progress`` is told of waits, for a watchdog."""
+        """Make the norm of ``squares``, which ``work`` sums; ``progress`` is told of waits."""
         others: tuple[int, ...] = ()
         if progress is not None:
             others = tuple(r for r in range(dist.get_world_size()) if r != dist.get_rank())

@@ -123,7 +123,7 @@ class Update:
         build_scheduler: BuildScheduler | None = None,
         parted: PartedUpdate | None = None,
     ) -> None:
-        """``parted`` makes the optimizer's step in parts, where gradients reach it as copies.
+        """Make the updates; ``parted`` steps the optimizer in parts, if it gets gradient copies.
 
         Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
         self.options, self.optimizer, self.parted = options, optimizer, parted
@@ -312,8 +312,7 @@ def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> 
 
 
 PART_BYTES = 256_000_000
-"""Largest size of the masters of a part. On a GPU copies of less than some MB do not reach a link's
-rate."""
+"""Largest size of a part's masters. On a GPU, copies below some MB are slower than the link."""
 
 
 class PartedUpdate:
@@ -322,7 +321,7 @@ class PartedUpdate:
     def __init__(
         self, parameters: Iterable[StageParameter], device: torch.device, num_threads: int
     ) -> None:
-        """``num_threads`` CPU threads step the optimizer of a GPU's rank."""
+        """Divide ``parameters`` into parts; ``num_threads`` CPU threads step a GPU's optimizer."""
         self.device, self.num_threads = device, num_threads
         self.parts = [tuple(part) for part in _parts(parameters)]
         self._staging: dict[torch.dtype, Tensor] = {}

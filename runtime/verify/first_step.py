@@ -166,7 +166,7 @@ def _plain_step(
     buffers = {
         name: float(leaves[name].abs().double().norm())
         for name, value in before.items()
-        if not torch.equal(leaves[name], value)  # else it is assigned: the model alone has it
+        if not torch.equal(leaves[name], value)  # equal if the model assigns a new tensor
     }
     return FirstStep(total, norms, buffers)
 

@@ -30,10 +30,11 @@ from ..step.trainer import RankTrainer
 from .reference import Reference
 
 NOISE = 1e-6
-"""Tensors below this share of the largest magnitude are measured against that share."""
+"""Share of the largest magnitude below which a tensor is measured against that share."""
 
 GRADIENT_NOISE = {torch.float64: 1e-13, torch.float32: 1e-6}
-"""Gradients below this share of the largest are rounding noise: a key bias under softmax, say."""
+"""Share of the largest gradient below which gradients are rounding, as of a key bias under
+softmax."""
 
 Quantity = Literal["loss", "gradient", "weight", "buffer"]
 
