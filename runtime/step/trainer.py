@@ -94,9 +94,9 @@ class Trainer:
         ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
         lengths shorter than the planned length: a step runs at the shortest that fits its batch.
 
-        Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
-        where there are fewer processes than the plan has devices, AP413 for bf16 and fp8 without
-        units, and for fp8 without torchao.
+        Raises PlanError (AP550) where the plan is for another model and MachineError: AP410 where
+        there are fewer processes than the plan has devices, AP413 where a device has no units for
+        bf16 or fp8, or torchao is missing for fp8.
         """
         check_plan(program, plan, device)
         planned = variant_of(program, plan)

@@ -278,7 +278,7 @@ class PlainTrainer:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """Run the batches again; return the error that names the first module or parameter.
+        """Run the batches again; return the error that names the first place that is not finite.
 
         Buffers get their values back.
         """

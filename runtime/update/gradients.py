@@ -105,7 +105,8 @@ class Bucket:
         return any(part.work is not None for part in self.parts)
 
     def open(self) -> None:
-        """Allocate memory for a step's gradients: the last step's, if nothing else uses it.
+        """Get memory for a step's gradients: the last step's, if nothing else uses it, or new
+        memory.
 
         On a CPU new memory costs more than writing to it: 2 ms for 4 MB, which the kernel gives
         page by page. Memory of a caching allocator is not kept.
