@@ -1,1 +1,1 @@
-"""Training by a plan on real processes; the only room that touches torch.distributed."""
+"""Training by a plan on real processes; the only package that touches torch.distributed."""

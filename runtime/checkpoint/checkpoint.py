@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a training run is, loadable under any plan of the model.
+"""Checkpoints: the complete state of a training run, loadable under any plan of the model.
 
 In: the ``TrainingState`` of a process. Out: a folder ``step-N`` with
 
@@ -7,7 +7,7 @@ In: the ``TrainingState`` of a process. Out: a folder ``step-N`` with
   ``optimizer.<name>.<state>``, ``part.<name>...``;
 - ``checkpoint.json``: step, plan, random state, hyperparameters by parameter, parts' states.
 
-Each rank writes its shards, and reads those that it needs under whatever plan is running.
+Each rank writes its shards, and reads the shards that it needs under the plan that is running.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The tensors of one stage on this process, by the model's names; filled in place by a load."""
+    """Tensors of one stage in this process, by the model's names; a load fills them in place.
+    ``transient`` are buffers that the model's ``state_dict`` leaves out."""
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -48,14 +49,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The content of a checkpoint, as one process has it.
+    """State of a training run that this process saves to, or loads from, a checkpoint.
 
-    ``shapes`` is of every entry of the whole model's ``state_dict``; ``aliases`` maps further names
-    of tied tensors to the first. ``slots`` are in the process' memory, and ``written`` names those
-    of its entries that this process writes (None: all). ``facts`` is JSON that the checkpoint
-    carries; ``parts`` are objects with ``state_dict`` and ``load_state_dict``, of which a
-    checkpoint may lack those in ``optional``. ``beside`` are parameters that the optimizer may have
-    though no slot has them.
+    ``shapes`` has every entry of the whole model's ``state_dict``; ``aliases`` maps each further
+    name of a tied tensor to its first name. ``slots`` are the tensors in this process's memory, and
+    ``written`` names the entries of them that this process writes (None: all). ``facts`` is JSON
+    that the checkpoint carries; ``parts`` are objects with ``state_dict`` and ``load_state_dict``;
+    a checkpoint may lack the parts in ``optional``. ``beside`` are parameters of the optimizer that
+    no slot has.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -69,12 +70,12 @@ class TrainingState:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def names(self) -> dict[int, str]:
-        """The names of this process's parameters by their ``id``."""
+        """Return the names of this process's parameters by ``id(parameter)``."""
         held = {id(p): name for slot in self.slots for name, p in slot.parameters.items()}
         return {**{id(p): name for name, p in self.beside.items()}, **held}
 
     def same(self, name: str) -> tuple[str, ...]:
-        """``name`` and the other names of the same tensor."""
+        """Return ``name`` and all other names of the same tensor."""
         first = self.aliases.get(name, name)
         others = (alias for alias, held in self.aliases.items() if held == first)
         return tuple(dict.fromkeys((name, first, *others)))
@@ -82,7 +83,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The step of a checkpoint that was loaded, and its ``facts``."""
+    """The step and the ``facts`` of a loaded checkpoint."""
 
     step: int
     facts: Mapping[str, Any]
@@ -99,8 +100,8 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write ``state`` into ``folder/step-N``. Collective over all ranks.
 
-    ``keep`` is how many checkpoints the folder keeps. Raises UsageError (AP882, AP883, AP887)
-    for a state that cannot be saved and MachineError (AP886) where writing fails.
+    ``keep`` is the number of newest checkpoints to keep (None: all). Raises UsageError (AP882,
+    AP883, AP887) for a state that cannot be saved and MachineError (AP886) where writing fails.
     """
     writer.wait()
     entries, tensors = save_parts(state.parts, state.names())
@@ -148,7 +149,7 @@ def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
-    """Merge the entries of all ranks' optimizers; ranks that train nothing do not count."""
+    """Merge the optimizer entries of all ranks; ranks that train nothing give no groups."""
     saved = [each for each in ranks if each is not None]
     if not saved:
         return None
@@ -164,10 +165,10 @@ def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
 def load_checkpoint(path: str | Path, state: TrainingState) -> Loaded:
     """Fill ``state`` from the checkpoint ``path``, or the newest in the folder ``path``.
 
-    Of a folder one that is damaged is left out. Collective over all ranks: rank 0 says which there
-    are. All but the content of the tensors is checked before anything is changed. Raises
-    UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP885 another
-    model, AP887 to AP889 parts or optimizer that do not fit.
+    Damaged checkpoints in a folder are skipped. Collective over all ranks: rank 0 lists the
+    checkpoints. Everything but the content of the tensors is checked before anything is changed.
+    Raises UsageError: AP132 no checkpoint, AP880 damaged, AP881 files on another host, AP885
+    another model, AP887 to AP889 parts or optimizer that do not fit.
     """
     path = choose_checkpoint(path)
     document = _read_document(path)
@@ -224,7 +225,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UsageError (AP885) unless the checkpoint is of a model with these names and shapes."""
+    """Raise UsageError (AP885) unless the checkpoint has the model's names and shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -289,7 +290,7 @@ def _check_optimizer(path: Path, state: TrainingState, document: Mapping[str, An
 
 
 def _renamed_groups(state: TrainingState, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups with all names of tied parameters."""
+    """Add to each saved group the other names of its tied parameters."""
     return [
         {**group, "parameters": [each for name in group["parameters"] for each in state.same(name)]}
         for group in groups
@@ -303,7 +304,7 @@ def _fill(
     stored: Mapping[str, Any],
     document: Mapping[str, Any],
 ) -> None:
-    """Read the tensors of ``slot``, and its parameters' optimizer state."""
+    """Read the tensors of ``slot`` and its parameters' optimizer state from the checkpoint."""
     wanted = {
         f"model.{name}": tensor.detach()
         for name, tensor in {**slot.parameters, **slot.buffers}.items()
@@ -338,7 +339,7 @@ def _fill(
 
 
 def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the key of each stored tensor of an optimizer, by parameter and state."""
+    """Map parameter name and state name to the key of the stored optimizer tensor."""
     found: dict[str, dict[str, str]] = {}
     for entry in stored:
         if entry.startswith(PREFIX):

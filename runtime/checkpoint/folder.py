@@ -1,13 +1,13 @@
-"""The folder of a run's checkpoints: which are complete and whole, and how one appears at once.
+"""Folder of a run's checkpoints: atomic publication, and the search for an undamaged checkpoint.
 
-A checkpoint is written into ``step-00000010.tmp-<id>`` and renamed when every rank is done. One
-of the same step that is there already is first renamed to ``step-00000010.old-<id>`` and counts
-as that step's until the new one has its name, so that at every moment the last good checkpoint
-can be loaded.
+A checkpoint is written into ``step-00000010.tmp-<id>`` and renamed when every rank is done. An
+existing checkpoint of the same step is first renamed to ``step-00000010.old-<id>`` and still counts
+until the new checkpoint has its name, so that at every moment the last good checkpoint can be
+loaded.
 
-A checkpoint is whole if its index can be read and its files are as long as the index says: a disk
-that was full, a copy that was cut off or a failing disk leave shorter ones. Others are named on
-stderr. Every rank looks at the files that its host has, and all choose the same checkpoint.
+A checkpoint is whole if its index can be read and its files are as long as the index says: a full
+disk, an interrupted copy or a failing disk leave shorter files. Damaged checkpoints are named on
+stderr. Every rank checks the files that its host has, and all choose the same checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..messages.shared_objects import gather_values, on_first, share_value
 from .metadata import SafeFileSystemReader, damaged_file
 
 INDEX, STATE = ".metadata", "checkpoint.json"
-"""The files that a complete checkpoint has: of torch's, and of ours."""
+"""Files that a complete checkpoint has: torch's index, and this package's JSON."""
 NAME = re.compile(r"step-(\d{8,})")
 OLD = re.compile(r"(step-\d{8,})\.old-\w+")
 TEMPORARY = re.compile(r"step-\d{8,}\.tmp-\w+")
@@ -53,11 +53,10 @@ def is_complete(path: Path) -> bool:
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in ``folder`` in the order in which they were written; one for each
-    step.
+    """Return the complete checkpoints in ``folder``, one for each step, in the order of writing.
 
-    So the last one is the newest of the run that wrote last: an earlier run's checkpoints of higher
-    steps may lie there.
+    The last is the newest of the run that wrote last: an earlier run's checkpoints of higher steps
+    may be in the folder too.
     """
     found: dict[str, Path] = {}
     for path in sorted(Path(folder).glob("step-*")):
@@ -72,7 +71,7 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def _saved_at(checkpoint: Path) -> float:
-    """Return the time at which a checkpoint was written, in seconds: as it says, or its file's."""
+    """Return the time at which a checkpoint was written, in seconds: by its JSON, else its file."""
     state = checkpoint / STATE
     try:
         return float(json.loads(state.read_text())["saved_at"])
@@ -81,7 +80,7 @@ def _saved_at(checkpoint: Path) -> float:
 
 
 def newest_checkpoint(path: str | Path) -> Path:
-    """``path`` itself if it is a checkpoint, or the newest of the complete ones in it.
+    """Return ``path`` if it is a checkpoint, or else the newest complete checkpoint in it.
 
     Raises UsageError (AP132) where there is none.
     """
@@ -114,7 +113,7 @@ def _none(path: Path, why: str) -> UsageError:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a complete checkpoint its name. A checkpoint of that name is replaced by it."""
+    """Rename the complete checkpoint ``temporary`` to ``path``, replacing a checkpoint there."""
     flush_folder(temporary)
     replaced = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
     if path.exists():
@@ -126,9 +125,9 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove the rest of saves that were cut off; a replaced checkpoint gets its name back.
+    """Remove the remains of interrupted saves; a replaced checkpoint gets its name back.
 
-    Only while no save is under way in ``folder``.
+    Call it only while no save is under way in ``folder``.
     """
     for path in sorted(folder.glob("step-*")):
         replaced = OLD.fullmatch(path.name)
@@ -141,7 +140,7 @@ def clean_up(folder: Path) -> None:
 def keep_newest(folder: Path, keep: int) -> None:
     """Remove all but the ``keep`` newest complete checkpoints; at least one stays.
 
-    A removal that is cut off leaves a temporary folder.
+    A removal that is cut off leaves a temporary folder, which ``clean_up`` removes.
     """
     for path in complete_checkpoints(folder)[: -max(keep, 1)]:
         leaving = temporary_path(path.with_name(path.name.partition(".")[0]), "removed")
@@ -160,10 +159,10 @@ def flush_folder(folder: Path) -> None:
 
 
 def choose_checkpoint(path: str | Path) -> Path:
-    """The checkpoint ``path``, or the newest whole one in the folder. Collective over all ranks.
+    """Return the checkpoint ``path``, or the newest undamaged checkpoint in that folder.
 
-    Rank 0 says which there are. Raises UsageError: AP132 where there is none, AP880 where
-    ``path`` is a checkpoint that is damaged, or all in the folder are.
+    Collective over all ranks: rank 0 lists the checkpoints. Raises UsageError: AP132 where there is
+    none, AP880 where ``path`` is a damaged checkpoint, or all in the folder are damaged.
     """
     found = share_value(on_first(partial(_candidates, path)))
     assert found is not None
@@ -180,13 +179,13 @@ def choose_checkpoint(path: str | Path) -> Path:
 
 
 def damage(checkpoint: Path) -> UsageError | None:
-    """Return the error for files of a checkpoint that are too short on this host; None if it is
-    whole. Their content is checked where it is read."""
+    """Return the error about a damaged index or JSON or a too short file of a checkpoint on this
+    host; None if it is whole. The content of tensors is checked where it is read."""
     try:
         metadata = SafeFileSystemReader(checkpoint).read_metadata()
         json.loads((checkpoint / STATE).read_text())
     except FileNotFoundError:
-        return None  # on another host, which is said where it is read
+        return None  # on another host; the read reports it
     except ValueError as error:
         return damaged_file(checkpoint / STATE, f"{type(error).__name__}: {error}")
     except UsageError as error:

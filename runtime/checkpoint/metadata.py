@@ -1,8 +1,8 @@
 """Reading a checkpoint's index without running code from it.
 
-``torch.distributed.checkpoint`` keeps the index (``.metadata``) as a pickle. In: the folder.
-Out: its ``Metadata``, unpickled with a list of the few classes that an index consists of, and
-checked; anything else is refused. Tensors are read by ``torch.load(weights_only=True)``.
+``torch.distributed.checkpoint`` keeps the index (``.metadata``) as a pickle. In: the folder. Out:
+its ``Metadata``, unpickled with an allowlist of the classes that an index consists of, and checked;
+any other class is refused. Tensors are read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ALLOWED = {
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "collections": ("OrderedDict",),
 }
-"""The classes, by module, that an index may name; the torch dtypes come on top."""
+"""Classes, by module, that an index may name; torch dtypes are allowed too."""
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """Return a member of an enumeration, the only use of ``getattr`` in an index.
+    """Return a member of an enumeration: the only use of ``getattr`` that an index may make.
 
-    Python 3.11.0 to 3.11.3 pickle members so. Raises ``UnpicklingError`` for anything else.
+    Python 3.11.0 to 3.11.3 pickle members by ``getattr``. Raises ``UnpicklingError`` for others.
     """
     if isinstance(owner, EnumType) and isinstance(name, str) and name in owner.__members__:
         return owner[name]
@@ -64,7 +64,7 @@ def _member(owner: Any, name: Any) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds only the classes of an index."""
+    """Unpickler that loads only the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, ()):
@@ -79,8 +79,8 @@ class _Unpickler(pickle.Unpickler):
 class SafeFileSystemReader(FileSystemReader):
     """A ``FileSystemReader`` that runs no code from its files.
 
-    ``hosts`` are the hosts that the ranks ran on when the checkpoint was written; an error about
-    a missing file names the one that wrote it.
+    ``hosts`` are the hosts that the ranks ran on when the checkpoint was written; an error about a
+    missing file names the host that wrote it.
     """
 
     def __init__(self, path: str | Path, hosts: tuple[str, ...] = ()) -> None:
@@ -89,7 +89,7 @@ class SafeFileSystemReader(FileSystemReader):
         self.hosts = hosts
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index. Raises UsageError (AP880) where it is damaged or names other classes."""
+        """Return the index. Raise UsageError (AP880) if it is damaged or names other classes."""
         try:
             metadata = _Unpickler(io.BytesIO((self.folder / METADATA).read_bytes())).load()
             _check(metadata)
@@ -111,7 +111,7 @@ class SafeFileSystemReader(FileSystemReader):
         return metadata  # type: ignore[no-any-return]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read the items of ``plan``. Raise UsageError (AP881) where a file is missing."""
+        """Read the items of ``plan``. Raise UsageError: AP881 missing file, AP880 damaged file."""
         needed = {self._file_of(item) for item in plan.items}
         missing = sorted(name for name in needed if not (self.folder / name).exists())
         if missing:
@@ -150,7 +150,7 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Reads no pickled objects: the default planner would run them."""
+    """Load planner that refuses pickled objects, which the default planner would run."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -158,7 +158,7 @@ class TensorsOnly(DefaultLoadPlanner):
 
 
 def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of ``state`` (DTensors: this rank's shards) by their keys.
+    """Read the tensors of ``state`` by key, in place (DTensors: this rank's shards).
 
     Every rank reads for itself. Raises UsageError (AP880, AP881).
     """
@@ -180,7 +180,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the index's entry for each tensor, by key."""
+    """Return the index entry of each tensor, by key."""
     return {
         key: value
         for key, value in metadata.state_dict_metadata.items()
@@ -189,7 +189,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def damaged_file(file: Path, why: str) -> UsageError:
-    """The error about a file of a checkpoint that is not as it was written."""
+    """Return the error (AP880) about a damaged file of a checkpoint."""
     return UsageError(
         "AP880",
         f"the file {file.name} of the checkpoint is damaged",
@@ -200,7 +200,7 @@ def damaged_file(file: Path, why: str) -> UsageError:
 
 
 def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> UsageError:
-    """The error about files that are not on this host."""
+    """Return the error (AP881) about files of a checkpoint that are not on this host."""
     writers = []
     for name in missing:
         given = name.removeprefix("__").partition("_")[0]
@@ -217,7 +217,7 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
 
 
 def _check(metadata: Any) -> None:
-    """Refuse an index of the wrong types, or with files outside of its folder."""
+    """Raise UnpicklingError for an index of wrong types, or with files outside of its folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"the index is a {type(metadata).__name__}")
     for info in metadata.storage_data.values():

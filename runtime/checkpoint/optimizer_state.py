@@ -1,11 +1,11 @@
-"""States as JSON and tensors apart: of any object, and of optimizers by the names of parameters.
+"""States of objects and optimizers, encoded as JSON and a list of tensors.
 
 In: the result of ``state_dict()``: numbers, strings, None, tensors, bytes, and dicts, lists,
 tuples and sets of them. Out: JSON in which each tensor is a number, and the tensors; and back.
 
-Plans cut an optimizer's ``param_groups`` differently, so hyperparameters are kept by parameter, as
-the groups' options with the names that each holds, and tensors as ``optimizer.<name>.<state>``. A
-scheduler's lists with one value per group go the same way.
+Plans divide an optimizer's ``param_groups`` differently, so hyperparameters are stored as each
+group's options with the names of its parameters, and tensors as ``optimizer.<name>.<state>``. A
+scheduler's lists with one value per group are stored with these names too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...planner.errors import UsageError
 
 TAG = "!"
-"""The key of a JSON object that stands for something else than a dict of strings."""
+"""Key of a JSON object that encodes a value other than a dict with string keys."""
 
 
 def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
     """Encode ``value`` for ``json.dumps``; its tensors are appended to ``tensors``.
 
-    ``where`` names the value in errors. Raises UsageError (AP882) for any other type.
+    ``where`` names the value in errors. Raises UsageError (AP882) for a type without an encoding.
 
     >>> encode({"epochs": (1, 2), 3: None}, [], "data")
     {'!': 'dict', 'items': [['epochs', {'!': 'tuple', 'items': [1, 2]}], [3, None]]}
@@ -59,7 +59,7 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
         kind = "tuple" if isinstance(value, tuple) else "set"
         return {TAG: kind, "items": [encode(part, tensors, where) for part in value]}
     if hasattr(value, "__array__") and hasattr(value, "item") and not getattr(value, "ndim", 1):
-        return encode(value.item(), tensors, where)  # A number of numpy's.
+        return encode(value.item(), tensors, where)  # a numpy number
     kind = type(value).__name__
     raise UsageError(
         "AP882",
@@ -70,7 +70,7 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that ``encode`` was given.
+    """Return the value that ``encode`` turned into ``value`` and ``tensors``.
 
     >>> decode(encode({"epochs": (1, 2), 3: None}, [], "data"), [])
     {'epochs': (1, 2), 3: None}
@@ -100,7 +100,7 @@ def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A number or string without its subclass (an enum's, numpy's)."""
+    """Return a number or string as its built-in type, without the subclass (an enum's, numpy's)."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -113,20 +113,20 @@ def _has_string_keys(value: Mapping[Any, Any]) -> bool:
 
 PREFIX = "optimizer."
 HOW = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
-"""Entries of a group on the computation of an update, which do not change its result."""
+"""Options of a parameter group that change how an update is computed, but not its result."""
 PER_GROUP = frozenset(
     ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 )
-"""The entries of a scheduler's state that have one value for each group of the optimizer."""
+"""Entries of a scheduler's state that are lists with one value for each parameter group."""
 
 Path = tuple[str | int, ...]
 ByNames = list[tuple[Any, list[str]]]
-"""Values, each with the names of the parameters that it is for."""
+"""Values, each with the names of the parameters that it applies to."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """An optimizer whose parameters have names; ``names`` are by the parameter's ``id``."""
+    """An optimizer with its parameters' names; ``names`` maps ``id(parameter)`` to the name."""
 
     optimizer: Optimizer
     names: Mapping[int, str]
@@ -146,7 +146,7 @@ class NamedOptimizer:
         ]
 
     def group_names(self, group: Mapping[str, Any]) -> list[str]:
-        """The names of a group's parameters. Raises UsageError (AP883) for an unknown one."""
+        """Return a group's parameter names. Raise UsageError (AP883) for an unknown parameter."""
         names = [self.names.get(id(each)) for each in group["params"]]
         if None in names:
             raise UsageError(
@@ -159,7 +159,7 @@ class NamedOptimizer:
         return [name for name in names if name is not None]
 
     def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state of ``parameters`` that is tensors, by key."""
+        """Return the tensors in the optimizer state of ``parameters``, by checkpoint key."""
         return {
             f"{PREFIX}{name}.{key}": value
             for name, key, value in self._entries(parameters)
@@ -167,7 +167,7 @@ class NamedOptimizer:
         }
 
     def values(self, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """The state of ``parameters`` that is no tensor, encoded for JSON."""
+        """Return the optimizer state of ``parameters`` other than tensors, encoded for JSON."""
         found: dict[str, dict[str, Any]] = {}
         for name, key, value in self._entries(parameters):
             if not isinstance(value, Tensor):
@@ -181,7 +181,7 @@ class NamedOptimizer:
                 yield name, key, value
 
     def options_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return for each group the options that it takes of the saved groups, by name.
+        """Return the saved options for each group, found by the names of its parameters.
 
         Raises UsageError (AP884) where one group holds parameters that were saved with
         different options.
@@ -201,7 +201,7 @@ class NamedOptimizer:
         return taken
 
     def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Give each group the options found by ``options_to_load``."""
+        """Set the options of each group to the result of ``options_to_load``."""
         for group, found in zip(self.optimizer.param_groups, options, strict=True):
             for key, value in found.items():
                 if isinstance(group.get(key), Tensor):
@@ -213,7 +213,7 @@ class NamedOptimizer:
 def empty_state(
     parameter: Tensor, key: str, stored: TensorStorageMetadata, optimizer: Optimizer
 ) -> Tensor:
-    """Memory for a stored state of ``parameter``: laid out like it, if it has its shape."""
+    """Make zeros to load a stored state into, sharded like a ``parameter`` of the same shape."""
     dtype, size = stored.properties.dtype, stored.size
     parameter = parameter.detach()
     if key != "step" and size == parameter.shape:
@@ -230,9 +230,9 @@ def empty_state(
 
 
 def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[Any, dict[Path, Any]]:
-    """A scheduler's state without its lists per group, and these by their path: see ``PER_GROUP``.
+    """Return a scheduler's state without its lists per group, and the lists by their path.
 
-    Each is a ``ByNames``.
+    ``PER_GROUP`` names the lists; each is returned as a ``ByNames``.
     """
     names = [named.group_names(group) for group in named.optimizer.param_groups]
     found: dict[Path, Any] = {}
@@ -257,7 +257,7 @@ def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[An
 def put_group_values(
     state: Any, path: Sequence[str | int], values: ByNames, named: NamedOptimizer
 ) -> None:
-    """Put a list with a value for each group of ``named`` back into a scheduler's state."""
+    """Insert a list with one value for each group of ``named`` into a state at ``path``."""
     by_name = {name: value for value, names in values for name in names}
     found = []
     for group in named.optimizer.param_groups:
@@ -269,7 +269,7 @@ def put_group_values(
 
 
 def _number(value: Any) -> Any:
-    """A learning rate that is a tensor, as a number."""
+    """Return the number in a one-element tensor (a learning rate); other values unchanged."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

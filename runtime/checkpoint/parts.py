@@ -1,8 +1,8 @@
-"""The parts of a checkpoint that are objects of the caller: schedulers, scalers, loaders.
+"""Parts of a checkpoint: objects of the caller, such as schedulers, scalers and data loaders.
 
-In: objects with ``state_dict`` and ``load_state_dict``, by name. Out: for each an entry of the
-checkpoint's JSON, and its tensors under ``part.<name>.<rank>.<number>``; and back. A state that
-is the same on every rank is kept once.
+In: objects with ``state_dict`` and ``load_state_dict``, by name. Out: for each object an entry of
+the checkpoint's JSON, and its tensors under ``part.<name>.<rank>.<number>``; and back. A state that
+is equal on all ranks is stored once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .optimizer_state import (
 
 PREFIX = "part."
 GENERATORS = "generators"
-"""The name of the built-in part: states of Python's, numpy's and torch's generators."""
+"""Name of the built-in part: states of the random generators of Python, numpy and torch."""
 
 
 class Stateful(Protocol):
@@ -44,17 +44,16 @@ class Stateful(Protocol):
 
 
 class Generators:
-    """The states of the process's random generators, as a part.
+    """Part of a checkpoint with the states of this process's random generators.
 
-    Random numbers of a plan's forward do not come from these, but a script's data may.
+    A plan's forward draws no numbers from these generators, but a script's data may.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of Python and torch, of numpy if the process uses it, and of the
-        GPU."""
+        """Return the states of Python, of torch, of numpy if it is imported, and of the GPU."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             kind, key, *rest = sys.modules["numpy"].random.get_state()
@@ -64,7 +63,7 @@ class Generators:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Set those that this process has."""
+        """Set the generators that this process has to the states in ``state``."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state and "numpy" in sys.modules:
@@ -76,7 +75,7 @@ class Generators:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A part's state on one rank: JSON, the tensors' digest, and a scheduler's group values."""
+    """State of a part on one rank: JSON, the tensors' digest, and a scheduler's group values."""
 
     text: str
     digest: str
@@ -87,9 +86,9 @@ class _Encoded:
 def save_parts(
     parts: Mapping[str, Stateful], names: Mapping[int, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The entries of all parts, and the tensors that this rank writes. Collective.
+    """Return the JSON entries of all parts, and the tensors that this rank writes. Collective.
 
-    ``names`` are those of parameters, by ``id``: schedulers have values for these.
+    ``names`` maps ``id(parameter)`` to its name: schedulers' values are stored by these names.
 
     Raises UsageError (AP882) where a state has something that a checkpoint cannot hold.
     """
@@ -126,7 +125,7 @@ def _encode(name: str, part: Stateful, names: Mapping[int, str], tensors: list[T
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    """Return a digest of the values of all tensors."""
+    """Return a SHA-256 digest of the values, dtypes and shapes of all tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -149,7 +148,7 @@ def _gathered(mine: Mapping[str, _Encoded]) -> list[Mapping[str, _Encoded]]:
 
 
 def _entry(states: list[_Encoded], ranks: list[_Encoded]) -> dict[str, Any]:
-    """``states``: one, or that of each rank. Values per group are those of all ranks."""
+    """Return a part's JSON entry: ``states`` (one, or one per rank) and all ranks' group values."""
     merged: dict[Path, list[Any]] = {}
     for each in ranks:
         for path, values in each.per_group:
@@ -162,7 +161,7 @@ def _entry(states: list[_Encoded], ranks: list[_Encoded]) -> dict[str, Any]:
 
 
 def merge_groups(values: list[Any]) -> list[Any]:
-    """Pairs of a value and names, with the names of equal values together.
+    """Merge pairs of a value and names: equal values get the names of all their pairs.
 
     >>> merge_groups([(0.1, ["a"]), (0.2, ["b"]), (0.1, ["c", "a"])])
     [[0.1, ['a', 'c']], [0.2, ['b']]]
@@ -178,10 +177,10 @@ def merge_groups(values: list[Any]) -> list[Any]:
 
 
 def part_tensors(name: str, entry: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Return the number of this rank's state of a part, and the keys of its tensors.
+    """Return the index of the saved state that this rank loads, and the keys of its tensors.
 
-    Raises UsageError (AP887) where each rank had a state of its own, and there are now more or
-    fewer ranks.
+    Raises UsageError (AP887) where each rank saved a state of its own, and the number of ranks has
+    changed.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     count = len(entry["states"])
@@ -206,7 +205,7 @@ def load_part(
     tensors: list[Tensor],
     names: Mapping[int, str],
 ) -> None:
-    """Give ``part`` the state of ``rank`` in the checkpoint."""
+    """Load the state of ``rank`` in the checkpoint's ``entry`` into ``part``."""
     state = decode(entry["states"][rank], tensors)
     for path, values in entry["per_group"]:
         if isinstance(part, LRScheduler):

@@ -1,4 +1,4 @@
-"""Weights in files, by name: any box of a tensor is read alone, and tensors are written in shards.
+"""Files of weights: any box of a tensor is read by name, and tensors are written in shards.
 
 In: the path of a safetensors file, of a file of ``torch.save``, of a folder that Hugging Face
 wrote (whole or in shards with an index), or of a checkpoint folder of
@@ -40,7 +40,7 @@ from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
 
 @contextmanager
 def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Inside, an error of ``kinds`` becomes a UsageError AP861 that names the file."""
+    """Turn errors of ``kinds`` inside the context into UsageError AP861, which names the file."""
     try:
         yield
     except AutoparallelError:
@@ -57,15 +57,15 @@ def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 
 INDEX = ".metadata"
-"""The file in which torch lists the content of a checkpoint."""
+"""File in which torch lists the content of a checkpoint."""
 
 MODEL = "model."
 OTHERS = ("optimizer.", "optim.")
-"""Keys that tell a checkpoint of a whole training from one of weights alone."""
+"""Key prefixes that mark a checkpoint of a training run, not of weights alone."""
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """``path`` itself, or the newest of the checkpoints in it; None where there is none."""
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in it, or None."""
     if (Path(path) / INDEX).exists():
         return Path(path)
     found = complete_checkpoints(Path(path))
@@ -75,11 +75,11 @@ def find_checkpoint(path: str | Path) -> Path | None:
 class CheckpointWeights:
     """The weights of a checkpoint, by the model's own names.
 
-    A read takes from the files the stored pieces that meet the box, one after the other.
+    A read loads only the stored chunks that overlap the box, one after the other.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raise UsageError AP861 where the folder is damaged."""
+        """Read the index of folder ``path``. Raise UsageError AP861 if it is damaged."""
         self.place = str(path)
         self._reader = SafeFileSystemReader(path)
         with reading_file(path, OSError, EOFError, pickle.UnpicklingError, AttributeError):
@@ -117,8 +117,7 @@ class CheckpointWeights:
 
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
-    """Return the keys of the weights by their names, without the prefix of a training's
-    checkpoint."""
+    """Map names of weights to keys, which have a prefix in a checkpoint of a training run."""
     tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
@@ -126,7 +125,7 @@ def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
 
 
 class _IntoTensor(TensorsOnly):
-    """A planner that puts pieces of one tensor into their boxes of ``part``."""
+    """Load planner that reads the chunks of one tensor into their boxes of ``part``."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()
@@ -143,8 +142,8 @@ class _IntoTensor(TensorsOnly):
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt")
-"""Names of the file of a model, of Hugging Face and ``autoparallel export``, in the order tried;
-with ``.index.json`` after it, the index of a model in several files."""
+"""File names of a model from Hugging Face or ``autoparallel export``, in the order tried; with
+``.index.json`` appended, the index of a model in several files."""
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 """Keys under which a file of ``torch.save`` may hold the weights beside other things."""
@@ -155,7 +154,7 @@ LISTED = 5
 
 
 def few_names(names: Collection[str], most: int = LISTED) -> str:
-    """Return the first names, and the number of further ones.
+    """Return the first ``most`` names as text, with the number of further names.
 
     >>> few_names(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -165,7 +164,7 @@ def few_names(names: Collection[str], most: int = LISTED) -> str:
 
 
 class WeightFiles(Protocol):
-    """Tensors by name; ``place`` is the file or folder."""
+    """Named tensors in a file or folder ``place``."""
 
     place: str
 
@@ -173,17 +172,17 @@ class WeightFiles(Protocol):
         """The names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor; nothing else of it is read."""
+        """The shape of a tensor, read without its data."""
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of a tensor as it is stored."""
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The box ``region`` of a tensor, on the CPU, in the dtype that it is stored in."""
+        """The box ``region`` of a tensor, on the CPU, in the stored dtype."""
 
 
 def open_weights(path: str | Path) -> WeightFiles:
-    """The weights in a file or folder.
+    """Open the weights in a file or folder.
 
     Raises UsageError: AP860 where there are none, AP861 where they cannot be read.
     """
@@ -253,7 +252,7 @@ def _open_index(index: Path) -> WeightFiles:
 
 
 class SafetensorsFile:
-    """One safetensors file, mapped into memory: a read touches the box's bytes alone."""
+    """One safetensors file, mapped into memory: a read touches only the bytes of the box."""
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
@@ -280,7 +279,7 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """One file of ``torch.save``, mapped into memory; it may hold nothing but tensors."""
+    """One file of ``torch.save``, mapped into memory and loaded with ``weights_only=True``."""
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
@@ -323,7 +322,7 @@ def _tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 class ShardedFiles:
-    """Several files with an index; each is opened when a tensor of it is first asked for."""
+    """Weights in several files with an index; each file is opened at the first read from it."""
 
     def __init__(self, index: Path, files: Mapping[str, str]) -> None:
         self.place = str(index)
@@ -361,7 +360,7 @@ ENDINGS = {"safetensors": ".safetensors", "pt": ".pt"}
 
 
 def split_by_size(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
-    """The names cut, in their order, into lists of at most ``most_bytes``, or one name.
+    """Split the names, in order, into lists of at most ``most_bytes``; a larger tensor is alone.
 
     >>> split_by_size({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
     [['a', 'b'], ['c'], ['d']]
@@ -385,7 +384,7 @@ def write_shards(
     kind: str,
     most_bytes: int,
 ) -> list[Path]:
-    """Write the tensors, ``kind`` safetensors or pt; return the files with tensors."""
+    """Write the tensors as ``kind`` (safetensors or pt), with an index; return the tensor files."""
     ending = ENDINGS[kind]
     parts = split_by_size(sizes, most_bytes)
     files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]

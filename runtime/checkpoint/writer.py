@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that a kill at any moment leaves the last good one.
+"""Atomic writing of checkpoints: a kill at any moment leaves the last good checkpoint.
 
 In: this rank's tensors and rank 0's JSON. Out: the folder ``step-N``, which appears by a rename
 when all ranks have written and flushed their files. Asynchronous writing copies the tensors to
@@ -37,8 +37,7 @@ from .writer_claim import claim_folder
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The part of a checkpoint that one rank writes. ``document`` is rank 0's JSON, None
-    elsewhere."""
+    """One rank's part of a checkpoint. ``document`` is rank 0's JSON, and None on other ranks."""
 
     folder: Path
     step: int
@@ -48,7 +47,7 @@ class Snapshot:
 
 
 class PendingSave:
-    """A save that is being written, or is done."""
+    """Handle of a save that is running or done."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +73,7 @@ class PendingSave:
     def wait(self) -> None:
         """Wait until the checkpoint is complete.
 
-        Raises its error once: MachineError (AP886).
+        Raises the error of the save, once: MachineError (AP886).
         """
         if self._thread is not None:
             self._thread.join()
@@ -85,16 +84,16 @@ class PendingSave:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one training run, one at a time."""
+    """Writer of the checkpoints of one training run, one at a time."""
 
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
         self._group: dist.ProcessGroup | None = None
 
     def write(self, snapshot: Snapshot, *, asynchronous: bool = False) -> PendingSave:
-        """Write ``snapshot``; ``asynchronous``: return when its tensors are copied.
+        """Write ``snapshot``; if ``asynchronous``, return when its tensors are copied.
 
-        A save that is under way is waited for, and its error is raised. Collective over all ranks.
+        A save that is still running is waited for, and its error raised. Collective over all ranks.
         """
         self.wait()
         pending = PendingSave(checkpoint_path(snapshot.folder, snapshot.step))
@@ -116,17 +115,17 @@ class CheckpointWriter:
         return pending
 
     def check(self) -> None:
-        """Raise the error of a save in the background; wait for nothing."""
+        """Raise the error of a finished background save; do not wait for a running save."""
         if self._pending is not None and self._pending.is_done():
             self._pending.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is under way, and raise its error."""
+        """Wait for the running save, and raise its error."""
         if self._pending is not None:
             self._pending.wait()
 
     def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
-        """The group to write with: the one for objects, unless others use it meanwhile."""
+        """Return the group to write with: the control group, or another if ``asynchronous``."""
         if not asynchronous or not dist.is_initialized():
             return control_group()
         if self._group is None:
@@ -134,7 +133,7 @@ class CheckpointWriter:
         return self._group
 
     def _end(self) -> None:
-        """Wait at the end of the process, where an exception would not change the exit code."""
+        """Wait at process exit; exit with the error's code, since atexit ignores exceptions."""
         try:
             self.wait()
         except AutoparallelError as error:
@@ -143,7 +142,7 @@ class CheckpointWriter:
 
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:
-    """A copy in CPU memory; of a DTensor, of this rank's shard."""
+    """Copy a tensor, or this rank's shard of a DTensor, to CPU memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     with torch.no_grad():
@@ -154,10 +153,10 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
-    """Write and publish a checkpoint. Collective over all ranks; ``group`` is for messages.
+    """Write and publish a checkpoint. Collective over all ranks; messages go through ``group``.
 
-    Raises MachineError (AP886), on every rank, where it cannot be written, and UsageError (AP892)
-    where another run writes; the folder is then as before.
+    Raises, on every rank, MachineError (AP886) where the checkpoint cannot be written, and
+    UsageError (AP892) where another run writes into the folder; the folder is then as before.
     """
     path = checkpoint_path(snapshot.folder, snapshot.step)
     temporary = temporary_path(path, share_value(uuid.uuid4().hex[:12], group))
@@ -205,7 +204,7 @@ def _write_tensors(
 
 
 def _publish_here(temporary: Path, path: Path) -> None:
-    """The rename on a host that does not see rank 0's disk; one of its ranks does it."""
+    """Rename the checkpoint on a host without rank 0's disk; one of the host's ranks succeeds."""
     try:
         publish(temporary, path)
     except FileNotFoundError:
@@ -213,7 +212,7 @@ def _publish_here(temporary: Path, path: Path) -> None:
 
 
 def _on_rank_0(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run ``act`` on rank 0; its error is raised on every rank."""
+    """Run ``act`` on rank 0, and raise its error on every rank."""
     failure: OSError | UsageError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

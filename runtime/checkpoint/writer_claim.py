@@ -1,9 +1,9 @@
 """The claim of a run to be the only writer of a folder of checkpoints.
 
-In: the folder of a run. Out: the file ``writer.json`` in it, with the host and process that write
-there, whose time of change is renewed while the process lives. No file locks are used, which disks
-of networks lack. A claim ends with its process: on the same host at once, on another host when it
-has not been renewed for ``STOPPED_SECONDS`` by the clock of the disk.
+In: the folder of a run. Out: the file ``writer.json`` in it, which names the host and process that
+write there, and whose modification time is renewed while the process lives. File locks are not
+used, because network disks may lack them. A claim ends with its process: on the same host at once,
+on another host when it has not been renewed for ``STOPPED_SECONDS`` by the clock of the disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def claim_folder(folder: str | Path, *, takes_over: bool = False) -> Callable[[]
     """Claim a folder of checkpoints for this process, and return the function that ends the claim.
 
     The folder is made if missing. ``takes_over`` replaces the claim of another process: an earlier
-    attempt of the same run. Within a claim of this process nothing is done.
+    attempt of the same run. If this process has claimed the folder already, nothing is done.
 
     Raises UsageError AP892 if another process writes there, OSError if the folder cannot be written
     to.
@@ -64,16 +64,16 @@ class FolderClaim:
         if not takes_over:
             self._check_free()
         self._write()
-        if not takes_over and self._holder() != self._text:  # of two at once, the last one has it
+        if not takes_over and self._holder() != self._text:  # of two at once, the last wins
             self._check_free()
         self._ends = threading.Event()
         threading.Thread(target=self._renew, name="claim of a folder", daemon=True).start()
 
     def release(self) -> None:
-        """End the claim, if it is still this process's."""
+        """End the claim, if this process still holds it."""
         self._ends.set()
         if self._holder() == self._text:
-            for left in self.path.parent.glob(f"{CLAIM}.*"):  # by claims that were cut off
+            for left in self.path.parent.glob(f"{CLAIM}.*"):  # by interrupted claims
                 left.unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
 
@@ -126,7 +126,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any], path: Path) -> bool:
-    """Tell whether a claim's process lives, as far as can be seen from this host."""
+    """Return whether the process of a claim lives, as far as this host can see."""
     if holder.get("host") == socket.gethostname():
         try:
             process = psutil.Process(int(holder["process"]))

@@ -1,12 +1,12 @@
-"""The inputs of a step: the global batch, or on each rank its own rows of it.
+"""Inputs of a step on a rank: the global batch, or the rank's own rows of it.
 
-In: a rank's inputs by name. Out: the same as the executors read them, and how many rows the
-global batch has. Which of the two the inputs are follows from their rows; a batch of
-``autoparallel.distribute`` says it (``global_rows``).
+In: a rank's inputs by name. Out: the inputs as the executors read them, and the number of rows of
+the global batch. The inputs' rows tell which of the two they are; a batch of
+``autoparallel.distribute`` states it (``global_rows``).
 
 Ranks that must have the same rows compare hashes of their batches: an error on every rank names the
-ranks and the input that differ. The first batch is compared before it is trained on; those of steps
-2, 4, 8, … while the step runs, and the result is read when the next one begins, so no device waits.
+ranks and the input that differ. The first batch is compared before it is trained on; later batches,
+of steps 2, 4, 8, …, while the step runs. The result is read at the next step: no device waits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from .rank_batch import ShareBatch, check_batch, whole_batch
 from .variants import SmallerBatch, smaller_batch
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
-"""Forms of a rank's batch: none, whole, its rows, or its rows, which are all."""
+"""Forms of a rank's batch: none, the global batch, a part of its rows, or all of its rows as this
+rank's part."""
 
 _CHUNK = 1 << 20
 _INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
 
 def content_hash(tensor: Tensor) -> Tensor:
-    """64 bits of a tensor's content, as a scalar on its device; nothing is waited for.
+    """Return a 64-bit hash of a tensor's content, as a scalar on its device, without synchronizing.
 
     A sum over the elements' bits, each mixed with its position (splitmix64's constants).
 
@@ -66,7 +67,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A rank's batch of one step: how it was given, of how many rows in all, and the inputs."""
+    """Batch of a rank for one step: its form (``how``), the global batch's rows, and the inputs."""
 
     how: int
     global_rows: int
@@ -75,13 +76,13 @@ class Given:
 
 
 class BatchCheck:
-    """Compares the batches of all ranks, each with those that must be equal."""
+    """Comparison of all ranks' batches: ranks that read the same rows must have equal inputs."""
 
     def __init__(
         self, names: Sequence[str], device: torch.device, progress: Progress | None = None
     ) -> None:
-        """``names`` are the model's inputs; ``device`` is that of this rank's collectives;
-        ``progress`` is told of waits, for a watchdog."""
+        """Compare the inputs ``names`` of the model by collectives on ``device``; ``progress`` is
+        told of waits, for a watchdog."""
         self._progress = progress
         self._names = tuple(sorted(names))
         self._device = device
@@ -89,7 +90,7 @@ class BatchCheck:
         self._running: tuple[Arrival, int] | None = None
 
     def see(self, given: Given) -> None:
-        """Call it before each step, on every rank.
+        """Begin to compare the batches of a step; call it before each step, on every rank.
 
         Raises UsageError AP830 where the batches of a step differ, and AP831 where some ranks
         are given the global batch and others their rows of it.
@@ -109,7 +110,7 @@ class BatchCheck:
             self.read()
 
     def forget(self) -> None:
-        """Take the last step for one that was not made."""
+        """Undo the last ``see``, whose step did not run."""
         self.read()
         self._num_steps -= 1
 
@@ -176,7 +177,7 @@ def _differing(what: str, values: Mapping[int, int], step: int) -> UsageError:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, at most eight of them.
+    """Return text that names the ranks, at most eight of them.
 
     >>> _ranks([0]), _ranks([1, 3])
     ('rank 0', 'ranks 1, 3')
@@ -186,13 +187,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class RankInputs(dict[str, Tensor]):
-    """A rank's inputs by name; ``global_rows`` where its rows of a batch of so many are said."""
+    """Inputs of a rank by name, with the rows of the global batch (None: not stated)."""
 
     global_rows: int | None = None
 
 
 def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
-    """Inputs by name with the ``global_rows`` that the batch, or a tensor of it, says."""
+    """Return ``inputs`` with the ``global_rows`` that the batch, or a tensor of it, states."""
     found = RankInputs(inputs)
     marks = [batch, *found.values()]
     found.global_rows = next(
@@ -202,10 +203,10 @@ def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInput
 
 
 def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
-    """Return the tensors of a batch by the names that the program has for them.
+    """Return the tensors of a batch by their names in the program.
 
-    Raises UsageError AP130 where the batch lacks one, AP920 where it differs from the example
-    batch in a part that is no tensor.
+    Raises UsageError AP130 where the batch lacks a tensor, AP920 where a part of it that is no
+    tensor differs from the example batch.
     """
     named = {}
     if isinstance(batch, Tensor):
@@ -229,7 +230,7 @@ def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
 
 @contextmanager
 def _lacking(path: LeafPath) -> Iterator[None]:
-    """Raise UsageError AP130 where the code inside finds nothing at ``path``."""
+    """Raise UsageError AP130 if the code inside the context finds nothing at ``path``."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -243,8 +244,9 @@ def _lacking(path: LeafPath) -> Iterator[None]:
 class DataSource(Protocol):
     """The batches of a run on one rank.
 
-    ``place`` is the ``(rank, world)`` that its data is asked for, None where it needs none;
-    ``teller`` the rank that tells the others the rows of each batch, None where all read.
+    ``place`` is the ``(rank, world)`` to load data for, None where the rank needs no data;
+    ``teller`` is the rank that tells the others the rows of each batch, None where all ranks read
+    data.
     """
 
     place: tuple[int, int] | None
@@ -258,8 +260,7 @@ class DataSource(Protocol):
 class StepBatches:
     """The batches of a run on one rank, in the order of its steps.
 
-    ``place`` is the ``(rank, world)`` that this rank's data source is asked for; None where the
-    rank needs no data.
+    ``place`` is the ``(rank, world)`` to load data for; None where the rank needs no data.
     """
 
     def __init__(
@@ -271,8 +272,8 @@ class StepBatches:
         device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        """``program`` is at the plan's micro-batch size; ``progress`` is told of waits for other
-        ranks."""
+        """Make the batches. ``program`` is at the plan's micro-batch size; ``progress`` is told of
+        waits for other ranks."""
         self._program, self._plan, self._rank = program, plan, rank
         self._device = device
         counts = plan.num_microbatches > 1 or bool(plan.slices)
@@ -289,7 +290,7 @@ class StepBatches:
 
     @property
     def global_rows(self) -> int:
-        """The rows of a batch as planned."""
+        """The number of rows of a planned batch."""
         return self._plan.model.global_batch
 
     @property
@@ -306,11 +307,11 @@ class StepBatches:
         return sources[0] if len(sources) not in (0, dist.get_world_size()) else None
 
     def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
-        """The rows of the global batch that a rank's inputs are or belong to."""
+        """Return the rows of the global batch that a rank's inputs belong to."""
         return self._recognize(inputs)[1]
 
     def batch(self, rows: int) -> SmallerBatch:
-        """Return the plan and rows of a global batch of ``rows``.
+        """Return the plan, and the rows of each stage, for a global batch of ``rows`` rows.
 
         Raises UsageError AP836 where the plan cannot run it.
         """
@@ -327,12 +328,12 @@ class StepBatches:
         return self._held[rows]
 
     def announce(self, rows: int) -> None:
-        """Say that the next batch of rows of their own is one of ``rows`` in all."""
+        """Announce that the next batch given in shares has ``rows`` rows in all."""
         self._last = rows
         self._announced[rows] = None
 
     def named(self, batch: Any) -> RankInputs:
-        """A batch's tensors by the names that the plan has for them.
+        """Return a batch's tensors by their names in the plan.
 
         A rank that needs no data may be given an empty batch.
         """
@@ -340,7 +341,7 @@ class StepBatches:
         return mark_inputs({} if is_empty else named_inputs(batch, self._program), batch)
 
     def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
-        """A step's inputs as its executors read them, and the rows of the global batch.
+        """Return a step's inputs as its executors read them, and the rows of the global batch.
 
         Raises UsageError AP830 and AP831 where ranks have batches that do not belong together,
         AP835 for a share of an unknown number of rows.
@@ -361,8 +362,8 @@ class StepBatches:
         return inputs, rows
 
     def whole(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Return the global batch on every rank, from the rows that each has; None for one of
-        fewer rows than planned. Collective over all ranks."""
+        """Return the global batch on every rank, assembled from the rows of all ranks; None if it
+        has not the planned number of rows. Collective over all ranks."""
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
         has_all = bool(inputs) and (not is_share or (held is not None and held.is_whole))
@@ -380,12 +381,12 @@ class StepBatches:
         return {name: tensor.to(self._device) for name, tensor in whole.items()}
 
     def forget(self) -> None:
-        """Take the last batch for one that was not given."""
+        """Undo the last ``take``, whose step did not run."""
         self._check.forget()
         self._is_share = self._was_share
 
     def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
-        """Raise UsageError AP130 unless a batch has the shapes of one of ``rows`` in all."""
+        """Raise UsageError AP130 unless ``batch`` has the shapes for ``rows`` rows in all."""
         if not batch and self.held(rows) is None:
             return
         if rows not in self._specs:
@@ -395,13 +396,13 @@ class StepBatches:
 
     @cached_property
     def _dims(self) -> dict[str, int]:
-        """The dimension of each input that counts rows, of those that have one."""
+        """The dimension that counts rows, of each input that has rows."""
         graph = self._program.graph
         dims = {name: graph.batch_dims.get(name, (None,))[0] for name in self._program.inputs}
         return {name: dim for name, dim in dims.items() if dim is not None}
 
     def _recognize(self, inputs: Mapping[str, Tensor]) -> tuple[bool, int]:
-        """Tell whether a rank's inputs are its share of a batch, and of how many rows in all."""
+        """Return whether inputs are a share of a batch, and the rows of the global batch."""
         told = getattr(inputs, "global_rows", None)
         if told is not None or not inputs:
             return True, self._last if told is None else told
@@ -419,7 +420,7 @@ class StepBatches:
         return False, given if is_smaller else planned
 
     def _num_rows(self, inputs: Mapping[str, Tensor]) -> int | None:
-        """The rows of a rank's inputs; None where nothing has rows."""
+        """Return the number of rows of a rank's inputs; None if no input has rows."""
         for name, dim in self._dims.items():
             if name in inputs and inputs[name].dim() > dim:
                 size = self._program.graph[name].spec.shape[dim]
@@ -427,7 +428,7 @@ class StepBatches:
         return None
 
     def _told_before(self, given: int) -> int:
-        """Return the rows in all of a smaller batch whose share does not say them any more."""
+        """Return the global rows of a smaller batch whose share no longer states them."""
         planned = self.held(self.global_rows)
         assert planned is not None
         fitting = []

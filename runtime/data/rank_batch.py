@@ -1,9 +1,9 @@
 """The part of a global batch that one rank reads for one micro-batch.
 
-In: the global batch, or a rank's share of it (``ShareBatch``). Out: rows ``[j*B/m, (j+1)*B/m)``
-of the global batch for micro-batch ``j`` of ``m``, and of those the rank's region under each
-input's layout. Inputs of which a stage needs all rows (their layout does not split them, or the
-counting of the loss reads them) are gathered over the ranks' shares once per step.
+In: the global batch, or a rank's share of it (``ShareBatch``). Out: for micro-batch ``j`` of ``m``,
+the rank's region of rows ``[j*B/m, (j+1)*B/m)`` under each input's layout. If a stage needs all
+rows of an input (its layout does not split them, or the counting of the loss reads them), they are
+gathered from the ranks' shares once per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShareBatch(dict[str, Tensor]):
-    """Inputs by name, of which this rank has the rows ``held``; of ``whole`` it has all.
+    """Inputs by name: this rank has their rows ``held``, and all rows of the inputs in ``whole``.
 
     ``dims`` maps each input that has rows to the dimension that counts them.
     """
@@ -41,7 +41,7 @@ class ShareBatch(dict[str, Tensor]):
         self.whole: dict[str, Tensor] = {}
 
     def held_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """The spec of this rank's rows of a micro-batch, from that of all of them."""
+        """Return the spec of this rank's rows of a micro-batch; ``spec`` is for all its rows."""
         if name not in self.dims:
             return spec
         shape = list(spec.shape)
@@ -52,9 +52,9 @@ class ShareBatch(dict[str, Tensor]):
 def whole_batch(
     shares: Sequence[tuple[HeldRows, Mapping[str, Tensor]]], dims: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Return the global batch from all ranks' shares of it, each with the rows that it has.
+    """Return the global batch, assembled from all ranks' shares with the rows that each has.
 
-    ``dims`` is as of ``ShareBatch``.
+    ``dims``: see ``ShareBatch``.
     """
     ordered = sorted(shares, key=lambda share: share[0].part)  # a part without rows is not first
     whole = dict(ordered[0][1])
@@ -74,9 +74,9 @@ def gather_whole(
     communicator: Communicator,
     device: torch.device,
 ) -> None:
-    """Complete those inputs of a stage of which each of its ranks needs all rows.
+    """Gather into ``batch.whole`` the inputs of which every rank of a stage needs all rows.
 
-    Collective over the stage. ``part`` is this rank's of the stage's rows.
+    Collective over the stage. ``part`` is this rank's index among the parts of the stage's rows.
     """
     own = rows.held(part, batch.held.num_microbatches)
     for name in rows.whole if len(rows.sizes) > 1 else ():
@@ -88,7 +88,7 @@ def gather_whole(
 
 
 def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
-    """Return one part's rows, as (micro-batch, rows) at ``dim``, of the rows that a rank holds."""
+    """Return the rows ``own`` of a tensor with rows ``held``, as (micro-batch, rows) at ``dim``."""
     count = held.num_microbatches
     per_row = tensor.shape[dim] // held.size
     by_microbatch = _unflattened(tensor, dim, (count, held.rows * per_row))
@@ -125,10 +125,10 @@ def step_inputs(
     num_microbatches: int,
     queue: DeviceQueue,
 ) -> dict[int, dict[str, Tensor]]:
-    """The inputs of a step by unit, on the device: slice ``j`` of micro-batch ``m``, which
-    ``programs[j]`` runs, is ``m * len(programs) + j``.
+    """Return the inputs of a step by unit, on the device: unit ``m * len(programs) + j`` is slice
+    ``j`` of micro-batch ``m``, which ``programs[j]`` runs.
 
-    All are copied at once, before the first is needed. Raises as ``local_inputs`` does.
+    All inputs are copied at once, before the first is needed. Raises as ``local_inputs`` does.
     """
     units = [(m, program) for m in range(num_microbatches) for program in programs]
     found = [local_inputs(batch, program, m, num_microbatches) for m, program in units]
@@ -143,7 +143,7 @@ def local_inputs(
     num_microbatches: int,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """The stage's inputs of micro-batch ``microbatch``, this rank's part of each.
+    """Return this rank's parts of the stage's inputs of micro-batch ``microbatch``.
 
     Floating inputs are cast to the dtype they were captured in. Raises UsageError (AP130)
     where the batch lacks an input or has another shape than the plan.
@@ -162,7 +162,7 @@ def local_inputs(
 def _within(
     region: Region, whole: tuple[int, ...], shape: Sequence[int], batch: Mapping[str, Tensor]
 ) -> Region:
-    """A box of a micro-batch as a box of those rows of it that are at hand."""
+    """Convert a box of a whole micro-batch to a box of the rows that this rank has of it."""
     if tuple(shape) == whole:
         return region
     assert isinstance(batch, ShareBatch)
@@ -181,7 +181,7 @@ def batch_rows(
     microbatch: int,
     num_microbatches: int,
 ) -> Tensor:
-    """An input's rows of one micro-batch: all of them, or those that are at hand."""
+    """Return an input's rows of one micro-batch: all rows, or the rows that this rank has."""
     if isinstance(batch, ShareBatch):
         if name in batch.whole:
             return microbatch_rows(name, batch.whole[name], spec, microbatch, num_microbatches)
@@ -190,7 +190,7 @@ def batch_rows(
 
 
 def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec, Region]:
-    """The spec of an input's micro-batch, and this rank's box of it."""
+    """Return the spec of an input's micro-batch, and this rank's box of it."""
     spec, share = held.spec, program.share
     region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)
     if share is None or not held.layout[0].is_shard:
@@ -206,10 +206,10 @@ def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec,
 def check_batch(
     batch: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], num_microbatches: int
 ) -> None:
-    """Raise UsageError (AP130) unless the batch is of the plan's shapes.
+    """Raise UsageError (AP130) unless the batch has the plan's shapes.
 
-    ``specs`` are those of one micro-batch, of all inputs of the model: every rank looks at all
-    of them, so that all refuse a batch before any of them has sent a message.
+    ``specs`` has the shapes in one micro-batch of all inputs of the model: every rank checks all
+    inputs, so that all ranks refuse a batch before any of them has sent a message.
     """
     for name, spec in specs.items():
         if name not in batch:
@@ -228,7 +228,7 @@ def _missing(name: str, batch: Mapping[str, Tensor]) -> UsageError:
 def microbatch_rows(
     name: str, tensor: Tensor, spec: TensorSpec, microbatch: int, num_microbatches: int
 ) -> Tensor:
-    """The rows of one micro-batch; a tensor with no batch dimension is returned whole."""
+    """Return the rows of one micro-batch; a tensor with no batch dimension is returned whole."""
     if tuple(tensor.shape) == spec.shape:
         return tensor
     if tensor.dim() == len(spec.shape):
@@ -255,7 +255,7 @@ def local_part(
     dtype: str,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
+    """Return the box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
     part = tensor
     if region != whole_region(tensor.shape):
         part = tensor[region_slices(region)]

@@ -1,12 +1,12 @@
-"""The variants of a plan's training step: every number of rows and positions that it can run.
+"""Variants of a plan's training step: every number of rows and positions that it can run.
 
 In: the captured program, the plan, lengths of buckets, numbers of rows. Out: for each a
 ``Variant``: the programs of a micro-batch, their schedule, and the programs of a stage. The planned
 batch is one variant of several:
 
 ==================  ============================================================================
-planned             whole sequences, or those slices of them that the plan has (TeraPipe)
-a bucket            the first positions of the sequences, cut as the first slice of one is
+planned             whole sequences, or the plan's slices of them (TeraPipe)
+a bucket            the first positions of the sequences, cut like a first slice
 a smaller batch     whole sequences of fewer rows (``smaller_batch``)
 ==================  ============================================================================
 
@@ -16,7 +16,7 @@ which nothing depends on, are not computed. Other shorter sequences are padded t
 
 A smaller batch has the plan's layouts, and micro-batches no larger than planned. Rows that the data
 axis does not divide are shared out unevenly (``planner.shares``), where the plan has one stage; a
-rank without rows then computes on a row that weighs nothing.
+rank without rows then computes on a row of weight zero.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ...planner.shares import share_of, why_not
 
 
 class BatchShape(NamedTuple):
-    """The rows of a global batch, and its positions where they are those of a bucket.
+    """Rows of a global batch, and the length of its bucket (None: the planned length).
 
     ``capture`` numbers the captures of the model, whose code may have changed since planning.
     """
@@ -63,10 +63,10 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One form of a plan's step. ``program`` has whole sequences, and a micro-batch's rows.
+    """One form of a plan's step. ``program`` has whole sequences and the rows of a micro-batch.
 
-    ``slices`` run a micro-batch, one after another: one, of whole sequences or of a bucket, or the
-    slices of the plan.
+    ``slices`` of a micro-batch run one after another: one slice, of whole sequences or of a bucket,
+    or the plan's slices.
     """
 
     shape: BatchShape
@@ -76,20 +76,20 @@ class Variant:
     slices: tuple[SequenceSlice, ...]
 
     def crossing(self) -> list[tuple[Boundary, ...]]:
-        """The values that cross stages, of each slice."""
+        """Return the values that cross stages, for each slice."""
         found = [boundaries(each.graph, each.blocks, each.plan) for each in self.slices]
         count = len(self.plan.stages)
         return [with_replicas(each, count) for each in found] if self.schedule.parts else found
 
 
 def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
-    """The pairs of stages between which a value goes."""
+    """Return the pairs (source, target) of stages between which a value is sent."""
     found = boundaries(program.graph, program.blocks, plan)
     return frozenset((b.source_stage, b.target_stage) for b in found)
 
 
 def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
-    """The step of a plan on the batch that the plan is for: the planned one, or a smaller.
+    """Return the variant of the batch that ``plan`` is for: the planned or a smaller batch.
 
     ``capture`` is the number of the program among the captures of the model.
 
@@ -119,10 +119,10 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
 
 
 def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """The planned step at each of ``lengths``, which are in ascending order.
+    """Return the planned variant at each of ``lengths``, which must be in ascending order.
 
-    Raises PlanError AP560 where a shorter batch would train another way, and UsageError AP561
-    for lengths that cannot be.
+    Raises PlanError AP560 where a shorter batch would train another way, and UsageError AP561 for
+    impossible lengths.
     """
     if not lengths:
         return ()
@@ -146,7 +146,7 @@ def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, 
 
 
 def bucket_of(lengths: Sequence[int], length: int | None) -> int | None:
-    """The shortest bucket that a batch of ``length`` fits; None where only whole sequences do.
+    """Return the shortest bucket for a batch of ``length``; None if only whole sequences fit it.
 
     >>> bucket_of((4, 6), 3), bucket_of((4, 6), 6), bucket_of((4, 6), 7), bucket_of((4, 6), None)
     (4, 6, None, None)
@@ -162,10 +162,9 @@ def stage_programs(
     communicator: Communicator,
     draws: Draws | None = None,
 ) -> tuple[StageProgram, ...]:
-    """Return the programs of a rank of a stage, one for each slice, without carried values as
-    inputs.
+    """Return a rank's programs of a stage, one for each slice, without carried values as inputs.
 
-    ``draws`` are those of the stage's programs of another variant, if it has one.
+    ``draws`` are the random draws of the stage's programs of another variant, if it has one.
     """
     index, found = variant.schedule.part(stage), []
     is_first = draws is None and not variant.plan.slices
@@ -200,14 +199,14 @@ def _refused(what: str, why: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class SmallerBatch:
-    """The plan of a batch, and which rows of it each stage's ranks read."""
+    """Plan of a batch, and the rows that the ranks of each stage read."""
 
     plan: Plan
     rows: tuple[StageRows | None, ...]
 
 
 def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
-    """Return the plan and rows of a batch of ``rows``.
+    """Return the plan and rows of a batch of ``rows`` rows.
 
     Raises UsageError AP836 where the plan cannot run such a batch.
     """
@@ -229,7 +228,7 @@ def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
 
 
 def refused_batch(plan: Plan, rows: int, why: str) -> UsageError:
-    """Make the error of a batch of ``rows`` that a plan cannot run."""
+    """Return the error for a batch of ``rows`` rows that a plan cannot run."""
     return UsageError(
         "AP836",
         f"a batch of {rows} samples cannot be run by a plan for {plan.model.global_batch}",
@@ -259,7 +258,7 @@ def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 
 
 def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
-    """Tell whether a stage's mesh divides all values at the graph's batch size as the plan asks."""
+    """Return whether the plan's layouts divide all values of a stage at the graph's batch size."""
     for node in graph:
         layout = stage.layout_of(node.name, program.blocks)
         if layout is None or node.kind not in ("op", "input"):
@@ -296,7 +295,7 @@ def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 
 
 def divide_rows(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Whole numbers in proportion to ``weights`` that add up to ``rows``, by largest remainder.
+    """Divide ``rows`` into whole numbers in proportion to ``weights``, by largest remainder.
 
     >>> divide_rows(3, (1, 1)), divide_rows(1, (1, 1, 1)), divide_rows(4, (3, 5))
     ((2, 1), (1, 0, 0), (2, 2))
@@ -318,29 +317,29 @@ def _can_be_scheduled(plan: Plan, crossing: frozenset[tuple[int, int]]) -> bool:
 
 
 class SequencePadding:
-    """Pads the batches of one model; ``graph`` has the shapes of a micro-batch."""
+    """Padding of the batches of one model; ``graph`` has the shapes of a micro-batch."""
 
     def __init__(
         self,
         graph: Graph,
         check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
     ) -> None:
-        """``check`` is called with the length of the first batch that is padded."""
+        """Make the padding; ``check`` is called with the length of the first padded batch."""
         self._graph, self._check = graph, check
         self._is_checked = False
         self._found: tuple[int, Mapping[str, Padding]] | None = None
 
     @property
     def planned(self) -> int:
-        """The planned length."""
+        """The planned sequence length."""
         if self._found is None:
             self._found = find_padding(self._graph)
         return self._found[0]
 
     def length(self, batch: Mapping[str, Tensor]) -> int | None:
-        """Return the length of a batch that is shorter than planned; None for others.
+        """Return the sequence length of a batch that is shorter than planned, else None.
 
-        Raises as a call does.
+        Raises as ``__call__`` does.
         """
         if not any(self._is_shorter(name, tensor) for name, tensor in batch.items()):
             return None
@@ -362,11 +361,11 @@ class SequencePadding:
         return given
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The batch with sequences of the planned length.
+        """Return the batch with sequences padded to the planned length.
 
-        Raises PlanError AP560 where a padded batch would train another way than a shorter one,
-        and UsageError AP130 where its inputs are of several lengths. A batch that has other
-        shapes for another reason comes back as it is.
+        Raises PlanError AP560 where a padded batch would train another way than a shorter batch,
+        and UsageError AP130 where its inputs are of several lengths. A batch that has other shapes
+        for another reason is returned unchanged.
         """
         if self.length(batch) is None:
             return batch
@@ -378,7 +377,7 @@ class SequencePadding:
         }
 
     def _is_shorter(self, name: str, tensor: Tensor) -> bool:
-        """Tell whether a dimension that does not count rows is shorter than planned."""
+        """Return whether a dimension other than the rows' is shorter than planned."""
         known = self._graph.by_name.get(name)
         if known is None or tensor.dim() != len(known.spec.shape):
             return False
@@ -391,7 +390,7 @@ class SequencePadding:
 
 
 def pad_tensor(tensor: Tensor, padding: Padding, length: int) -> Tensor:
-    """``tensor`` with ``length`` entries along the dimensions of ``padding``."""
+    """Pad ``tensor`` to ``length`` entries along the dimensions of ``padding``."""
     for dim in padding.dims:
         shape = [*tensor.shape]
         shape[dim] = length - shape[dim]

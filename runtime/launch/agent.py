@@ -53,9 +53,9 @@ from .rendezvous import (
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
-"""Silence of an agent after which its host is lost, as in torch's rendezvous."""
+"""Silence of an agent after which its host counts as lost, as in torch's rendezvous."""
 LEAVING_SECONDS = 3.0
-"""Time for which the host that keeps the store stays after the others."""
+"""Time for which the host that keeps the store stays after the other hosts."""
 JOB, ROUNDS, BEATS = "autoparallel/job", "autoparallel/rounds", "autoparallel/beats"
 
 
@@ -68,10 +68,10 @@ def launch_on_hosts(
     max_restarts: int,
     finishes: bool = False,
 ) -> Any:
-    """Run ``job`` on ``num_local`` ranks of this host, and as many of each other.
+    """Run ``job`` on ``num_local`` ranks of this host, and as many of every other host.
 
-    With ``finishes`` a first SIGTERM to one of the hosts ends the ranks of all when they have
-    finished their step.
+    If ``finishes``, a first SIGTERM to any host ends the ranks of all hosts when they have finished
+    their step.
 
     Raises the error of the first rank that failed by itself, UsageError AP157 where hosts were
     given different runs, MachineError AP414 where the endpoint cannot be reached, AP415 where not
@@ -169,7 +169,7 @@ def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
 
 
 class HostAgent(SimpleElasticAgent):
-    """torch's agent of the ranks of one host; ``error`` is that of the last failure."""
+    """torch's elastic agent for the ranks of one host; ``error`` is its last failure."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class HostAgent(SimpleElasticAgent):
         store: Any,
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Answer of ``store`` are waited for inside of ``asking()``."""
+        """Make the agent, which waits for answers of ``store`` inside of ``asking()``."""
         super().__init__(spec)
         self._asking = asking
         self.error: AutoparallelError | None = None
@@ -196,13 +196,13 @@ class HostAgent(SimpleElasticAgent):
         return json.loads((self._folder() / RESULT.format(first)).read_text())
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the ranks; tell whether it was the first."""
+        """Pass the first SIGTERM on to the ranks; return whether this was the first."""
         return self._workers is not None and self._workers.ask()
 
     def end_without_store(self, hosts: Hosts) -> None:
-        """End the ranks and this process, whose main thread waits for the store for ever.
+        """End the ranks and this process, whose main thread waits for the store forever.
 
-        A rank that has failed by itself says why; else MachineError AP416.
+        Prints the error of a rank that failed by itself, else MachineError AP416.
         """
         error = self.error
         if self._workers is not None:
@@ -275,7 +275,7 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, error: AutoparallelError, *, counts: bool = True) -> None:
-        """Keep ``error``, and decides whether torch's agent starts all ranks again."""
+        """Record ``error``, and set the restarts left: one less, if the failure ``counts``."""
         self.error = error
         most = self._worker_group.spec.max_restarts
         if not can_mend(error):
@@ -287,7 +287,7 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Tell whether ranks failed because a host is gone, which is known after a while."""
+        """Return whether ranks failed because a host is gone; wait until its silence shows it."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
@@ -310,7 +310,7 @@ class HostAgent(SimpleElasticAgent):
 
 
 class Peers:
-    """The agents of the other hosts of a round, each heard by a number that grows."""
+    """Heartbeats of the agents of a round's other hosts: each a growing number in the store."""
 
     def __init__(self, store: Any, rank: int, num_hosts: int, clock: Callable[[], float]) -> None:
         self._store, self._rank, self._clock = store, rank, clock
@@ -319,7 +319,7 @@ class Peers:
         self._heard = {peer: ("", clock()) for peer in range(num_hosts) if peer != rank}
 
     def lost(self) -> tuple[int, ...]:
-        """The hosts not heard for ``LOST_SECONDS``; tells the others that this one is there."""
+        """Send this host's heartbeat; return the hosts not heard for ``LOST_SECONDS``."""
         now = self._clock()
         if now - self._sent < BEAT_SECONDS:
             return self._silent(now)

@@ -1,13 +1,12 @@
-"""Launching: one process per device on this machine, or joining the ones torchrun started.
+"""Launching: one process per device on this machine, or joining processes of torchrun.
 
-In: a function by name and its arguments. Out: its value on rank 0; or, when a worker
-fails, hangs or runs out of memory, the others are ended at once and its error is raised
-here. Workers find each other by a file of the job's folder, which only this user can open; no
-port is. RANK, WORLD_SIZE and LOCAL_RANK are as under torchrun, where the same function runs on
-many hosts.
+In: a function by name and its arguments. Out: its value on rank 0; or, when a worker fails, hangs
+or runs out of memory, the others are ended at once and its error is raised here. Workers meet at a
+file of the job's folder, which only this user can open; no port is opened. RANK, WORLD_SIZE and
+LOCAL_RANK are as under torchrun, where the same function runs on many hosts.
 
-A rank that died, hangs or lost another one may do better when all are started again. A wrong
-option, plan or model, too little memory or a loss that is not finite would only come again.
+A restart of all ranks may help when a rank died, hangs or lost another rank. A wrong option, plan
+or model, too little memory or a loss that is not finite would only fail again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from .process import FAILURE, RESULT, Job, call_entry, current_worker
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
-"""Time in which the other workers may go on after the first failure, to report theirs."""
+"""Time for the other workers to report errors of their own after the first failure."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -60,16 +59,15 @@ def launch(
 
     The function is called as ``function(worker, **arguments)``; arguments and value pass through
     JSON. Each rank computes with its share of the cores. Rank 0 writes to this process' stdout and
-    stderr, the others' lines go to stderr with their rank before them. A worker that tells its
-    watchdog nothing for ``timeout_seconds`` counts as hanging. After a failure that a restart can
-    mend all are started again, ``max_restarts`` times at most. With ``finishes`` a first SIGTERM is
-    passed on to the workers, which end when they have finished their step. Of a function that
-    ``survives`` the others go on where a signal ends a worker, and the first rank that is left
-    returns the value.
+    stderr, the others' lines go to stderr with their rank before them. A worker that reports no
+    progress for ``timeout_seconds`` counts as hanging. After a failure that a restart can mend all
+    ranks are started again, ``max_restarts`` times at most. If ``finishes``, a first SIGTERM is
+    passed on to the workers, which end when they have finished their step. If ``survives``, the
+    other workers go on when a signal ends a worker, and the value is the first remaining rank's.
 
     Under torchrun the function runs in this process as its rank; when torchrun ends it because
     another rank has failed, it reports its last action. Raises UsageError AP152 if torchrun started
-    another number, else the error of the first worker that failed.
+    another number of processes, else the error of the first worker that failed.
     """
     environment = os.environ if environment is None else environment
     if is_launched(environment):
@@ -100,7 +98,7 @@ def launch(
 def _restarting(
     start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
 ) -> Any:
-    """Call ``start`` until no error comes that a restart can mend, or too many have come."""
+    """Call ``start`` again after errors that a restart can mend, ``max_restarts`` times at most."""
     for restarts in range(max_restarts + 1):
         try:
             return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
@@ -125,7 +123,7 @@ def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Gloo over the loopback interface, unless the user chose another."""
+    """Return the variable that sets gloo's interface to loopback, unless the user chose another."""
     if "GLOO_SOCKET_IFNAME" in environment:
         return {}
     names = [name for _, name in socket.if_nameindex()]
@@ -135,7 +133,7 @@ def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
 class Workers:
     """The worker processes of one launch on this machine, with the ranks from ``first_rank`` on.
 
-    Reports of those that failed are in ``failures``, by default in the folder of the job.
+    ``failures`` has the reports of failed workers, by default in the folder of the job.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class Workers:
         self._is_asked = False
 
     def run(self, timeout_seconds: float, *, finishes: bool) -> None:
-        """Start all and waits for all; raise the error of the first that failed."""
+        """Start all workers and wait for them; raise the error of the first that failed."""
         with signals_raise(self.ask if finishes else None):
             try:
                 self.start()
@@ -174,13 +172,13 @@ class Workers:
             raise self.error(failed)
 
     def start(self) -> dict[int, int]:
-        """Start all; their process ids by local rank."""
+        """Start all workers; return their process ids by local rank."""
         for rank in self._ranks:
             self._processes.append(self._start(rank))
         return {number: process.pid for number, process in enumerate(self._processes)}
 
     def codes(self) -> dict[int, int | None]:
-        """The exit codes by rank; None of those that run, 0 of those that others go on without."""
+        """Return exit codes by rank: None while running, 0 for a lost rank if the others go on."""
         found = (process.poll() for process in self._processes)
         codes = dict(zip(self._ranks, found, strict=True))
         lost = {rank: code for rank, code in codes.items() if code is not None and code < 0}
@@ -192,7 +190,7 @@ class Workers:
         return {**codes, **dict.fromkeys(lost, 0)}
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the workers; tell whether it was the first."""
+        """Pass the first SIGTERM on to the workers; return whether this was the first."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
             for process in self._processes:
@@ -225,8 +223,7 @@ class Workers:
         return process
 
     def _wait(self, timeout_seconds: float) -> dict[int, int]:
-        """Wait until all have ended well, or one has failed; return the failed ranks and their
-        codes."""
+        """Wait until all workers ended well or any failed; return the failed ranks' exit codes."""
         first_end: float | None = None
         while True:
             codes = self.codes()
@@ -247,9 +244,9 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def others(self, failed: dict[int, int]) -> dict[int, int]:
-        """Give the others a moment to fail by themselves: they may know more.
+        """Give the other workers a moment to fail by themselves; return all failed ranks' codes.
 
-        For those that ended without a word the others are told here.
+        Failed ranks that left no report are reported to the others here.
         """
         first = set(failed)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -262,7 +259,7 @@ class Workers:
         return {**failed, **later}
 
     def end(self) -> None:
-        """End the processes that still run, with their children: politely, then for good."""
+        """End running workers and their children, by SIGTERM, then by SIGKILL."""
         for sign, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
             for process in self._processes:
                 if process.poll() is None:
@@ -280,18 +277,18 @@ class Workers:
                 process.stdin.close()
 
     def _show_waits(self, failed: Mapping[int, int]) -> None:
-        """Show the errors of ranks that waited for another, one after the other.
+        """Print the errors of ranks that waited for another rank, one after the other.
 
-        The workers do not write it themselves: lines of several at once would mix.
+        The workers do not print them: lines of several workers at once would mix.
         """
         for rank, report in sorted(self._told.read().items()):
             if rank in failed and (report.is_consequence or report.error["kind"] == "HangError"):
                 _write_lines(str(report.exception()).splitlines(), rank)
 
     def error(self, failed: Mapping[int, int]) -> AutoparallelError:
-        """Return the error to raise for the ranks that failed by themselves, the first one first.
+        """Return the error to raise: of the first rank that failed by itself.
 
-        The waits of the others go to stderr.
+        Errors of ranks that waited for others are printed to stderr.
         """
         self._show_waits(failed)
         reports = self._told.read()
@@ -311,7 +308,7 @@ class Workers:
         return error
 
     def _waits(self) -> str:
-        """Return the last action of each rank that has no error of its own."""
+        """Describe the last action of each rank that has no error of its own."""
         return "; ".join(
             f"rank {rank}: {report.doing}"
             for rank, report in sorted(self._failures.read().items())
@@ -329,7 +326,7 @@ class Workers:
 
 
 def _ending(code: int) -> str:
-    """Say how a process ended that left no error."""
+    """Describe the end of a process that left no error."""
     return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
@@ -353,9 +350,9 @@ def _write_lines(lines: Iterable[str], rank: int) -> None:
 
 @contextmanager
 def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Have the signals that end this process raise SystemExit while workers run, so they end too.
+    """Raise SystemExit at SIGTERM and SIGHUP inside the context, so that the workers end too.
 
-    Not a SIGTERM for which ``ask`` says that workers end by themselves.
+    A SIGTERM is ignored if ``ask()`` returns true: the workers then end by themselves.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -374,12 +371,12 @@ def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
 
 
 MENDABLE = ("AP801", "AP802", "AP820", "AP821", "AP826")
-"""The codes of a rank that failed or died, one that hangs, those that lost another one, and hosts
-that lost one."""
+"""Error codes that a restart may mend: a rank that failed or died, hangs, or lost another rank, and
+a lost host."""
 
 
 def can_mend(error: AutoparallelError) -> bool:
-    """Tell whether the same run may go on after ``error``.
+    """Return whether a restart of the run may succeed after ``error``.
 
     >>> from ...planner.errors import DeviceMemoryError, WorkerError
     >>> can_mend(WorkerError("AP801", "rank 1 of 2 died"))
@@ -391,5 +388,5 @@ def can_mend(error: AutoparallelError) -> bool:
 
 
 def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
-    """Say on stderr why the ranks are started again, for the ``number``-th time."""
+    """Print on stderr why the ranks are started again, for the ``number``-th time."""
     print(f"{error}\nautoparallel: restart {number} of {most}", file=sys.stderr, flush=True)

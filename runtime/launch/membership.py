@@ -1,10 +1,10 @@
-"""Joining a run (process group, device, and whether a plan fits them) and ending it in order.
+"""Joining a run (process group, device, checks of the plan) and ending it in order.
 
-``Stop`` ends a run early: a SIGTERM to any rank, of a scheduler that wants its machines back, makes
-all ranks agree after which step. The answer is a sum over all ranks. Where hosts run ahead of their
-devices it is begun after one step and read after the next, so that no host waits for the others'
-devices. A second SIGTERM ends the process at once, as does one after another rank has failed:
-torchrun then sends it to all that are left.
+``Stop`` ends a run early: after a SIGTERM to any rank, for example of a scheduler that wants its
+machines back, all ranks agree on the last step by an all-reduce. Where hosts run ahead of their
+devices, it is begun after one step and read after the next, so that no host waits for the others'
+devices. A second SIGTERM ends the process at once, as does a SIGTERM after another rank has failed:
+torchrun then sends it to all ranks that are left.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GLOO_ENDS_SECONDS = 0.1
 """Wait for gloo's threads at the end of a process."""
 
 EIGHT_BIT_CAPABILITY = (8, 9)
-"""The first compute capability with units for 8-bit products (L40S)."""
+"""Lowest compute capability with units for 8-bit products (L40S)."""
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Join the process group as a launched worker of ``cluster``, whose watchdog then follows its
-    device. Raises as ``join`` does."""
+    """Join the process group as a launched worker of ``cluster``, and let the worker's watchdog
+    follow its device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
     device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
     worker.watchdog.follow(queue_of(device))
@@ -57,11 +57,12 @@ def join(
 ) -> torch.device:
     """Join the process group, unless the caller has; return this rank's device.
 
-    It meets where ``meet`` (see ``Worker``) or else the environment says.
+    The ranks meet at the store that ``meet`` (see ``Worker``) or else the environment names.
 
-    Collectives have a minute longer than ``timeout_seconds``, in groups of the caller's at least: a
-    watchdog, which can name the rank that did not come, ends the process first. Without it they
-    have torch's own limit. Raises MachineError (AP411) where the machine lacks that device.
+    Collectives time out a minute after ``timeout_seconds`` (in the caller's groups at the
+    earliest): a watchdog, which can name the rank that did not come, ends the process first.
+    Without ``timeout_seconds`` torch's limit holds. Raises MachineError (AP411) where the machine
+    lacks that device.
     """
     timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:
@@ -77,16 +78,16 @@ def join(
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # With a device the communicator is made at once, by all; objects have ``control_group``.
+        # With a device all ranks make the communicator now; objects go by ``control_group``.
         dist.init_process_group("nccl", timeout=timeout, device_id=device, **meet())
-    # The group of a script may make its communicator at the first operation only. All ranks have
-    # to take part in that one, which later ones between two ranks would not see to.
+    # A script's group may make its communicator only at the first operation, for which all ranks
+    # are needed; a message between two ranks would not do.
     dist.all_reduce(torch.zeros(1, device=device))
     return device
 
 
 def check_gpu(index: int) -> None:
-    """Raise MachineError (AP411) where this machine has no GPU of this index."""
+    """Raise MachineError (AP411) if this machine has no GPU of this index."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         raise MachineError(
@@ -127,8 +128,8 @@ def num_processes(plan: Plan) -> int:
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
-    """Raise MachineError AP413 where ``device`` is a GPU that only emulates bf16, and for fp8
-    where it has no units for it or torchao is not installed."""
+    """Raise MachineError AP413 for bf16 if ``device`` is a GPU that only emulates it, for fp8 if
+    ``device`` has no units for it or torchao is not installed."""
     if precision == "fp8":
         _check_eight_bits(device)
         load_torchao(emulate=False)
@@ -174,7 +175,7 @@ def _check_eight_bits(device: torch.device) -> None:
 
 
 def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
-    """Raise where ``plan`` is not of this model, there are too few processes, or ``device``
+    """Raise an error if ``plan`` is not of this model, there are too few processes, or ``device``
     only emulates the plan's precision."""
     check_device(device, plan.model.precision)
     check_model(program, plan)
@@ -203,19 +204,19 @@ def check_model(program: Program, plan: Plan) -> None:
 
 
 SAME_SECONDS = 2.0
-"""Signals that come together are one: a scheduler sends them to every process of a job, and
+"""Time within which SIGTERMs count as one: a scheduler sends them to every process of a job, and
 torchrun to its ranks."""
 
 
 class Stop:
-    """A context manager around the steps of a run: until it ends, SIGTERM asks for ``is_agreed``.
+    """Context manager around the steps of a run that turns a SIGTERM into an agreed last step.
 
-    Two words of this process' SIGTERM: ``ask`` is called by a thread, ``is_agreed`` by the main
-    thread of every rank after each step.
+    A thread calls ``ask`` at each SIGTERM; the main thread of every rank calls ``is_agreed`` after
+    each step.
     """
 
     def __init__(self, watchdog: Watchdog, *, is_behind: bool) -> None:
-        """``is_behind``: hosts run ahead of their devices."""
+        """Make the context; ``is_behind``: hosts run ahead of their devices."""
         self._watchdog, self._is_behind = watchdog, is_behind
         self._asked_seconds: float | None = None
         self._vote: tuple[Tensor, dist.Work | None] | None = None
@@ -231,14 +232,14 @@ class Stop:
         self._termination.__exit__(*error)
 
     def ask(self) -> bool:
-        """Take a SIGTERM; tell whether the run goes on to the end of its step."""
+        """Record a SIGTERM; return whether the run goes on to the end of its step."""
         now = time.monotonic()
         if self._asked_seconds is None:
             self._asked_seconds = now
         return now - self._asked_seconds < SAME_SECONDS
 
     def is_agreed(self) -> bool:
-        """Tell whether the run ends here, after a step. Collective over all ranks."""
+        """Return whether all ranks end the run after this step. Collective over all ranks."""
         mine = torch.tensor(int(self._asked_seconds is not None))
         if not dist.is_initialized():
             return bool(mine)

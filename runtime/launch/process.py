@@ -1,4 +1,4 @@
-"""The inside of a worker process: run one function as one rank, and report how it ended.
+"""Worker process: runs one function as one rank, and reports its value or its error.
 
 ``python -m autoparallel.runtime.launch.process JOB.json`` is how the launcher starts a worker; the
 rank comes from the environment, as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK). The
@@ -7,10 +7,10 @@ arguments by name. Its value on the first rank of a machine, or the error of any
 into a file of the job's folder for the launcher to read.
 
 The ranks of a process group meet at a file, or at the store of a launcher's agent. An agent keeps
-its store over restarts, and with it the addresses and communicators of processes that have ended,
-which a rank may read before the new ones are there: it then connects to nobody. So the ranks first
-agree on a prefix that no earlier process has used. Each asks under a token of its own, and rank 0
-answers every token that it sees until all ranks have heard its answer.
+its store over restarts, and with it the addresses and communicators of ended processes; a rank that
+reads these before the new ones are there connects to nobody. So the ranks first agree on a prefix
+that no earlier process has used: each rank asks under a random token of its own, and rank 0 answers
+every token that it sees until all ranks have heard its answer.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from ..messages.watchdog import Watchdog, print_error
 
 POLL_SECONDS = 0.02
 MEETING_SECONDS = 300.0
-"""Time limit of the ranks of an agent to meet."""
+"""Time limit for the ranks of an agent to meet."""
 ROOM = "autoparallel/meeting"
 
 
 def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
-    """A file that all ranks see and no earlier process group has used."""
+    """Return arguments of ``init_process_group`` to meet at the new file ``path``."""
     from torch._C._distributed_c10d import FileStore
 
     return {"store": FileStore(path, world_size), "rank": rank, "world_size": world_size}
 
 
 def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The store of torchrun's agent, at a place that is new; empty where there is no agent.
+    """Return arguments of ``init_process_group`` to meet at the store of torchrun's agent.
 
-    Collective over all ranks.
+    The store has a new prefix; the dict is empty without an agent. Collective over all ranks.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -77,7 +77,7 @@ def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def agree_on_name(store: Any, rank: int, world_size: int) -> str:
-    """A name of rank 0's that all ranks of now have heard, whatever ``store`` holds of earlier."""
+    """Return a new name of rank 0's that all current ranks have confirmed through ``store``."""
     token = uuid.uuid4().hex
     if rank != 0:
         store.set(f"{ROOM}/asks/{rank}", token)
@@ -105,7 +105,7 @@ def agree_on_name(store: Any, rank: int, world_size: int) -> str:
 
 
 RESULT, FAILURE, STORE = "result-{}.json", "failure", "store"
-"""Files of the job's folder: the value of a rank's function, the reports of ranks to the launcher,
+"""Files of the job's folder: the value of a rank's function, the ranks' reports to the launcher,
 and the store that the process group meets at."""
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -129,10 +129,10 @@ CONNECTION_LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """This process among the ranks; ``watchdog.progress`` keeps it alive in long work.
+    """This process as a rank; calls of ``watchdog.progress`` keep it alive in long work.
 
-    ``meet`` is called where the process group is made, by all ranks at once: the arguments of
-    ``init_process_group``. ``restarts``: how often all ranks were started again.
+    ``meet`` returns the arguments of ``init_process_group``; all ranks call it at once.
+    ``restarts`` counts how often all ranks were started again.
     """
 
     rank: int
@@ -145,11 +145,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The function that every worker of a launch runs. ``folder`` is where they leave their
-    reports; ``sys_path``, where they import from, is the launcher's unless given.
+    """The function that every worker of a launch runs. Workers leave their reports in ``folder``
+    and import from ``sys_path``, by default the launcher's.
 
-    ``is_alone``: all ranks are on this machine, and meet in the folder too. It ``survives`` that
-    a signal ends one of them.
+    ``is_alone``: all ranks are on this machine, and meet in the folder too. ``survives``: the run
+    goes on when a signal ends a rank.
     """
 
     entry: str
@@ -162,7 +162,7 @@ class Job:
 
 
 def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
-    """``error`` as one of ours: out of memory, or a failed worker with its traceback."""
+    """Convert ``error`` to an AutoparallelError: out of memory, or failed, with the traceback."""
     if isinstance(error, AutoparallelError):
         return error
     text = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -188,10 +188,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
-    """Return ``error``, or, if it only says that another rank is gone, an error with this rank's
-    wait.
+    """Return ``error``, or an error with this rank's wait if ``error`` only says that another rank
+    is gone.
 
-    Either way the other ranks are told.
+    In both cases the other ranks are told.
     """
     ranks, doing = worker.watchdog.ranks, worker.watchdog.last
     told = f"{error.what} {error.why if error.code == 'AP886' else ''}"
@@ -220,7 +220,7 @@ def current_worker(
     failures: FailureStore | None = None,
     store_path: str | None = None,
 ) -> Worker:
-    """The worker that the environment says this process is.
+    """Return this process as the worker that the environment describes.
 
     Reports of failed ranks go to ``failures``, by default in the store of the environment;
     ``resting``: see ``Watchdog``. Ranks of one machine meet at the file ``store_path``, others at
@@ -247,7 +247,7 @@ def current_worker(
 def call_entry(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
     """Call ``"module:function"`` with the worker and the arguments, under its watchdog.
 
-    Errors come out as AutoparallelErrors. The process group that it leaves is destroyed.
+    Raises only AutoparallelErrors. The process group that the function leaves is destroyed.
     """
     module, _, name = entry.partition(":")
     watched: AbstractContextManager[object] = worker.watchdog
@@ -272,7 +272,7 @@ def _leave() -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process and its children when the launcher is gone: its pipe then closes."""
+    """End this process and its children when the launcher is gone, which closes its pipe."""
 
     def wait() -> None:
         while os.read(0, 1):
@@ -283,7 +283,7 @@ def _end_with_launcher() -> None:
 
 
 def main(job_path: str) -> None:
-    """A worker process from start to end; it exits with the code of its error."""
+    """Run a worker process from start to end; exit with the code of its error."""
     job = Job(**json.loads(Path(job_path).read_text()))
     folder = Path(job.folder)
     sys.path.extend(path for path in job.sys_path if path not in sys.path)

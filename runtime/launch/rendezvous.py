@@ -1,12 +1,12 @@
-"""The meeting of a run's hosts: a store at an endpoint, on one host's own address.
+"""Rendezvous of a run's hosts: a store that listens at one address of one host.
 
 In: HOST:PORT, the same on every host. Out: torch's dynamic rendezvous over a store that listens at
-that address alone. The host that has the address keeps the store; torch's own would listen on
-all of its interfaces.
+that address alone. The host that has the address keeps the store; torch's own store would listen on
+all of the host's interfaces.
 
-A connection whose other end is out of reach stays open, and torch's store then waits for an answer
-for as long as the system sends again: a quarter of an hour. Nothing interrupts that wait, so a
-thread counts the time (``StoreWatch``) and ends the host's agent.
+A connection to an unreachable host stays open, and torch's store then waits for an answer for as
+long as the system retransmits: a quarter of an hour. Nothing interrupts that wait, so a thread
+counts the time (``StoreWatch``) and ends the host's agent.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RUN = "autoparallel"
 READ_SECONDS = 60.0
 """Time limit of the store's answers."""
 LAST_CALL_SECONDS = 5.0
-"""Wait for further hosts when the least number is there."""
+"""Time to wait for further hosts when the least number is there."""
 BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The least and largest number of a run's hosts, the endpoint at which they meet, and for how
-    long one waits for the others."""
+    """The least and largest number of a run's hosts, the endpoint at which they meet, and the time
+    that a host waits for the others."""
 
     least: int
     most: int
@@ -48,9 +48,9 @@ class Hosts:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """The address and port of ``HOST:PORT``.
+    """Return the address and port of ``HOST:PORT``.
 
-    Raises UsageError AP156.
+    Raises UsageError AP156 for other text, MachineError AP414 for an unknown host.
 
     >>> parse_endpoint("127.0.0.1:29400"), parse_endpoint("[::1]:29400")
     (('127.0.0.1', 29400), ('::1', 29400))
@@ -82,7 +82,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def own_address(endpoint: tuple[str, int]) -> str:
-    """The address of this host from which it reaches the endpoint."""
+    """Return the address of this host from which it reaches the endpoint."""
     family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -93,7 +93,7 @@ def own_address(endpoint: tuple[str, int]) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has ``address``."""
+    """Return the network interface that has ``address``, or None."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -103,7 +103,7 @@ def interface_of(address: str) -> str | None:
 
 
 def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, bool]:
-    """The store of all hosts, and whether this process keeps it.
+    """Return the store of all hosts, and whether this process keeps it.
 
     Raises MachineError AP414 where nobody keeps it within ``join_seconds``.
     """
@@ -132,7 +132,7 @@ def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, boo
 
 
 def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
-    """A socket that listens at the endpoint alone, if this host has it and nobody listens yet."""
+    """Return a socket that listens at the endpoint, or None if another host or process has it."""
     family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -142,7 +142,7 @@ def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
     except OSError as error:
         listening.close()
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None  # another host's, or another process of this one
+            return None  # another host or process has it
         raise _unreachable(endpoint, str(error)) from error
     return listening
 
@@ -159,9 +159,9 @@ def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
 def make_handler(
     hosts: Hosts, store: Any, endpoint: tuple[str, int], asking: Callable[[], Any]
 ) -> Any:
-    """torch's rendezvous of ``hosts`` over ``store``, whose ranks meet at the same store.
+    """Make torch's rendezvous handler of ``hosts`` over ``store``, where the ranks meet too.
 
-    Answers of the store are waited for in the context ``asking()``.
+    It waits for answers of the store in the context ``asking()``.
     """
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -174,7 +174,7 @@ def make_handler(
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     class Handler(DynamicRendezvousHandler):
-        """The ranks meet at the store of the hosts."""
+        """Rendezvous handler whose ranks meet at the store of the hosts."""
 
         @property
         def use_agent_store(self) -> bool:
@@ -187,7 +187,7 @@ def make_handler(
             )
 
     class Backend(C10dRendezvousBackend):
-        """The state of the rendezvous, in the store of the hosts."""
+        """Backend that keeps the state of the rendezvous in the store of the hosts."""
 
         def get_state(self) -> Any:
             with asking():
@@ -215,9 +215,9 @@ POLL_SECONDS = 0.5
 
 
 class StoreWatch:
-    """Calls ``give_up`` in a thread of its own when a question stays open for ``lost_seconds``.
+    """Thread that calls ``give_up`` when the store leaves a request open for ``lost_seconds``.
 
-    A context manager, on while inside. Questions are asked inside of ``asking``.
+    A context manager, on while inside. Requests are made inside of ``asking``.
     """
 
     def __init__(self, lost_seconds: float, give_up: Callable[[], None]) -> None:
@@ -238,7 +238,7 @@ class StoreWatch:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Inside, an answer of the store is waited for."""
+        """Count a request to the store as open inside the context."""
         question = object()
         with self._lock:
             self._open[question] = 0
@@ -249,8 +249,8 @@ class StoreWatch:
                 del self._open[question]
 
     def _watch(self) -> None:
-        """Count how often it finds a question open, not the time, in which this process may have
-        been stopped."""
+        """Count the polls that find a request open, not the seconds: this process may have been
+        stopped meanwhile."""
         while not self._stopped.wait(POLL_SECONDS):
             with self._lock:
                 for question in self._open:

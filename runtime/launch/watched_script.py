@@ -1,9 +1,9 @@
-"""The watchdog of a user's own script under torchrun, as ``launch`` gives it to our entries.
+"""Watchdog of a user's own script under torchrun, like the watchdog of a launched worker.
 
-In: the environment and a timeout. Out: a worker, whose ``watchdog.progress`` the trainer tells its
-next action. While a step is under way a rank has the timeout to go on; between steps the script may
-take any time. When a rank hangs, dies or fails, every other one ends: it says which action, stage
-and micro-batch it was at and which rank failed to come.
+In: the environment and a timeout. Out: a worker; the trainer reports each next action to
+``watchdog.progress``. During a step a rank must make progress within the timeout; between steps the
+script may take any time. When a rank hangs, dies or fails, every other rank ends and prints its
+action, stage and micro-batch, and the rank that failed to come.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..messages.watchdog import BETWEEN_STEPS, STARTING, end_soon, on_terminatio
 from .process import Worker, current_worker, describe, lost_rank
 
 TIMEOUT_SECONDS = 600.0
-"""Time without progress in a step after which a rank hangs, unless the script gives another."""
+"""Time without progress in a step after which a rank counts as hanging, by default."""
 _OF_JOB = (
     "RANK",
     "WORLD_SIZE",
@@ -34,7 +34,7 @@ _OF_JOB = (
 def watch_script(environment: Mapping[str, str], timeout_seconds: float | None = None) -> Worker:
     """Return this process as a worker, watched from the first call to its end.
 
-    ``timeout_seconds`` replaces the one of an earlier call; None leaves it.
+    ``timeout_seconds`` replaces the timeout of an earlier call; None leaves it.
     """
     worker = _watched(tuple((n, environment[n]) for n in _OF_JOB if n in environment))
     if timeout_seconds is not None:
@@ -48,8 +48,8 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
     stderr = sys.stderr
 
     def say(error: Exception) -> None:
-        """Write to the stderr of now: while torch's own hook runs, ``sys.stderr`` is a buffer of
-        it, which is lost when another thread ends the process."""
+        """Write to the stderr from before: while torch's own hook runs, ``sys.stderr`` is a buffer,
+        which is lost when another thread ends the process."""
         print(error, file=stderr, flush=True)
 
     worker = current_worker(dict(job), TIMEOUT_SECONDS, resting=resting, report=say)
@@ -60,14 +60,14 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
 
 
 _KEPT = ExitStack()
-"""Entered until the process ends."""
+"""Contexts that stay open until the process ends."""
 
 
 def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
-    """Have an error that ends the script told to the other ranks.
+    """Install an exception hook that tells the other ranks of an error of the script.
 
-    Where it only says that another rank is gone, this rank's wait is shown after it. Then nothing
-    may wait for that rank at exit, so the process ends soon.
+    If the error only says that another rank is gone, this rank's wait is printed after it. The
+    process then ends soon, since nothing may wait for that rank at exit.
     """
     before = sys.excepthook
 
@@ -80,7 +80,7 @@ def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
             say(advice)
         ours = lost_rank(describe(error, worker.rank, worker.world_size), worker)
         if ours.code == "AP820":
-            # first the words: the launcher's SIGTERM may come at any moment
+            # print first: the launcher's SIGTERM may come at any moment
             say(ours)
             worker.watchdog.__exit__(kind, error, trace)
             end_soon(ours.exit_code)
@@ -103,7 +103,7 @@ _ADVICE = (
 
 
 def advice_for(error: BaseException) -> UsageError | None:
-    """Return AP944 with the line to write, for an error of torch about tensors that are spread."""
+    """Return UsageError AP944 with advice on an error of torch about sharded tensors, or None."""
     text = str(error)
     if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
         return None

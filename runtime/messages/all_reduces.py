@@ -6,8 +6,8 @@ or, by recursive doubling, in the same pairs everywhere, and float addition comm
 
 The messages of a table (``cost_model.collectives.tables``) go through sends and receives of a
 process group of their own, so that they meet no other traffic, and a thread of their own, which
-runs one all-reduce after the other: so the order in which they are asked for is that in which they
-run. A thread that waits for messages holds no lock of Python's, and the backward goes on.
+runs the all-reduces one by one, in the order of the calls. A thread that waits for messages holds
+no lock of Python's, and the backward goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...cost_model.collectives.tables import Message, Table
 from .groups import gloo_group_beside
 
 Span = tuple[int, int]
-"""Elements from the first to before the second."""
+"""Half-open range of elements, ``(start, stop)``."""
 
 
 class ThreadTask:
@@ -41,7 +41,7 @@ class ThreadTask:
         self._error: BaseException | None = None
 
     def run(self, function: Callable[[], object]) -> None:
-        """Run it, in the thread."""
+        """Run ``function`` in the current thread, and keep its error for ``wait``."""
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
@@ -63,7 +63,7 @@ class TaskThread:
 
     def submit(self, function: Callable[[], object]) -> ThreadTask:
         if self._thread is None:
-            # Nobody waits for it at the end of the process: what was waited for is done.
+            # A daemon: tasks that somebody waited for are done when the process ends.
             self._thread = threading.Thread(target=self._serve, name="lane", daemon=True)
             self._thread.start()
         work = ThreadTask()
@@ -79,8 +79,8 @@ class TaskThread:
 class AllReduces:
     """The all-reduces of one rank over the axes of a mesh, in the order in which they are started.
 
-    ``cluster`` has the hosts of the ranks, and the links. Making it is collective over each axis'
-    ranks.
+    ``cluster`` has the hosts of the ranks, and the links. Construction is collective over the ranks
+    of each axis.
     """
 
     def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:
@@ -95,7 +95,7 @@ class AllReduces:
             self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Start the sum of a flat tensor over the axes, in place; sums run one by one."""
+        """Start the in-place sum of a flat tensor over ``axes``; sums run one by one."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class AllReduces:
 
 
 class _Arriving(NamedTuple):
-    """A message that this rank gets; ``spans`` are where in the tensor it belongs."""
+    """A message that this rank receives; ``spans`` are its places in the tensor."""
 
     sender: int
     tag: int
@@ -133,15 +133,15 @@ class _Leaving(NamedTuple):
 
 
 class TableMessages:
-    """A collective on flat tensors of ``numel`` elements by a table's messages, in place.
+    """A collective on flat tensors of ``numel`` elements, in place, by the messages of a table.
 
-    The parts of a tensor are as equal as can be, and empty parts are not sent. Parts that a rank
-    does not hold at the start are 0 there, or are not added to. ``rounds`` are the messages that
-    the rank gets and sends.
+    The parts of a tensor have nearly equal sizes, and empty parts are not sent. Parts that a rank
+    does not hold at the start must be 0 there, or are not added to. ``rounds`` are the messages
+    that the rank receives and sends.
     """
 
     def __init__(self, table: Table, numel: int, group: Any) -> None:
-        """``group`` is a ``ProcessGroupGloo``."""
+        """Make this rank's rounds of ``table``; ``group`` is a ``ProcessGroupGloo``."""
         self._group, rank = group, group.rank()
         assert table.num_ranks == group.size()
         bounds = [part * numel // table.num_parts for part in range(table.num_parts + 1)]
@@ -156,8 +156,7 @@ class TableMessages:
     def _run_round(
         self, tensor: Tensor, arriving: Sequence[_Arriving], leaving: Sequence[_Leaving]
     ) -> None:
-        """Run a round: all messages are under way at once, and leave with the values from before
-        it."""
+        """Run a round: all messages are in flight at once, and have the values from before it."""
         buffers, offset, works = [], 0, []
         scratch = self._scratch(tensor, sum(_size(m.spans) for m in arriving if not m.in_place))
         for message in arriving:
@@ -179,7 +178,7 @@ class TableMessages:
                 _put(tensor, message, buffer)
 
     def _scratch(self, tensor: Tensor, numel: int) -> Tensor:
-        """Return memory for the messages that arrive: the last round's, if there is enough."""
+        """Return a buffer for arriving messages: the last round's, if it is large enough."""
         if self._buffer is None or self._buffer.numel() < numel:
             self._buffer = tensor.new_empty(numel)
         return self._buffer
@@ -188,8 +187,8 @@ class TableMessages:
 def _own_round(
     messages: Sequence[Message], rank: int, bounds: Sequence[int]
 ) -> tuple[tuple[_Arriving, ...], tuple[_Leaving, ...]]:
-    """The messages of a round that this rank gets and sends; the tag is a message's place in the
-    round, so that two between the same ranks are not confused."""
+    """Return the messages of a round that this rank receives and sends; the tag is a message's
+    index in the round, so that two messages between the same ranks are not confused."""
     sent = {part for message in messages if message.sender == rank for part in message.parts}
     arriving, leaving = [], []
     for tag, message in enumerate(messages):
@@ -205,7 +204,7 @@ def _own_round(
 
 
 def _spans(parts: Sequence[int], bounds: Sequence[int]) -> tuple[Span, ...]:
-    """Return the elements of parts, neighbours joined and nothing empty.
+    """Return the element ranges of ``parts``, neighbours joined and empty ranges left out.
 
     >>> _spans((0, 1, 3), (0, 2, 4, 6, 7)), _spans((1,), (0, 2, 2))
     (((0, 4), (6, 7)), ())

@@ -1,13 +1,13 @@
-"""Collectives over the axes of a stage's device mesh, and the collective that a thread waits in.
+"""Collectives over the axes of a stage's device mesh, and the collective that a thread is in.
 
 In: a ``DeviceMesh``; local tensors. Out: new local tensors, without autograd (the passes
 wrap each collective and its dual into an autograd function). Works on gloo and on NCCL:
 only sums and maxima are used, every buffer handed over is contiguous, and booleans travel
 as bytes.
 
-``describe_stack`` reads from the stack of a thread in which block and collective it is. Nothing is
-told while training goes on, so it costs nothing; but in a backward, where autograd calls no block,
-each block says when its backward begins.
+``describe_stack`` reads from a thread's stack the block and collective that it is in. So training
+need not record these; only in a backward, where autograd calls no block, each block records when
+its backward begins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _reduce_scatter: Callable[..., Any] = (
 
 @dataclass(frozen=True, slots=True)
 class _Scattered:
-    """Parts that come from all ranks, and are summed when they are waited for."""
+    """Handle of a reduce-scatter; ``wait`` sums the parts received from all ranks."""
 
     work: Any
     received: Tensor
@@ -52,7 +52,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Sum ``whole`` over a group into each rank's part, the parts along dimension 0.
+    """Sum ``whole`` over a group; put this rank's part along dimension 0 into ``output``.
 
     On a CPU each rank sends every other its part and sums the parts that it gets. gloo's own
     reduce-scatter is an all-reduce of a copy, which sends twice as much
@@ -74,7 +74,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ProcessCommunicator:
-    """The collectives of one stage, by mesh axis. Every rank of the stage's mesh has one."""
+    """Collectives of one stage, by mesh axis. Every rank of the stage's mesh makes an instance."""
 
     device_mesh: DeviceMesh
 
@@ -87,7 +87,7 @@ class ProcessCommunicator:
         return self.device_mesh.get_local_rank(axis)
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum or maximum over the ranks of ``axis``, on each of them."""
+        """Return the sum or maximum over the ranks of ``axis``, on each of them."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size(axis) > 1:
             # A sum of bytes could leave 2 in a boolean; the sum of booleans is their maximum.
@@ -97,7 +97,7 @@ class ProcessCommunicator:
         return result
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """The parts of the ranks of ``axis``, in order, side by side along ``dim``."""
+        """Concatenate the parts of the ranks of ``axis``, in order, along ``dim``."""
         size = self.size(axis)
         if size == 1:
             return tensor.detach()
@@ -120,7 +120,7 @@ class ProcessCommunicator:
         return result
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        """Split along ``split_dim`` a tensor that is split along ``concat_dim``.
+        """Reshard a tensor from a split along ``concat_dim`` to a split along ``split_dim``.
 
         Rank ``i``'s result is the ``i``-th chunk along ``split_dim`` of every rank's tensor,
         in rank order, side by side along ``concat_dim``.
@@ -136,9 +136,9 @@ class ProcessCommunicator:
         return torch.cat(received.unbind(0), concat_dim)
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
-        """The tensor of the rank at the other end of ``axis``, which gets this one.
+        """Exchange ``tensor`` with the rank at the opposite position of ``axis``.
 
-        One all-to-all in which each rank has something for one other.
+        It is an all-to-all in which each rank sends to one other rank.
         """
         size = self.size(axis)
         if size == 1:
@@ -154,14 +154,14 @@ class ProcessCommunicator:
 
 
 def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """``size`` equal chunks along ``dim`` in a new leading dimension, contiguous."""
+    """Stack ``size`` equal chunks along ``dim`` in a new leading dimension, contiguous."""
     if tensor.shape[dim] % size:
         raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} is not divisible by {size}")
     return torch.stack(tensor.chunk(size, dim))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a boolean tensor as bytes, which gloo and NCCL know."""
+    """View a boolean tensor as bytes, which gloo and NCCL support; return others unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
@@ -169,17 +169,17 @@ _COLLECTIVE_FILES = (distributed_c10d.__file__, _functional_collectives.__file__
 
 
 class BackwardPosition:
-    """The block whose backward autograd has begun last, of one stage."""
+    """Name of the block of a stage whose backward autograd began last."""
 
     def __init__(self) -> None:
         self.block = ""
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """The block and the collective that a thread is in; "" where it is in neither.
+    """Return text for the block and collective that a thread is in; "" if it is in neither.
 
-    The innermost of each counts; the collective by the name that the outermost caller of
-    ``torch.distributed`` calls it by, and with the mesh axis where it is a stage's.
+    The innermost block and collective count. The collective has the name of the function of
+    ``torch.distributed`` that was called, or, for a stage's collective, its name and mesh axis.
     """
     block = collective = ""
     is_backward = False
@@ -211,7 +211,7 @@ _SHARDED = {
 
 
 def _block_of(group: Any) -> str:
-    """The blocks whose parameters ``fully_shard`` keeps in a group."""
+    """Return the names of the blocks whose parameters ``fully_shard`` keeps in a group."""
     names = (getattr(module, "block_name", "") for module in group.modules)
     return ", ".join(name for name in names if name)
 

@@ -23,10 +23,10 @@ class Event(Protocol):
     """A point in the queue of a device, like ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Tell whether the device has reached it. Does not block."""
+        """Return whether the device has reached this point. Does not block."""
 
     def synchronize(self) -> None:
-        """Block the host until the device has reached it."""
+        """Block the host until the device has reached this point."""
 
 
 class Waitable(Protocol):
@@ -51,26 +51,26 @@ class DeviceQueue(Protocol):
     def runs_behind(self) -> bool: ...
 
     def mark(self, event: Event | None = None) -> Event:
-        """An event that is reached when all work that was queued so far is done.
+        """Return an event that is reached when all work queued so far is done.
 
-        ``event``: an earlier one of this queue, to be used again in place of a new one.
+        ``event``: an earlier event of this queue, to be reused in place of a new one.
         """
 
     def moment(self) -> Any:
-        """Now, where the queue is at: a point whose time ``seconds`` tells once it is reached."""
+        """Return a timestamp of the queue at its current end, for ``seconds``."""
 
     def seconds(self, first: Any, second: Any) -> float:
-        """The seconds from one ``moment`` to another. Blocks until both are reached."""
+        """Return the seconds from one ``moment`` to another. Blocks until both are reached."""
 
     def to_device(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors on the device. Those in host memory are copied without blocking."""
+        """Return ``parts`` on the device. Tensors in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """A copy of ``tensor`` once ``work`` has filled it; None if it is in host memory."""
+        """Start a host copy of ``tensor`` after ``work`` has filled it; None if in host memory."""
 
 
 class _Passed:
-    """An event that has always been reached."""
+    """Event that has always been reached."""
 
     def query(self) -> bool:
         return True
@@ -84,7 +84,7 @@ PASSED = _Passed()
 
 @dataclass(frozen=True, slots=True)
 class HostQueue:
-    """A CPU: the work is done when the call returns."""
+    """Queue of a CPU: the work is done when the call returns."""
 
     device: torch.device
     runs_behind: bool = False
@@ -107,7 +107,7 @@ class HostQueue:
 
 @dataclass(frozen=True, slots=True)
 class CudaQueue:
-    """A GPU. Inputs and figures are copied on their own streams, beside the computation."""
+    """Queue of a GPU. Inputs and results are copied on their own streams, beside other work."""
 
     device: torch.device
     runs_behind: bool = True
@@ -175,7 +175,7 @@ def packed_copies(
     empty: Callable[[int, torch.dtype], Tensor],
     copy: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """Copy of all tensors by one call of ``copy`` per dtype, on their values in one flat tensor.
+    """Copy all tensors by one call of ``copy`` per dtype, on their values in one flat tensor.
 
     ``empty(num_elements, dtype)`` allocates that flat tensor. Tensors that share their memory are
     copied once.
@@ -198,12 +198,12 @@ def packed_copies(
 
 
 def _memory(part: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same values in the same memory."""
+    """Return a key that is equal for two tensors of the same values in the same memory."""
     return part.data_ptr(), part.dtype, tuple(part.shape), part.stride()
 
 
 def _slots(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive pieces of a flat tensor, in the shapes of ``like``."""
+    """Split a flat tensor into consecutive pieces in the shapes of ``like``."""
     sizes = [each.numel() for each in like]
     pieces = torch.split(whole, sizes) if sizes else ()
     return [piece.view(each.shape) for piece, each in zip(pieces, like, strict=True)]
@@ -217,5 +217,5 @@ QUEUES: Mapping[str, Callable[[torch.device], DeviceQueue]] = {
 
 @cache
 def queue_of(device: torch.device) -> DeviceQueue:
-    """The queue of a device; each process has one per device."""
+    """Return the queue of a device; each process has one queue per device."""
     return QUEUES[device.type](device)

@@ -1,14 +1,14 @@
 """Messages between stages: the values that cross, and the gradients that come back.
 
-In: the boundaries of a rank's stage, where each stage's devices are, the schedule. Out:
-asynchronous sends and receives of exactly the boxes each rank needs, by direction, stage and
-micro-batch. A receive is posted first and waited for later; messages are kept alive until it has
-gone, of each lane the latest few messages (``ordered_channels``).
+In: the boundaries of a rank's stage, the devices of each stage, the schedule. Out: asynchronous
+sends and receives of exactly the boxes each rank needs, by direction, stage and micro-batch. A
+receive is posted first and waited for later; sent tensors are kept alive until they have gone, the
+latest few of each lane (``ordered_channels``).
 
 No message has a tag. The messages from one rank to another are a lane, which keeps their order
-(NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from
-the sender's row of the schedule: a receiver posts in it, what other stages or micro-batches need
-later included. So messages cannot be taken for one another whatever the schedule.
+(NCCL does so in each communicator, gloo for each pair of ranks). Both sides know the order from the
+sender's row of the schedule: a receiver posts its receives in this order, including those that
+other stages or micro-batches need later. So messages cannot be confused under any schedule.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Direction = Literal["forward", "backward"]
 
 
 Sent = tuple[Direction, int, int]
-"""Names the messages of a stage after one action: the direction, the stage, and the micro-batch (or
-the slice of one)."""
+"""Key of the messages that a stage sends after one action: direction, stage, and micro-batch (or
+slice of a micro-batch)."""
 
 
 class StagePlace(Protocol):
@@ -62,7 +62,7 @@ class StagePlace(Protocol):
 class Piece:
     """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``.
 
-    No slices are the whole part.
+    Empty ``slices`` mean the whole part.
     """
 
     peer: int
@@ -71,9 +71,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """One boundary as this rank sees it in one direction: its part, and the messages of it.
+    """One boundary in one direction as this rank sees it: its part of the value, and its messages.
 
-    ``sender`` is the stage that it comes from, ``taker`` the one that it goes to.
+    ``sender`` is the stage that the value comes from, ``taker`` the stage that it goes to.
     """
 
     key: str
@@ -89,8 +89,8 @@ class _Port:
 class _Arriving:
     """A value that is being received: ``whole`` is the memory for this rank's part of it.
 
-    ``works`` are those of its messages, each with the rank that sends it. ``copies`` are pieces
-    that arrive in memory of their own and are then copied to these slices of ``whole``.
+    ``works`` are the receives of its messages, each with the sending rank. ``copies`` are pieces
+    that arrive in a buffer and are then copied to these slices of ``whole``.
     """
 
     port: _Port
@@ -100,7 +100,7 @@ class _Arriving:
 
 
 class Exchange:
-    """The messages of one rank. Every rank of the world makes its own, at the same time."""
+    """Messages of one rank. Every rank of the world makes its own exchange, at the same time."""
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class Exchange:
         lanes: Lanes | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """``boundaries`` are at least those of the rank's own stage, for each slice of the
-        sequences; of one where these are whole. A message is of a slice: slice ``j`` of
-        micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
+        """Make the messages. ``boundaries`` has, for each slice of the sequences (one if they are
+        whole), at least the boundaries of the rank's own stages. Each message is of a slice: slice
+        ``j`` of micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
 
-        ``lanes``: see there; by default new ones.
+        ``lanes``: see ``Lanes``; by default new lanes.
         """
         self._progress = progress
         self._rank = rank
@@ -139,7 +139,7 @@ class Exchange:
                 lanes_of_rank.add((piece.peer, rank))
                 key = (piece.peer, port.direction, port.sender, part)
                 self._messages.setdefault(key, []).append((port, piece))
-        for messages in self._messages.values():  # as the sender has them
+        for messages in self._messages.values():  # in the sender's order
             messages.sort(key=lambda message: (message[0].taker, message[0].key))
         self._order = {
             peer: [sent for sent in sends_of(schedule, stages, peer) if self._from(peer, sent)]
@@ -150,7 +150,7 @@ class Exchange:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin every lane anew, with the first message of the schedule."""
+        """Reset every lane to the first message of the schedule."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
 
@@ -188,11 +188,11 @@ class Exchange:
     def send(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Send this rank's share of the values that ``stage`` has computed; wait only if too much
-        is kept.
+        """Send this rank's parts of the values of ``stage``; wait only if too many sends are
+        pending.
 
-        ``values`` holds the rank's part of every value by key; a gradient that is missing is
-        zero. They must not be written to afterwards.
+        ``values`` holds the rank's part of every value by key; a missing gradient is sent as zeros.
+        The values must not be written to afterwards.
         """
         messages: dict[int, list[Tensor]] = {}
         what = _send(direction, stage, microbatch, len(self._ports))
@@ -212,14 +212,14 @@ class Exchange:
             self._outbox.add(peer, works, tuple(tensors), what)
 
     def finish(self) -> None:
-        """Wait until everything sent has gone."""
+        """Wait until all sent messages have gone."""
         self._outbox.finish()
 
     def share_loss(self, part: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:
-        """The sum of the parts of the loss on every rank of the world, as a float64 scalar.
+        """Return the sum of all ranks' parts of the loss on every rank, as a float64 scalar.
 
-        ``part`` is this rank's, None where it has none; ``stages`` are those that make the loss.
-        It travels while the ranks go on: who reads it waits for it.
+        ``part`` is this rank's part, or None; ``stages`` are the stages that compute the loss. The
+        sum runs in the background: only a read of the result waits for it.
         """
         own = torch.zeros((), dtype=torch.float64, device=self._device)
         if part is not None:
@@ -231,8 +231,7 @@ class Exchange:
         return shared_sum(own, others=others, progress=self._progress)
 
     def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
-        """Return by lane, in words, the messages of a step that this rank sends, and that it
-        takes."""
+        """Return as text, by lane, the messages that this rank sends and takes in a step."""
         sent: dict[Lane, list[str]] = {}
         taken: dict[Lane, list[str]] = {}
         for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):
@@ -255,21 +254,21 @@ class Exchange:
         return sent, taken
 
     def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
-        """Yield the ranks and the sends from which a stage needs values."""
+        """Yield the rank and the send of each message that a stage needs."""
         receives = self._ports[unit % len(self._ports)][1]
         for port in receives.get((direction, stage), ()):
             for piece in port.pieces:
                 yield piece.peer, (direction, port.sender, unit)
 
     def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
-        """Take the next sends of a lane up to ``wanted``, or to its end; none if that was taken."""
+        """Yield the next sends of a lane up to ``wanted``; nothing if that was taken already."""
         expected = self._expected[peer]
         while (peer, wanted) not in self._taken and expected:
             self._taken.add((peer, expected[0]))
             yield expected.popleft()
 
     def _post_all(self, peer: int, sent: Sent) -> None:
-        """Post everything that ``peer`` sends this rank at once."""
+        """Post the receives of all messages of one send of ``peer`` to this rank."""
         direction, _, microbatch = sent
         tensors: list[Tensor] = []
         filled: list[_Arriving] = []
@@ -291,13 +290,13 @@ class Exchange:
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
     def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
-        """Return the messages that ``peer`` sends this rank at once, in its order."""
+        """Return the messages of one send of ``peer`` to this rank, in the sender's order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
 
 def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """Return the sends of a rank in a step, in its order."""
+    """Return the sends of a rank in a step, in the order of the schedule."""
     return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
 
 
@@ -365,7 +364,7 @@ def _port(
     rank: int,
     is_sender: bool,
 ) -> _Port:
-    """The port of ``rank`` for one boundary in one direction."""
+    """Return the port of ``rank`` for one boundary in one direction."""
     ends: list[tuple[StagePlace, Layout]] = [
         (stages[boundary.source_stage], boundary.source_layout),
         (stages[boundary.target_stage], boundary.target_layout),
@@ -396,7 +395,7 @@ def find_pieces(
     rank: int,
     is_sender: bool,
 ) -> tuple[Piece, ...]:
-    """Return the messages that bring a value from one stage to another, as one rank has them."""
+    """Return the messages of ``rank`` that bring a value from one stage to another."""
     (source, target), (source_layout, target_layout) = places, layouts
     messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
     place, layout = (source, source_layout) if is_sender else (target, target_layout)
@@ -413,7 +412,7 @@ def find_pieces(
 
 
 def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
-    """A message in words, the same on both sides."""
+    """Describe a message; the text is the same on both sides."""
     send = _send(port.direction, port.sender, unit, num_slices)
     shape = tuple(
         len(range(*piece.slices[dim].indices(size))) if piece.slices else size
@@ -423,12 +422,12 @@ def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
 
 
 def _send(direction: Direction, stage: int, unit: int, num_slices: int) -> str:
-    """A send, as actions print it."""
+    """Format a send as actions print it, for example ``1SEND_F3``."""
     return f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{_unit(unit, num_slices)}"
 
 
 def _unit(microbatch: int, num_slices: int) -> str:
-    """A micro-batch, or its slice, as actions print it.
+    """Format a micro-batch, or its slice, as actions print it.
 
     >>> _unit(3, 1), _unit(4, 3), _unit(3, 3)
     ('3', '1.1', '1')
@@ -438,7 +437,7 @@ def _unit(microbatch: int, num_slices: int) -> str:
 
 
 def _waiting(direction: Direction, stage: int, microbatch: str, *, sender: int) -> str:
-    """A wait in words: the receive that was posted, and the send that it waits for.
+    """Describe a wait: the receive that was posted, and the send that it waits for.
 
     >>> _waiting("forward", 2, "3", sender=1)
     '2RECV_F3: stage 2 waits in micro-batch 3 for 1SEND_F3'

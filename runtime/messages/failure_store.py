@@ -1,9 +1,9 @@
 """Reports of ranks that end, for the other ranks and for their launcher.
 
 In: the report of a rank that ends: its action, the ranks it waited for, its error. Out: the reports
-of the others, and from them who is to blame. Reports lie in the job's folder where a launcher
-has started all ranks on one machine (``FolderStore``), else in the store that they met at
-(``SharedStore``). Nothing is written while all goes well.
+of the other ranks, and from them the ranks that failed first. Reports lie in the job's folder where
+a launcher has started all ranks on one machine (``FolderStore``), else in the store that the ranks
+met at (``SharedStore``). Nothing is written while all goes well.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ...planner.errors import AutoparallelError
 
 T = TypeVar("T")
 
-# A rank that is lost while a checkpoint is written makes that fail (AP886) as any other message.
+# If a rank is lost while a checkpoint is written (AP886), ``lost_rank`` turns the error into AP820.
 CONSEQUENCES = ("AP820", "AP821")
-"""Codes of a rank that ends because another one has failed."""
+"""Codes of a rank that ends because another rank has failed."""
 
 GATHER_SECONDS = 4.0
-"""Wait of a rank that ends for the others' reports, to say who failed."""
+"""Time that an ending rank waits for the others' reports, to name the rank that failed."""
 ANSWER_SECONDS = 1.0
 """Time limit of the store's answers."""
 MOST_FAILURES = 3
-"""Failed attempts after which a store is not asked any more."""
+"""Number of failed attempts after which a store is not asked any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """The end of a rank: its last action, and the ranks whose message it waited for.
+    """Report of a rank that ends: its last action, and the ranks whose message it waited for.
 
-    ``cause`` is its own error in words; empty where it waits for another rank or has lost one. For
-    the launcher there are also the fields of its ``error``, with the class, and the time.
+    ``cause`` is its own error as text; empty where it waits for another rank or has lost it.
+    Reports to the launcher also have the fields of the ``error``, with its class, and the time.
     """
 
     rank: int
@@ -53,14 +53,14 @@ class FailureReport:
 
     @staticmethod
     def of(rank: int, error: AutoparallelError) -> FailureReport:
-        """Make the report of a rank to its launcher."""
+        """Make the report of a rank's ``error`` to its launcher."""
         fields = {name: getattr(error, name) for name in ("code", "what", "why", "where", "fix")}
         fields["kind"] = type(error).__name__
         return FailureReport(rank, error=fields, seconds=time.time())
 
     @staticmethod
     def parse(text: str) -> FailureReport:
-        """Parse the text that ``str`` makes."""
+        """Parse the text that ``str(report)`` returns."""
         fields = json.loads(text)
         return FailureReport(**{**fields, "waits_for": tuple(fields["waits_for"])})
 
@@ -69,7 +69,7 @@ class FailureReport:
 
     @property
     def is_consequence(self) -> bool:
-        """Tell whether the rank only ended because another one has failed."""
+        """Tell whether the rank only ended because another rank has failed."""
         return self.error["code"] in CONSEQUENCES
 
     def exception(self) -> AutoparallelError:
@@ -80,20 +80,20 @@ class FailureReport:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears at once with all of its text."""
+    """Write a file atomically: it appears with all of its text."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(text)
     partial.rename(path)
 
 
 class FailureStore(Protocol):
-    """The place of reports. No call takes longer than twice ``ANSWER_SECONDS``, and none raises."""
+    """Store of failure reports. No call takes longer than twice ``ANSWER_SECONDS``; none raises."""
 
     def tell(self, report: FailureReport) -> None: ...
     def read(self) -> dict[int, FailureReport]: ...
     def is_empty(self) -> bool: ...
     def finish(self) -> None:
-        """Wait for the question that is open, before the interpreter ends."""
+        """Wait for the request that is open, before the interpreter ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +118,15 @@ class FolderStore:
         return self.folder.glob(f"{self.prefix}-*.json")
 
     def finish(self) -> None:
-        """Return at once: no question is open."""
+        """Return at once: no request is open."""
 
 
 class SharedStore:
-    """Reports in the store of MASTER_ADDR and MASTER_PORT, by a connection of its own.
+    """Reports in the store at MASTER_ADDR and MASTER_PORT, over a connection of its own.
 
-    Nothing more is asked of a store while it owes an answer, or when it cannot be reached for
-    ``MOST_FAILURES`` times. Where no agent of torchrun keeps the store, rank 0 makes it with the
-    process group; it is not asked before. Made in the main thread: two threads that import
+    No request is made while the store owes an answer, or after ``MOST_FAILURES`` failed attempts to
+    reach it. Where no agent of torchrun keeps the store, rank 0 makes it with the process group; no
+    request is made before. It must be made in the main thread: two threads that import
     ``torch.distributed`` at once would end the process.
     """
 
@@ -224,7 +224,7 @@ class Ranks:
         return not self.store.is_empty()
 
     def blame(self, report: FailureReport) -> str:
-        """Leave ``report``, waits for those of the others, and says who has failed."""
+        """Leave ``report``, wait for the others' reports, and name the ranks that have failed."""
         self.store.tell(report)
         deadline = time.monotonic() + GATHER_SECONDS
         reports = self.store.read()
@@ -237,11 +237,11 @@ class Ranks:
 
 
 def blame(reports: Mapping[int, FailureReport], world_size: int) -> str:
-    """Name the ranks that have failed, by the reports that ``world_size`` ranks have left.
+    """Name the ranks that have failed, from the reports that ``world_size`` ranks have left.
 
-    First those with an error of their own; else those that left no report, for they are dead,
-    stopped or out of reach; else those that wait for nobody, for the others wait for them. Where
-    all wait, the action of each.
+    First the ranks with an error of their own; else the ranks without a report, which are dead,
+    stopped or unreachable; else the ranks that wait for nobody, since the others wait for them. If
+    all ranks wait, the action of each.
 
     >>> waiting = FailureReport(0, "0B0: waiting for gradients", (1,))
     >>> blame({0: waiting}, 2)

@@ -1,4 +1,4 @@
-"""Process groups: a device mesh per stage, and limits longer than the watchdog's by a minute.
+"""Process groups: a device mesh per stage, and time limits a minute above the watchdog's.
 
 NCCL ends a process whose collective exceeds the time limit of its group (by default 10 minutes)
 and names neither the action nor the rank that did not come. The watchdog does, so its limit has to
@@ -27,22 +27,22 @@ MARGIN_SECONDS = 60.0
 
 
 def time_limit(timeout_seconds: float | None) -> timedelta | None:
-    """The limit of a group under a watchdog that waits for ``timeout_seconds``."""
+    """Return the limit of a group under a watchdog that waits for ``timeout_seconds``."""
     return None if timeout_seconds is None else timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
 
 
 def new_group(
     ranks: Sequence[int] | None = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A group with the limit of the default group. Collective over all ranks."""
+    """Make a group with the time limit of the default group. Collective over all ranks."""
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend)
     share_limit(group)
     return group
 
 
 def gloo_group_beside(group: dist.ProcessGroup) -> Any:
-    """Another group of gloo with the ranks of ``group``, whose messages meet none of its own.
-    Collective over these ranks alone.
+    """Make a further gloo group of the ranks of ``group``, whose messages stay apart from that
+    group's. Collective over these ranks alone.
 
     It is not known to ``torch.distributed``, and has only the methods of ``ProcessGroupGloo``.
     ``new_group(use_local_synchronization=True)`` names a group by the number of groups that a
@@ -58,7 +58,7 @@ def gloo_group_beside(group: dist.ProcessGroup) -> Any:
 
 
 def share_limit(group: dist.ProcessGroup) -> None:
-    """Give ``group`` the limit of the default group, if that is longer."""
+    """Give ``group`` the time limit of the default group, if that is longer."""
     world = dist.group.WORLD
     limits = [] if world is None else [each.options._timeout for each in _backends(world)]
     if limits:
@@ -66,7 +66,7 @@ def share_limit(group: dist.ProcessGroup) -> None:
 
 
 def allow_seconds(timeout_seconds: float) -> None:
-    """Give the groups of this process at least the limit of ``time_limit``."""
+    """Raise the limits of this process's groups to at least ``time_limit(timeout_seconds)``."""
     limit = time_limit(timeout_seconds)
     assert limit is not None
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
@@ -80,7 +80,7 @@ def _allow(group: Any, limit: timedelta) -> None:
 
 
 def _backends(group: Any) -> Iterator[Any]:
-    """The backends of a group that have a time limit; none where this rank is no member."""
+    """Yield the backends of a group that have a time limit; none if this rank is no member."""
     if not isinstance(group, dist.ProcessGroup):
         return  # torch's placeholder for a group that this rank is not in
     for device in group._device_types:
@@ -93,7 +93,7 @@ DATA_AXIS = "dp"
 
 
 def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
-    """The device mesh of every stage by its index. Collective over all ranks.
+    """Build the device mesh of every stage, by its index. Collective over all ranks.
 
     A rank outside a stage gets that stage's mesh too, with no coordinates on it
     (``get_coordinate()`` is None). Stages on the same devices in the same mesh share it.
@@ -118,6 +118,6 @@ def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
 
 
 def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The indices of the stages that ``rank`` works for; none if the plan leaves it idle."""
+    """Return the indices of the stages that ``rank`` computes; none if the plan leaves it idle."""
     stages = enumerate(placed_stages(plan))
     return tuple(index for index, stage in stages if rank in stage.devices)

@@ -1,9 +1,9 @@
 """Values between stages of one rank: handed over in memory, not sent.
 
 In: the boundaries between stages that share their devices. Out: a stage's values, kept until the
-other stage takes them. Where the two stages lay a value out alike nothing is copied; where not, the
-ranks of the stages swap the boxes they need among themselves, all at the same action of the same
-row.
+other stage takes them. If both stages have the same layout of a value, nothing is copied; else the
+ranks of the stages exchange the boxes that they need among themselves, all at the same action of
+the same row.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ...passes.local.stage_cut import Boundary
 
 Key = tuple[Direction, int, int]
-"""The direction, the stage that takes, the micro-batch."""
+"""Direction, stage that takes the values, micro-batch."""
 
 
 def split_boundaries(
     boundaries: Sequence[Boundary], stages: Sequence[StagePlace]
 ) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
-    """The boundaries between stages of different devices, and those between stages of the same."""
+    """Return the boundaries between stages on different devices, and on the same devices."""
     is_local = [
         set(stages[b.source_stage].devices) == set(stages[b.target_stage].devices)
         for b in boundaries
@@ -42,7 +42,7 @@ def split_boundaries(
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """A value whose layout changes: this rank's part afterwards, and who sends which box."""
+    """Change of a value's layout: shape of this rank's new part, and boxes to send and receive."""
 
     shape: tuple[int, ...]
     sends: tuple[Piece, ...]
@@ -51,7 +51,7 @@ class _Swap:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One boundary in one direction; ``swap`` is None where both ends hold the same."""
+    """One boundary in one direction; ``swap`` is None if ranks hold the same part at both ends."""
 
     key: str
     taker: int
@@ -61,8 +61,7 @@ class _Way:
 
 
 class LocalTransfer:
-    """The values that one rank's stages make for each other. Every rank of the world makes its
-    own."""
+    """Transfer of values between one rank's stages. Every rank of the world makes an instance."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class LocalTransfer:
         rank: int,
         device: torch.device,
     ) -> None:
-        """``boundaries`` are all those between stages of the same devices. Collective."""
+        """Make the transfer; ``boundaries`` are between stages on the same devices. Collective."""
         self._rank = rank
         self._device = device
         self._ways: dict[tuple[Direction, int], list[_Way]] = {}
@@ -90,7 +89,7 @@ class LocalTransfer:
             group = new_group(devices)
             if rank in devices:
                 self._group = group
-                # The first operation of a communicator takes all of its ranks; a swap may not.
+                # The first operation of a communicator needs all of its ranks; a swap does not.
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _add(
@@ -121,7 +120,7 @@ class LocalTransfer:
     ) -> None:
         """Keep the values that ``stage`` has computed for the other stages of this rank.
 
-        A gradient that is missing is zero. The values must not be written to afterwards.
+        A missing gradient counts as zero. The values must not be written to afterwards.
         """
         for way in self._ways.get((direction, stage), ()):
             value = values.get(way.key)
@@ -167,7 +166,7 @@ class LocalTransfer:
 
 
 def _is_alike(boundary: Boundary, places: tuple[StagePlace, StagePlace]) -> bool:
-    """Tell whether every rank holds the same part at both ends."""
+    """Return whether every rank holds the same part of the value in both stages."""
     layouts = boundary.source_layout, boundary.target_layout
     source, target = (
         {

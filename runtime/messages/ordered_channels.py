@@ -6,14 +6,14 @@ there each lane has a communicator of two ranks of its own, made and tried befor
 first message would else wait for its peer inside the send).
 
 Both sides of each lane must know the same messages in the same order (``check_lanes``): a
-difference would be a hang, or, between messages of one size, a wrong gradient.
+difference would cause a hang, or, between messages of one size, a wrong gradient.
 
-Messages that may not have gone yet are kept alive (``PendingSends``), the latest few of each
-receiver: a send waits for an earlier one to the same rank once so many are kept. On a GPU the
-device waits and the host goes on: it may run far ahead, and memory that it frees is used again in
-its own order. On gloo the host waits, as its works only know after a wait whether they are done.
-So the memory follows from the schedule (``planner.schedules.messages_held``), however fast the
-receivers are.
+Messages that may not have gone yet are kept alive (``PendingSends``), a fixed number for each
+receiver: beyond it, a send first waits for the oldest message to that rank. On a GPU the device
+waits and the host goes on: it may run far ahead, and memory that it frees is reused in stream
+order. On gloo the host waits, as its works only know after a wait whether they are done. So the
+schedule determines the memory (``planner.schedules.messages_held``), however fast the receivers
+are.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .pending_results import Progress
 from .shared_objects import control_group, gather_values
 
 TAG = 2**30 - 1
-"""Apart from the messages of a script in the default group."""
+"""Tag that keeps messages apart from a script's own in the default group."""
 
 Lane = tuple[int, int]
-"""The rank that sends, and the one that receives."""
+"""The sending rank and the receiving rank."""
 
 
 @dataclass(slots=True)
 class Lanes:
     """The lanes that one process sends or receives on. All exchanges of a trainer share them.
 
-    ``has_groups``: each has a communicator of its own; by default where the backend is not gloo.
+    ``has_groups``: each lane has its own communicator; by default where the backend is not gloo.
     """
 
     device: torch.device
@@ -58,7 +58,7 @@ class Lanes:
             self.has_groups = self.device.type != "cpu" or control_group() is not None
 
     def join(self, rank: int, lanes: Set[Lane]) -> None:
-        """Make the ``lanes`` of ``rank``, and those of others. Collective over all ranks."""
+        """Make the communicators of ``lanes`` and of others' lanes. Collective over all ranks."""
         if not self.has_groups:
             return
         for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
@@ -72,11 +72,11 @@ class Lanes:
                     work.wait()
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Start to send ``tensors``; a work for each, or one for all."""
+        """Start to send ``tensors``; return a work for each, or a single work for all."""
         return self._start(dist.isend, tensors, (source, target), target)
 
     def receive(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Start to fill ``tensors`` with a message; works as of ``send``."""
+        """Start to receive into ``tensors``; return works as ``send`` does."""
         return self._start(dist.irecv, tensors, (source, target), source)
 
     def _start(
@@ -92,11 +92,11 @@ class Lanes:
 T = TypeVar("T")
 
 Messages = Mapping[Lane, Sequence[str]]
-"""The messages of a step in order, by lane."""
+"""Messages of a step as text, in order, by lane."""
 
 
 def check_lanes(sent: Messages, taken: Messages) -> None:
-    """Raise PlanError AP542 on every rank where two sides differ. Collective over all ranks."""
+    """Raise PlanError AP542 on all ranks if the sides of a lane differ. Collective."""
     if dist.get_world_size() == 1:
         return
     digests = [_merged(found) for found in _gathered((_digests(sent), _digests(taken)))]
@@ -130,12 +130,12 @@ def _only(found: Messages, lane: Lane) -> Messages:
 
 
 def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
-    """Gather two values of every rank: the first of each in the order of ranks, then the second."""
+    """Gather two values of every rank: all first values in the order of ranks, then all second."""
     return list(zip(*gather_values(own), strict=True))
 
 
 def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
-    """Merge tables of lanes, each lane of which is of one rank."""
+    """Merge tables by lane; each lane is in the table of one rank only."""
     return {lane: value for part in parts for lane, value in part.items()}
 
 
@@ -148,7 +148,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class PendingSends:
-    """The messages of one rank that are on their way. ``most``: how many to one rank are kept."""
+    """Messages of one rank that may not have gone yet; ``most`` are kept for each receiver."""
 
     most: int
     tell: Progress | None = None
@@ -165,7 +165,7 @@ class PendingSends:
         self._held[peer].append(_Sent(works, tensors, words))
 
     def finish(self) -> None:
-        """Wait until everything has gone. Raises RuntimeError if a receiver is lost."""
+        """Wait until all messages have gone. Raises RuntimeError if a receiver is lost."""
         for peer in self._held:
             self._end_all_but(0, peer)
 

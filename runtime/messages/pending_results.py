@@ -1,11 +1,11 @@
-"""Results of a step that are still on their way: who reads one waits for it, nobody else.
+"""Results of a step that are still on their way: only a read of a result waits for it.
 
-In: the collective that brings a number to every rank, under way. Out: a tensor that waits for
-it when it is read. So a step has no wait for all ranks: the first stage begins the next step
-while the last one's loss travels.
+In: a running collective that brings a number to every rank. Out: a tensor that waits for it when it
+is read. So a step has no wait for all ranks: the first stage begins the next step while the last
+stage's loss travels.
 
-A number that the host reads is copied to its memory when it is made: to read a tensor of a GPU is
-to wait for all that the GPU was given to do since.
+A number that the host reads is copied to host memory as soon as it is made: a read of a GPU tensor
+would wait for all work that the GPU was given since.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .device_queue import Waitable, queue_of
 from .watchdog import BETWEEN_STEPS
 
 Progress = Callable[[str, tuple[int, ...]], None]
-"""A function that is told before each wait its reason, and the ranks that are waited for."""
+"""Callback before each wait; it takes the reason, and the ranks that are waited for."""
 
 
 class Pending(Protocol):
-    """A tensor's value, which is made or waited for when it is first read, on its device or by
-    the host. One with a ``tensor`` knows all but the value before."""
+    """A tensor's value, computed or waited for at its first read, on its device or by the host. An
+    object with an attribute ``tensor`` knows all but the value before."""
 
     def value(self) -> Tensor: ...
     def host_value(self) -> Tensor: ...
 
 
 class Arrival:
-    """A tensor that a collective fills, or has filled; ``value`` waits for it, where it is used:
-    on a GPU the GPU does. ``host_value`` is for the host to read, which waits itself."""
+    """A tensor that a collective fills; ``value`` waits for it where it is used: on a GPU the GPU
+    does. ``host_value`` is for reads by the host, which then waits."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Arrival:
         tell: Callable[[], None] = lambda: None,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tell`` is called before a wait, ``told`` after it."""
+        """Make an arrival; ``tell`` is called before a wait, ``told`` after it."""
         self._tensor, self._work = tensor, work
         self._tell, self._told = tell, told
         self._copy = queue_of(tensor.device).to_host(tensor, work)
@@ -67,7 +67,7 @@ class Arrival:
         return copy.tensor
 
     def end(self) -> None:
-        """Wait until it has arrived, whoever reads it."""
+        """Wait until the value has arrived; any thread may call this."""
         work = self._work  # another thread may read it too
         if work is None:
             return
@@ -79,7 +79,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class _WithGraph:
-    """A tensor with autograd's graph, whose memory ``arrival`` fills."""
+    """A tensor with an autograd graph, whose memory ``arrival`` fills."""
 
     tensor: Tensor
     arrival: Arrival
@@ -100,7 +100,7 @@ NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.size,
     Tensor.is_floating_point,
 }
-"""Functions of a tensor, as their first argument, that need not wait for its value."""
+"""Functions that need not wait for the value of the tensor in their first argument."""
 
 READ_BY_HOST = {
     Tensor.item,
@@ -110,11 +110,11 @@ READ_BY_HOST = {
     Tensor.__format__,
     Tensor.__int__,
 }
-"""Functions that give a number of a tensor to Python."""
+"""Functions that convert a tensor to Python numbers or text."""
 
 
 class ArrivingTensor(Tensor):
-    """A tensor whose value comes later: the first use of any kind waits for it, but for uses in
+    """A tensor whose value comes later: the first use of any kind waits for it, except uses in
     ``NEEDS_NO_VALUE``.
 
     Results of ops on it are ordinary tensors.
@@ -146,15 +146,13 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ops that reach the tensor by no function of Python's: collectives of a script, for
-        one."""
+        """Run ops that reach the tensor by no Python function, such as a script's collectives."""
         given = tree_map_only(ArrivingTensor, lambda t: t.arrival.value().detach(), (args, kwargs))
         return function(*given[0], **(given[1] or {}))
 
 
 def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
-    """A tensor, on the device and with the graph of ``like``, that waits for ``arrival`` when it
-    is used."""
+    """Make a tensor with the device and graph of ``like`` that waits for ``arrival`` when used."""
     tensor = like.as_subclass(ArrivingTensor)
     tensor.arrival = arrival
     return tensor
@@ -166,10 +164,10 @@ def shared_sum(
     others: Sequence[int],
     progress: Progress | None = None,
 ) -> Tensor:
-    """The sum over all ranks of their parts of a loss, in the memory of ``part``.
+    """Return the sum over all ranks of their parts of a loss, in the memory of ``part``.
 
-    A backward from it is one from ``part``. All ranks call it; it returns at once. ``others``
-    are the ranks whose parts are not 0, for a watchdog.
+    A backward from the sum runs as a backward from ``part``. All ranks call it; it returns at once.
+    ``others`` are the ranks whose parts are not 0, for a watchdog.
     """
     memory = part.detach()
     work = dist.all_reduce(memory, async_op=True)
@@ -188,7 +186,7 @@ def arrival_of(
     others: Sequence[int],
     progress: Progress | None,
 ) -> Arrival:
-    """An arrival whose waits are told to a watchdog in ``words``, as waits for ``others``."""
+    """Make an arrival that tells ``progress`` of its waits: ``words``, waiting for ``others``."""
     if progress is None:
         return Arrival(tensor, work)
     return Arrival(
@@ -200,12 +198,12 @@ def arrival_of(
 
 
 def pending_figure(tensor: Tensor) -> Pending:
-    """A number of a step for the host to read, on its way or not."""
+    """Return a number of a step for the host to read, arrived or not."""
     return tensor.arrival if isinstance(tensor, ArrivingTensor) else Arrival(tensor, None)
 
 
 def _as_made(tensor: Tensor) -> Tensor:
-    """``tensor`` with its graph, though its value may be on its way."""
+    """Return ``tensor`` with its graph, even if its value has not arrived."""
     if not isinstance(tensor, ArrivingTensor):
         return tensor
     known: Tensor | None = getattr(tensor.arrival, "tensor", None)
@@ -213,7 +211,7 @@ def _as_made(tensor: Tensor) -> Tensor:
 
 
 def _arrived(value: Any) -> Any:
-    """``value`` with the tensors in it that were on their way."""
+    """Return ``value`` after a wait for the arriving tensors in it."""
     if isinstance(value, ArrivingTensor):
         return value.arrival.value()
     if type(value) in (list, tuple):
@@ -222,11 +220,11 @@ def _arrived(value: Any) -> Any:
 
 
 def end_before_exit(kind: str, arrival: Arrival) -> None:
-    """End an earlier collective that nobody waited for: at the end of the process it would abort
-    it, in gloo's threads.
+    """Register ``arrival`` to be waited for before the process exits, which gloo's threads would
+    abort while the collective runs.
 
-    The one of the same ``kind`` before is ended here: by now every rank that this one exchanges
-    messages with has begun it, as it has sent messages of a later step.
+    The previous arrival of the same ``kind`` is waited for here: by now every rank that this rank
+    exchanges messages with has begun it, as it has sent messages of a later step.
     """
     if not _LATEST:
         atexit.register(_end_all)
@@ -241,4 +239,4 @@ def _end_all() -> None:
 
 
 _LATEST: dict[str, Arrival] = {}
-"""The last step's, of any trainer."""
+"""Arrival of the last step, of any trainer, by kind."""

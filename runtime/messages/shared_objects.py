@@ -1,7 +1,7 @@
-"""Objects and CPU tensors that ranks share, over a group that carries them.
+"""Objects and CPU tensors that ranks share, over a process group that supports them.
 
-A script may have made its process group for GPUs alone, which carries neither, so there is a
-group besides: ``control_group``. Collectives of a stage and messages never run on it.
+A script may have made its process group for GPUs alone, which supports neither; then
+``control_group`` is a further group. Collectives of a stage and messages never run on it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PULSE_SECONDS = 5.0
 """Time between messages of rank 0 to ranks that wait for it."""
 
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""By the default group."""
+"""Process group for objects and CPU tensors, by the default process group."""
 _OCCASIONS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """Process group for occasional messages, by the default process group that it belongs to."""
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The group for objects and CPU tensors; None where the default group carries them.
+    """Return the group for objects and CPU tensors; None if the default group supports them.
 
     Its first call is collective over all ranks.
     """
@@ -39,16 +39,16 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def occasion_group() -> dist.ProcessGroup:
-    """The group of all ranks for occasions of a script: an evaluation, a changed value.
+    """Return the group of all ranks for collectives between steps, for example in an evaluation.
 
-    A rank that does so alone waits here; in another group its messages would be taken for those of
-    the others' steps. Its first call is collective over all ranks.
+    A rank that starts such a collective alone waits here; in another group its messages would be
+    mistaken for messages of the others' steps. Its first call is collective over all ranks.
     """
     return _kept_group(_OCCASIONS)
 
 
 def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The gloo group of all ranks in ``kept``, made where the default group is another."""
+    """Return the gloo group of all ranks in ``kept``; make it if the default group is new."""
     world = dist.group.WORLD
     assert world is not None
     if world not in kept:
@@ -58,15 +58,15 @@ def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.Proces
 
 
 def group_for(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The group of all ranks for a collective on ``tensor``: ``control_group()`` for one in CPU
-    memory, else None, which stands for the default group."""
+    """Return the group of all ranks for a collective on ``tensor``: ``control_group()`` for a
+    tensor in CPU memory, else None, which stands for the default group."""
     return control_group() if tensor.device.type == "cpu" else None
 
 
 def share_value(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value on every rank, pickled: between processes of one program. Collective.
+    """Return rank 0's value, pickled, on every rank of the program. Collective.
 
-    ``group`` is one of all ranks that carries objects, by default ``control_group()``.
+    ``group`` is a group of all ranks that supports objects, by default ``control_group()``.
     """
     if not dist.is_initialized():
         return value
@@ -76,14 +76,14 @@ def share_value(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def share_text(text: str | None) -> str:
-    """Rank 0's text on every rank. Collective."""
+    """Return rank 0's text on every rank. Collective."""
     found = share_value(text)
     assert found is not None
     return found
 
 
 def on_first(make: Callable[[], T]) -> T | None:
-    """Run ``make`` on rank 0: its result there, None on the other ranks, its error on all.
+    """Run ``make`` on rank 0; return its result there, None on other ranks; raise its error on all.
     Collective."""
     value: T | None = None
     error: Exception | None = None
@@ -103,14 +103,14 @@ def on_first(make: Callable[[], T]) -> T | None:
 
 
 def share_tensor(tensor: Tensor) -> Tensor:
-    """Rank 0's value of a tensor that every rank has. Collective."""
+    """Return rank 0's value of a tensor that every rank has. Collective."""
     shared = tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(shared, src=0, group=group_for(shared))
     return shared
 
 
 def share_in_place(tensor: Tensor) -> None:
-    """Give a tensor that every rank has rank 0's value. Collective."""
+    """Overwrite a tensor that every rank has with rank 0's value. Collective."""
     if tensor.layout != torch.strided:
         tensor.copy_(share_value(tensor))
     elif tensor.is_contiguous():
@@ -122,7 +122,7 @@ def share_in_place(tensor: Tensor) -> None:
 def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's value, in the order of ranks, on every rank. Collective.
 
-    ``group`` is as of ``share_value``.
+    ``group``: see ``share_value``.
     """
     if not dist.is_initialized():
         return [value]
@@ -140,24 +140,24 @@ def gather_on_first(value: T) -> list[T]:
 
 
 class Pulse:
-    """Work of rank 0 alone, during which the other ranks hear of its progress.
+    """Work on rank 0 alone that reports its progress to the waiting ranks.
 
-    ``tell`` is given it on every rank, so that neither a watchdog nor a limit of the process
-    group ends ranks that wait for a long piece of work.
+    ``tell`` is called with each report on every rank, so that neither a watchdog nor a limit of the
+    process group ends ranks that wait for a long piece of work.
     """
 
     def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
         self._tell, self._sent_seconds = tell, time.monotonic()
 
     def tell(self, what: str) -> None:
-        """Tell the other ranks, on rank 0, where the work is."""
+        """Report the progress of the work from rank 0 to the other ranks."""
         self._tell(what)
         if time.monotonic() - self._sent_seconds > PULSE_SECONDS:
             share_value((False, what))
             self._sent_seconds = time.monotonic()
 
     def value(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work`` on rank 0, on every rank. Collective."""
+        """Run ``work`` on rank 0; return its result on every rank. Collective."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             found = work()
             share_value((True, found))
@@ -172,7 +172,7 @@ class Pulse:
 
 
 class SharedCount:
-    """A number that rank ``source`` has in every step, for ranks that have not.
+    """A number that rank ``source`` has in every step, broadcast to ranks that lack it.
 
     Collective over all ranks, but only a rank that gives no number waits.
     """
@@ -182,7 +182,7 @@ class SharedCount:
         self._running: tuple[dist.Work | None, Tensor] | None = None
 
     def __call__(self, count: int | None) -> int:
-        """The number: this rank's own, if it has one, else the source's."""
+        """Return this rank's ``count``, if it has one, else the source's."""
         if self._running is not None and self._running[0] is not None:
             self._running[0].wait()
         box = torch.tensor(0 if count is None else count)

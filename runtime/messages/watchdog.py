@@ -1,15 +1,15 @@
 """The watchdog: ends a process that makes no progress, and reports its last action.
 
-In: the process' next action and the ranks it waits for, told again and again. Out: nothing while it
-goes on; after ``timeout_seconds`` without progress, or when another rank has failed, a HangError
+In: each next action of the process, and the ranks it waits for. Out: nothing while there is
+progress; after ``timeout_seconds`` without progress, or when another rank has failed, a HangError
 with the current action, the line of the main thread and the rank that failed to come, and the
 process ends with its exit code. A wait inside a collective cannot be interrupted from Python, so
-ending the process is the only way out. A GPU is behind its host: there the current action is the
-GPU's, not the one that the host told last.
+ending the process is the only way out. A GPU runs behind its host: there the current action is the
+GPU's, not the host's latest.
 
-A SIGTERM is heard even while a message is waited for (``on_termination``). torchrun ends all ranks
-so when one of them has failed, a scheduler when the time is up. Python runs handlers in the main
-thread alone, which may sit in a collective and never return; so another thread acts on it.
+A SIGTERM is handled even while a message is waited for (``on_termination``). torchrun sends it to
+all ranks when one of them has failed, a scheduler when the time is up. Python runs handlers in the
+main thread alone, which may be in a collective that never returns; so another thread acts on it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ if TYPE_CHECKING:
 
 
 POLL_SECONDS = 0.5
-"""Time between the watchdog's looks at the other ranks."""
+"""Time between the watchdog's checks of the other ranks."""
 LAST_WORDS_SECONDS = 0.3
-"""Time in which the main thread may then fail by itself: it may know more."""
+"""Time for the main thread to fail by itself after another rank: its error may say more."""
 MOST_AHEAD = 64
-"""Actions that a host may be ahead of its device: some ten micro-batches.
+"""Number of actions that a host may be ahead of its device: some ten micro-batches.
 
 A host that fills a GPU's queue of launches is blocked inside of the driver, and may then hold the
-interpreter's lock, without which no watchdog runs. It waits here before, without the lock.
+interpreter's lock, without which no watchdog runs. ``Position.tell`` waits earlier, without the
+lock.
 """
 STARTING, BETWEEN_STEPS = "starting", "between steps"
-"""Actions before a first step, and after each."""
+"""Actions before the first step, and between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class Doing:
 
 
 class Position:
-    """The current action of a process: the last one told that its device has come to.
+    """The current action of a process: the last reported action that its device has reached.
 
-    Each thing told is marked in the device's queue by an event, which is done when all is that was
-    told before. Events are used again.
+    Each report is marked in the device's queue by an event, which is done when all earlier work is.
+    Events are reused.
     """
 
     def __init__(self) -> None:
@@ -73,16 +74,16 @@ class Position:
         self._lock = threading.Lock()
 
     def follow(self, queue: DeviceQueue) -> None:
-        """Have the process be where this device is; by default it is where its host is."""
+        """Take the current action from the device of ``queue``; by default it is the host's."""
         self._queue = queue if queue.runs_behind else None
 
     @property
     def is_behind(self) -> bool:
-        """Tell whether the process is not where its host is."""
+        """Tell whether the current action is the device's, which runs behind the host."""
         return self._queue is not None
 
     def tell(self, doing: Doing) -> None:
-        """Take the next action of the host, or the next that it gives to the device."""
+        """Record the next action of the host, or the next action that it queues on the device."""
         if self._queue is None:
             self._at = doing
             return
@@ -94,7 +95,7 @@ class Position:
         self._ahead.append((doing, event))
 
     def now(self) -> Doing:
-        """Return the current action of the process, since when it was seen."""
+        """Return the current action of the process, and since when it was seen."""
         self._advance()
         return self._at
 
@@ -112,9 +113,9 @@ def print_error(error: HangError) -> None:
 
 
 class Watchdog:
-    """A thread that watches one process; a context manager, on while the block runs.
+    """Thread that watches one process; a context manager, on while the block runs.
 
-    ``name`` says who is watched (``"rank 1 of 4"``), ``report`` is given the error before the
+    ``name`` names the process (``"rank 1 of 4"``), ``report`` is called with the error before the
     process ends. ``ranks`` are the other processes that it works with.
     """
 
@@ -128,8 +129,7 @@ class Watchdog:
         report: Callable[[HangError], None] = print_error,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        """Watch a process; ``resting`` are actions that may take any time, as they are not ours to
-        judge."""
+        """Watch this process; ``resting`` actions, such as a script's own, may take any time."""
         self.timeout_seconds = timeout_seconds
         self.ranks = ranks
         self._name = name
@@ -144,25 +144,25 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
-        """Take the next action; the process has then ``timeout_seconds`` to do it and tell more.
+        """Record the next action; the process must report another within ``timeout_seconds``.
 
         ``waits_for`` are the ranks whose message it waits for.
         """
         self._position.tell(Doing(what, waits_for, time.monotonic()))
 
     def follow(self, queue: DeviceQueue) -> None:
-        """Have actions count as done by the device of ``queue``."""
+        """Count an action as begun when the device of ``queue`` reaches it."""
         self._position.follow(queue)
 
     @property
     def last(self) -> Doing:
-        """The current action: the last one told, or the device's."""
+        """The current action: the last reported, or the device's."""
         return self._position.now()
 
     def terminate(self) -> None:
-        """End the process as its launcher wants it, with a report of its action and of the reason.
+        """End the process at a SIGTERM of its launcher, with a report of its action and the reason.
 
-        Not if ``before_ending`` says that it goes on, unless another rank has failed.
+        If ``before_ending()`` returns true it goes on, unless another rank has failed.
         """
         has_failure = self.ranks is not None and self.ranks.has_failure()
         if not has_failure and self.before_ending is not None and self.before_ending():
@@ -180,7 +180,7 @@ class Watchdog:
         self._finish()
 
     def _finish(self) -> None:
-        """End the thread: one that asks the store when the interpreter ends aborts the process."""
+        """End the thread: a request to the store at the interpreter's end aborts the process."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ANSWER_SECONDS)
@@ -200,15 +200,14 @@ class Watchdog:
                 return self._give_up("AP821", "stops because another rank has failed")
 
     def _left_seconds(self) -> float:
-        """Return the seconds until it counts as hanging."""
+        """Return the seconds until the process counts as hanging."""
         last = self.last
         if last.what in self._resting:
             return math.inf
         return last.since_seconds + self.timeout_seconds - time.monotonic()
 
     def _give_up(self, code: str, what: str) -> None:
-        """Report the current action and the ranks that failed to come, and end the process; only
-        once."""
+        """Report the current action and the missing ranks, and end the process; only once."""
         if not self._giving_up.acquire(blocking=False):
             return
         doing, place, where = self.last, *self._place()
@@ -233,34 +232,33 @@ class Watchdog:
         """Return the place of the main thread: ``file:line in function``, and its block and
         collective.
 
-        The latter is that of a host, and says nothing where a device is behind it.
+        The second text is empty where a device runs behind its host.
         """
         frame = sys._current_frames().get(self._watched or 0)
-        module = sys.modules.get(f"{__package__}.communicator")  # with torch; not imported here
+        module = sys.modules.get(f"{__package__}.communicator")  # None without torch
         if module is None or self._position.is_behind:
             return place_of(frame), ""
         return place_of(frame), module.describe_stack(frame)
 
 
 def place_of(frame: FrameType | None) -> str:
-    """``file:line in function``; "" where there is no frame."""
+    """Return ``file:line in function``; "" where there is no frame."""
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 END_SECONDS = 10.0
-"""Time in which a process that has failed may say so, from when it is told to end."""
+"""Time for a failed process to print its error, after a signal to end."""
 
 
 @contextmanager
 def on_termination(act: Callable[[], None]) -> Iterator[None]:
     """Call ``act`` in another thread when SIGTERM comes while the block runs.
 
-    Leaves a program alone that handles SIGTERM itself, also from later on, and the processes
-    that it forks; does nothing outside the main thread. After an error in the block the process
-    is about to say so and to end: from then on the signal ends it only ``END_SECONDS``
-    later.
+    Does nothing in a program that handles SIGTERM itself (even later on), in the processes that it
+    forks, and outside the main thread. After an error in the block, the process is about to print
+    it and to end: from then on the signal ends it only ``END_SECONDS`` later.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -270,7 +268,7 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
     os.set_blocking(told, False)
 
     def ours(number: int, frame: FrameType | None) -> None:
-        """Do nothing: the thread that listens has heard of it."""
+        """Do nothing: the listening thread has read the signal."""
 
     def listen() -> None:
         while number := os.read(listening, 1):
@@ -294,7 +292,7 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
 
 
 def _forget(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Restore signals in a forked process, which shares the pipe but has no thread that listens."""
+    """Restore signals in a forked process, which shares the pipe but has no listening thread."""
     if signal.getsignal(signal.SIGTERM) is handler:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

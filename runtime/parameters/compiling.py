@@ -1,4 +1,4 @@
-"""Compiles the blocks of a rank with inductor; equal blocks are compiled once.
+"""Compilation of a rank's blocks with inductor; equal blocks are compiled once.
 
 In: the graphs of a rank's blocks. Out: the same graphs, in which the runs of plain ops
 (``passes.backward.compiled_runs``) are compiled when they are first called. The graphs are captured
@@ -26,13 +26,13 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class BlockCompiler:
-    """The functions that a process has compiled, by text of the run and form of its inputs."""
+    """Functions that a process has compiled, by text of the run and form of its inputs."""
 
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
-        """Replace, in place, each run of consecutive ops in a block's graph by one function, which
-        is compiled at its first call.
+        """Replace, in place, each run of consecutive ops in a block's graph by a function, which is
+        compiled at its first call.
 
         ``in_parts``: see ``compile_runs``.
         """
@@ -56,7 +56,7 @@ class _CompiledRun:
         return found(*inputs)
 
     def _compile(self, inputs: tuple[Tensor, ...]) -> Compiled:
-        """Raise RunError AP823 where inductor fails."""
+        """Compile the run for ``inputs``. Raise RunError AP823 where inductor fails."""
         import torch._inductor as inductor
 
         try:

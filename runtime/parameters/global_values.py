@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks, as a script sees them: whole.
+"""DTensors as a script sees them: reads, random ops and state dicts are of whole tensors.
 
 Once a model is adopted,
 
@@ -46,7 +46,7 @@ _READS = (
 
 
 def read_whole_values() -> None:
-    """Have methods that read a DTensor's values on the host read the whole tensor's.
+    """Make methods that read a DTensor's values on the host read the whole tensor's values.
 
     Collective over the tensor's ranks where it is sharded or a partial sum.
     """
@@ -56,7 +56,7 @@ def read_whole_values() -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that is spread over ranks, and any other tensor as it is.
+    """Return the whole tensor of a DTensor, and any other tensor as it is.
 
     Gradients pass through. Collective over the ranks that hold the tensor.
     """
@@ -74,9 +74,9 @@ def _of_whole(name: str) -> Callable[..., Any]:
 
 
 def take_norms_of_empty_shards(parameters: Iterable[Tensor]) -> None:
-    """Have ``clip_grad_norm_`` take the infinity norm where a rank has no element of a parameter.
+    """Let ``clip_grad_norm_`` take the infinity norm if a rank has no element of a parameter.
 
-    torch refuses the largest of no elements.
+    torch refuses the maximum of an empty tensor.
     """
     if any(map(_has_empty_shards, parameters)):
         op_handlers()[torch.ops.aten._foreach_norm.Scalar] = _foreach_norm
@@ -101,7 +101,7 @@ def _has_empty_shards(parameter: Tensor) -> bool:
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The norms of tensors, one by one."""
+    """Return the norms of tensors, one by one."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2.0
     return [_norm(tensor, order) for tensor in tensors]
 
@@ -139,13 +139,13 @@ _READING = (_aten.bernoulli.default, _aten.native_dropout.default)
 """Random ops that read the tensor; the others take its shape and dtype alone."""
 
 _MESHES: set[DeviceMesh] = set()
-"""The meshes of planned models: tensors of other ones are left to torch."""
+"""Meshes of planned models: random ops on tensors of other meshes are left to torch."""
 
 
 def draw_whole_values(masters: Iterable[Tensor]) -> None:
-    """Make random ops on tensors of these parameters' meshes draw for the whole tensor.
+    """Make random ops on tensors of the meshes of ``masters`` draw for the whole tensor.
 
-    Each is collective over its mesh: all ranks take the numbers that the first one draws.
+    Each op is collective over its mesh: all ranks take the numbers that the first rank draws.
     """
     handlers = op_handlers()
     if not _MESHES:
@@ -181,7 +181,7 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _placed(drawn: Tensor, like: DTensor) -> DTensor:
-    """Spread the numbers that the mesh's first rank has drawn as another tensor is."""
+    """Distribute the numbers that the mesh's first rank has drawn as ``like`` is distributed."""
     mesh = like.device_mesh
     for dimension in range(mesh.ndim):
         flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
@@ -204,13 +204,13 @@ _depth = 0
 
 
 def are_whole() -> bool:
-    """Return whether state dicts are to have whole tensors."""
+    """Return whether state dicts currently hold whole tensors."""
     return _depth > 0
 
 
 @contextmanager
 def whole_states() -> Iterator[None]:
-    """Have state dicts of optimizers hold whole tensors while inside. Collective over all ranks."""
+    """Make optimizers' state dicts hold whole tensors inside. Collective over all ranks."""
     global _depth
     get, put = Optimizer.state_dict, Optimizer.load_state_dict
 
@@ -233,7 +233,7 @@ def whole_states() -> Iterator[None]:
 
 
 def _parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with each whole tensor as this rank's part of it."""
+    """Return an optimizer's state dict with each whole tensor replaced by this rank's part."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     numbers = [each for group in state["param_groups"] for each in group["params"]]
     own = dict(state["state"])
@@ -244,7 +244,7 @@ def _parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(value: Any, parameter: DTensor) -> Any:
-    """Return a value of a parameter's state, laid out like the parameter if it has its shape."""
+    """Distribute a value of a parameter's state, like the parameter if it has its shape."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh

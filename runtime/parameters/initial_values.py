@@ -41,7 +41,7 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
 
 
 def materialize(stage: StageModule, source: Source) -> None:
-    """Fill everything from ``source``, which gives the whole tensor of a name."""
+    """Fill all parameters and buffers from ``source``, which gives the whole tensor of a name."""
     get = source if callable(source) else source.__getitem__
     for name in stage.held_names():
         fill(stage, name, get(name))
@@ -57,10 +57,10 @@ def fill_stages(
     program: Program,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Give the stages' parameters and buffers their initial values, this rank's part.
+    """Fill the stages' parameters and buffers with initial values, this rank's part.
 
-    All are made together: a recorded build is replayed once. Tensors that the build says are
-    ``given`` stay as they are. ``progress`` is told again and again that values are made.
+    All values are made together: a recorded build is replayed once. Tensors that the build lists as
+    ``given`` stay as they are. ``progress`` is called again and again while values are made.
     Returns the whole values of the buffers that the stages' constants read.
     """
     needed = {name for stage in stages for name in buffers_read(program, stage.program)}
@@ -126,17 +126,17 @@ def _boxes(
 
 
 def buffers_read(program: Program, stage: StageProgram) -> set[str]:
-    """The buffers that the constants of ``stage`` read."""
+    """Return the names of the buffers that the constants of ``stage`` read."""
     return ancestors(program.graph, _constants(stage)) & set(program.buffers)
 
 
 def constants_of(
     program: Program, stage: StageProgram, buffers: Mapping[str, Tensor], device: str
 ) -> dict[str, Tensor]:
-    """The whole values of the constants that ``stage`` uses, at the program's batch size.
+    """Return the whole values of the constants that ``stage`` uses, at the program's batch size.
 
-    With them the constants and buffers that its counting reads. ``buffers`` has the values of
-    those that they read, as ``fill_stages`` returns them.
+    The constants and buffers that its counting reads are included. ``buffers`` has the buffers that
+    all of these read, as ``fill_stages`` returns them.
     """
     read = {name: buffers[name] for name in sorted(buffers_read(program, stage))}
     return evaluate(program, _constants(stage), device, read)
@@ -148,7 +148,7 @@ def _constants(stage: StageProgram) -> tuple[str, ...]:
 
 
 def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
-    """Copy of the initial values of ``names``."""
+    """Return copies of the initial values of ``names``."""
     found: dict[str, Tensor] = {}
     if isinstance(weights, Pretrained):
         stored = [name for name in names if name in weights.sources]

@@ -65,7 +65,7 @@ def shard_region(
 
 
 def dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
-    """The DTensor placements of a parameter's layout: split or replicated on each axis."""
+    """Return the DTensor placements of a parameter's layout: split or replicated on each axis."""
     return tuple(
         Shard(placement.dim) if placement.is_shard else Replicate() for placement in layout
     )
@@ -85,7 +85,7 @@ HOST = torch.device("cpu")
 
 
 def precision_of(dtype: torch.dtype) -> Precision | None:
-    """Return the precision whose plans compute in ``dtype``, None where there is none.
+    """Return the precision whose plans compute in ``dtype``, or None.
 
     >>> precision_of(torch.bfloat16), precision_of(torch.int64)
     ('bf16', None)
@@ -95,8 +95,7 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The dtypes in which a stage holds its states; ``offloads``: masters are in the host's
-    memory."""
+    """Dtypes in which a stage holds its states; ``offloads``: masters are in the host's memory."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -111,7 +110,7 @@ class Formats:
         return Formats(compute, master, gradient, states.offload)
 
     def of_parameter(self, spec: TensorSpec) -> Formats:
-        """Return the formats of a parameter: of a frozen one only the copy that computes exists."""
+        """Return the formats of a parameter: a frozen parameter has only its compute copy."""
         if spec.is_complex:
             dtype = getattr(torch, spec.dtype)
             return Formats(dtype, dtype, dtype, self.offloads and spec.requires_grad)
@@ -120,12 +119,12 @@ class Formats:
 
 @dataclass(eq=False, slots=True)
 class StageParameter:
-    """One parameter on one rank.
+    """One parameter of a stage on one rank.
 
-    ``block`` is the position of the owning block, None for a shared one. ``region`` is the
-    box of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
-    which gradients are still to be summed after the last backward; the ``num_replicas`` ranks
-    along them hold the same box.
+    ``block`` is the position of the owning block, None if several blocks share the parameter.
+    ``region`` is the box of the whole parameter that this rank holds. ``reduce_axes`` are the mesh
+    axes over which gradients are still to be summed after the last backward; the ``num_replicas``
+    ranks along them hold the same box.
     """
 
     name: str
@@ -142,9 +141,9 @@ class StageParameter:
     shard: nn.Parameter | None = None
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
-    """Set if blocks compute with a copy, in another dtype or elsewhere than the master."""
+    """True if blocks compute with a copy, in another dtype or elsewhere than the master."""
     is_stale: bool = field(init=False)
-    """Set while the device's copy of a master in host memory is not up to date."""
+    """True while the device's copy of a master in host memory is out of date."""
     local_bytes: int = field(init=False)
     """Bytes of this rank's part of the gradient."""
 
@@ -170,8 +169,8 @@ class StageParameter:
 
     @property
     def sums_apart(self) -> bool:
-        """Tell whether gradients are summed in another dtype than autograd or ``fully_shard``
-        has."""
+        """Tell whether gradients are summed in another dtype than autograd's or
+        ``fully_shard``'s."""
         return self.held.dtype != self.formats.gradient
 
     @property
@@ -198,27 +197,27 @@ class StageParameter:
             held.grad = value
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a local gradient to those that are summed apart."""
+        """Add a local gradient to ``accumulated``, the sum in the gradient dtype."""
         if self.accumulated is None:
             self.accumulated = gradient.to(self.formats.gradient)
         else:
             self.accumulated += gradient
 
     def no_gradient(self) -> Tensor:
-        """Zeros for a gradient that has not come."""
+        """Return zeros in place of a missing gradient."""
         held = local_tensor(self.held.detach())
         return torch.zeros_like(held, dtype=self.formats.gradient)
 
     def like_master(self, local: Tensor) -> Tensor:
-        """``local``, a tensor over this rank's region, as a DTensor if the master is one."""
+        """Return ``local``, a tensor over this rank's region, distributed like the master."""
         return _like(self.master, local)
 
     def publish(self, given: Tensor | None = None) -> None:
-        """Hand the gradient to the optimizer: as the master's ``grad``, where and as that is.
+        """Set the master's ``grad`` to the gradient, in the master's dtype and on its device.
 
         It is laid out in memory like the master: torch's fused optimizers on the CPU take a
-        gradient of other strides (a convolution's, channels last) element for element. ``given``
-        is the gradient where it has been copied already.
+        gradient of other strides (a convolution's, channels last) element for element. ``given`` is
+        the gradient if it has been copied already.
         """
         if self.leaf is None and not self.casts_gradient:
             return
@@ -232,7 +231,7 @@ class StageParameter:
         self.master.grad = None if gradient is None else self.like_master(gradient)
 
     def zero_grad(self) -> None:
-        """Forget the gradient, in all views."""
+        """Drop the gradient, in all views."""
         self.master.grad = None
         self.accumulated = None
         self.held.grad = None
@@ -258,7 +257,7 @@ def make_parameter(
 ) -> StageParameter:
     """Make the parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
 
-    ``is_plain``: the stage splits nothing, its parameters are ordinary tensors.
+    ``is_plain``: the stage splits nothing, and its parameters are ordinary tensors.
     """
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
     formats = formats.of_parameter(spec)
@@ -299,8 +298,7 @@ def make_parameter(
 
 
 def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Empty memory of the host, laid out and distributed as ``like`` is on a device; pinned where
-    that is a GPU."""
+    """Make an empty host tensor, laid out and distributed like ``like``; pinned for a GPU."""
     local = local_tensor(like.detach())
     is_pinned = local.device.type == "cuda"
     memory = torch.empty_like(local, dtype=dtype, device=HOST, pin_memory=is_pinned)
@@ -308,7 +306,7 @@ def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _like(whole: Tensor, local: Tensor) -> Tensor:
-    """``local`` as this rank's part of a tensor that is distributed like ``whole``, if that is."""
+    """Wrap ``local`` as a DTensor distributed like ``whole``, if ``whole`` is a DTensor."""
     if not isinstance(whole, DTensor):
         return local
     if not local.requires_grad:
@@ -338,7 +336,7 @@ def attach_gradient_hook(
 ) -> None:
     """Call ``ready`` after each backward that gave ``parameter``'s leaf a gradient.
 
-    Where gradients are summed in another dtype, it is moved from the leaf into that first.
+    If gradients are summed in another dtype, the hook first moves it from the leaf to that sum.
     """
     leaf = parameter.leaf
     if leaf is None or not leaf.requires_grad:
@@ -354,6 +352,6 @@ def attach_gradient_hook(
 
 
 def get_by_path(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The submodule that holds the attribute at the dotted ``path``, and its last name."""
+    """Return the submodule that holds the attribute at the dotted ``path``, and its last name."""
     prefix, _, name = path.rpartition(".")
     return module.get_submodule(prefix), name

@@ -34,8 +34,8 @@ WRAPPERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MatchedNames:
-    """``sources`` maps names of the model to the file's; ``missing`` are the model's names that
-    the file lacks, ``unexpected`` the file's that the model lacks."""
+    """Names of a model matched to a file's: ``sources`` maps the model's names to the file's;
+    ``missing`` are names that the file lacks, ``unexpected`` names that the model lacks."""
 
     sources: Mapping[str, str]
     missing: tuple[str, ...]
@@ -50,12 +50,11 @@ def match_names(
     optional: Collection[str] = (),
     ignored: Iterable[str] = (),
 ) -> MatchedNames:
-    """The stored name of each of ``wanted``.
+    """Find the stored name of each of the model's names ``wanted``.
 
-    ``tied`` maps further names of a tied tensor to its first: any of them in the file serves
-    all. ``optional`` are names of the model that a file may have and need not: they are
-    neither missing nor unexpected. Stored names in which a pattern of ``ignored`` is found are
-    not unexpected.
+    ``tied`` maps further names of a tied tensor to its first name: any of them in the file serves
+    all. ``optional`` are names of the model that a file may have or lack: they are neither missing
+    nor unexpected. Stored names that match a pattern of ``ignored`` are not unexpected.
 
     >>> match_names(["a.weight", "a.bias"], ["module.a.weight", "module.b"]).sources
     {'a.weight': 'module.a.weight'}
@@ -90,7 +89,7 @@ def match_names(
 
 
 def names_without(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
-    """The names in which none of the regular expressions is found."""
+    """Return the names in which none of the regular expressions is found."""
     compiled = [re.compile(pattern) for pattern in patterns]
     return tuple(name for name in names if not any(each.search(name) for each in compiled))
 
@@ -103,7 +102,7 @@ def _prefix(stored: Collection[str], wanted: Collection[str]) -> tuple[str, str]
     """Return the prefix to remove from the stored names, and the prefix to add; one of them is
     empty.
 
-    Every prefix is counted by how many names it makes equal; of equal counts the shortest.
+    Each prefix is counted by the names that it makes equal; of equal counts the shortest wins.
     """
     votes: Counter[tuple[str, str]] = Counter()
     for name in stored:
@@ -115,7 +114,7 @@ def _prefix(stored: Collection[str], wanted: Collection[str]) -> tuple[str, str]
 
 
 def _ends(name: str) -> Iterator[str]:
-    """A dotted name without its first part, its first two, and so on."""
+    """Yield a dotted name without its first part, without its first two, and so on."""
     while "." in name:
         _, _, name = name.partition(".")
         yield name
@@ -132,8 +131,8 @@ def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Values from ``files`` for the names in ``sources`` (each with its name there); others from
-    ``rest``. ``missing`` and ``unexpected`` are the names that only one side has."""
+    """Initial values from ``files`` for the names in ``sources`` (mapped to the files' names),
+    others from ``rest``. ``missing`` and ``unexpected`` are the names that only one side has."""
 
     files: WeightFiles
     sources: Mapping[str, str]
@@ -157,7 +156,7 @@ class Pretrained:
         return self.files.read(source, whole_region(self.files.shape(source)))
 
     def summary(self) -> str:
-        """Return a line on the file and its tensors, and one on the names of either side alone."""
+        """Describe the file and its tensors, and the names that only the model or the file has."""
         lines = [f"weights: {len(self.sources)} tensors from {self.files.place}"]
         if self.missing:
             lines.append(f"not in the file, so newly initialized: {few_names(self.missing)}")
@@ -175,7 +174,7 @@ def open_pretrained(
 ) -> Pretrained:
     """Return the weights at ``path`` for ``model``, which may be on ``meta``.
 
-    All names must be in both and all shapes equal; with ``partial`` names may be in one only, and
+    All names must be in both and all shapes equal; if ``partial``, names may be in one only, and
     names that the file lacks come from ``rest``. Names that the model's attributes
     ``_keys_to_ignore_on_load_missing`` and ``_unexpected`` match (patterns, as in transformers) are
     no error either way.
@@ -212,7 +211,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def passing_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the buffers that a model's ``state_dict`` lacks."""
+    """Return the names of a model's non-persistent buffers, which its ``state_dict`` lacks."""
     return tuple(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -228,7 +227,7 @@ def _check(
     *,
     partial: bool,
 ) -> None:
-    """Raise UsageError AP862, with all that differs, where the weights are not the model's."""
+    """Raise UsageError AP862, with all differences, unless the weights are the model's."""
     initialized = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     kinds = {
         "missing in the file": () if partial else names_without(matched.missing, initialized),

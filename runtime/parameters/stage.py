@@ -40,8 +40,8 @@ aten = torch.ops.aten
 class StageBlock(nn.Module):
     """One block: its graph, recomputed in the backward if the plan says so.
 
-    With ``deferring``, a pair of a store and the block's position, its backward puts off the
-    gradients of weights; ``deferred`` are the parameters (of the block itself) meant.
+    With ``deferring``, a pair of a store and the block's position, its backward defers the
+    gradients of weights; ``deferred`` names these parameters within the block.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """Return how parts of the block run again; None where all of it does, or nothing.
+        """Return the recomputation of parts of the block; None if all or nothing is recomputed.
 
-        An op that puts off its weights' gradients keeps its inputs after it has run:
-        ``checkpoint``'s second run would not end with it.
+        An op that defers its weights' gradients keeps its inputs after it has run: ``checkpoint``'s
+        second run would not end with that op.
         """
         if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
             return None
@@ -88,8 +88,8 @@ class StageBlock(nn.Module):
             self._compiler.compile(graph, self.name, in_parts=in_parts)
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
-        """Have a program of this block put off the gradients of weights; return the names of
-        these."""
+        """Make a program of this block defer weight gradients; return the names of these
+        weights."""
         if self._deferring is None:
             return frozenset()
         nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
@@ -98,7 +98,7 @@ class StageBlock(nn.Module):
         return defer(program.module, *self._deferring, weights)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The block's outputs, in the order of ``outputs``."""
+        """Run the block; return its outputs, in the order of ``outputs``."""
         graph = self.graphs[self.part]
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
@@ -115,11 +115,11 @@ class StageBlock(nn.Module):
         self._position.block = self.block_name
 
     def add_program(self, program: BlockProgram) -> None:
-        """Have another graph, with this block's parameters; ``part`` chooses it by its number."""
+        """Add another graph with this block's parameters; its number in ``part`` selects it."""
         graph, deferred = program.module, self._defer(program)
         assert deferred == self.deferred, self.name
         for name, op in graph.named_children():
-            if name not in self.graph._modules:  # Of the same name is the same op.
+            if name not in self.graph._modules:  # equal names mean the same op
                 self.graph.add_module(name, op)
         for held in ("_parameters", "_buffers", "_modules"):
             graph.__dict__[held] = self.graph.__dict__[held]
@@ -149,7 +149,7 @@ class StageBlock(nn.Module):
 
 
 class _Own(torch.autograd.Function):
-    """The same values in the same memory, as a tensor that autograd takes for no view."""
+    """Identity whose result has the same memory, but is no view to autograd."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -196,9 +196,9 @@ class StageModule(nn.Module):
         splits_backward: bool = False,
         compiler: BlockCompiler | None = None,
     ) -> None:
-        """``splits_backward``: its backward computes gradients of weights apart, later.
+        """Make the stage. If ``splits_backward``, its backward leaves weight gradients for later.
 
-        With a ``compiler`` the blocks' ops are compiled.
+        A ``compiler``, if given, compiles the blocks' ops.
         """
         super().__init__()
         formats = Formats.of(precision, states)
@@ -227,7 +227,7 @@ class StageModule(nn.Module):
         self.reductions = apply_zero(self, formats)
         self._changed: dict[str, Tensor] = {}
         self.before_block: Callable[[int], None] = lambda block: None
-        """Is called in the forward before each block, which then reads its parameters."""
+        """Callback in the forward before each block, which then reads its parameters."""
         self._leaving = [_leaving(program)]
         self._last_use = [_last_uses(program)]
 
@@ -248,7 +248,7 @@ class StageModule(nn.Module):
 
     @property
     def deferred(self) -> frozenset[str]:
-        """The parameters of single blocks whose gradients are computed apart."""
+        """Names of the parameters of single blocks whose gradients are computed later."""
         names = {held_path(name): name for name in self.by_name}
         return frozenset(
             names.get(name, name)
@@ -276,7 +276,7 @@ class StageModule(nn.Module):
                 self.by_name[name] = parameter
 
     def _register_buffers(self) -> dict[str, Region]:
-        """Memory for every buffer of the stage; returns this rank's box of each."""
+        """Allocate every buffer of the stage; return this rank's box of each."""
         regions = {}
         owners = {name: block for block in self.program.blocks for name in block.buffers}
         for index, (name, held) in enumerate(self.program.buffers.items()):
@@ -319,7 +319,7 @@ class StageModule(nn.Module):
                 parameter.refresh()
 
     def keep_buffers(self) -> None:
-        """Write the buffers' new values, when no backward needs the old ones any more."""
+        """Write the buffers' new values, once no backward needs the old values."""
         with torch.no_grad():
             for name, value in self._changed.items():
                 self.buffer(name).copy_(value)
@@ -334,11 +334,11 @@ class StageModule(nn.Module):
         self._changed.clear()
 
     def changing_buffers(self) -> dict[str, Tensor]:
-        """The buffers that training changes, over the memory that this rank holds."""
+        """Return the buffers that training changes, in the memory that this rank holds."""
         return self.distributed_buffers(self.program.updates)
 
     def distributed_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The buffers ``names``, over the memory that this rank holds."""
+        """Return the buffers ``names`` in this rank's memory, as DTensors if anything is split."""
         held = self.program.buffers
         return {
             name: self.buffer(name)
@@ -353,14 +353,14 @@ class StageModule(nn.Module):
         }
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module and attribute that parameter ``name`` is registered as."""
+        """Return the module and the attribute that parameter ``name`` is registered as."""
         parameter = self.by_name[name]
         if parameter.block is None:
             return self, self._shared[name]
         return get_by_path(self.program.blocks[parameter.block].module, held_path(name))
 
     def add_program(self, program: StageProgram) -> int:
-        """Have another program over the same parameters, cut into the same blocks; its number."""
+        """Add another program with the same parameters and blocks; return its number."""
         for block, own in zip(self.blocks, program.blocks, strict=True):
             assert isinstance(block, StageBlock)
             block.add_program(own)
@@ -370,16 +370,16 @@ class StageModule(nn.Module):
         return len(self.programs) - 1
 
     def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
-        """The values that leave the stage, by key; buffers get their new values.
+        """Return the values that leave the stage, by key; keep the buffers' new values for later.
 
-        ``part`` is the number of the program that is run.
+        ``part`` is the number of the program to run.
         """
         known, program = dict(values), self.programs[part]
         last_use = self._last_use[part]
         self.before_block(0)
         for name, attribute in self._shared.items():
             known[name] = local_tensor(getattr(self, attribute))
-            if name in self.program.updates:  # written before this forward's backward, maybe
+            if name in self.program.updates:  # may be written before the backward
                 known[name] = known[name].clone()
         if not self.program.updates_once:
             known.update(self._changed)
@@ -400,7 +400,7 @@ def _registered(parameter: StageParameter) -> nn.Parameter:
 
 
 def _is_split(program: StageProgram) -> bool:
-    """Tell whether any rank holds a part of a parameter or buffer only."""
+    """Tell whether any rank holds only a part of a parameter or buffer."""
     held = (*program.parameters.values(), *program.buffers.values())
     return any(placement.is_shard for each in held for placement in each.layout)
 
@@ -412,7 +412,7 @@ def _leaving(program: StageProgram) -> tuple[str, ...]:
 
 
 def _last_uses(program: StageProgram) -> dict[int, list[str]]:
-    """Map each block position to the keys that nobody needs after it, but for kept ones."""
+    """Map each block position to the keys that are not needed after it, except kept keys."""
     kept = {*_leaving(program), *program.updates.values()}
     last = {
         key: position

@@ -1,11 +1,11 @@
 """Parameters that several stages hold: their gradients are summed over the stages.
 
-In: every rank's boxes (gathered once, at the start). Out: after ``TiedParameters.sum``, each
-rank's gradient of such a parameter is the sum over all stages, though the stages may lay it
-out differently, on meshes of different shapes, under different ZeRO stages, or on the same
-ranks. Each rank asks, of every other stage, for just the boxes that make up its own; where
-several ranks hold a box, the asking is spread over them. All stages add in the same order, so
-the sums are equal bit by bit.
+In: every rank's boxes (gathered once, at the start). Out: after ``TiedParameters.sum``, each rank's
+gradient of such a parameter is the sum over all stages, though the stages may lay it out
+differently, on meshes of different shapes, under different ZeRO stages, or on the same ranks. Each
+rank receives, from every other stage, just the boxes that make up its own; where several ranks hold
+a box, they take turns in sending it. All stages add in the same order, so the sums are equal bit by
+bit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..messages.shared_objects import gather_values
 from .parameters import StageParameter
 
 TAG = 2**30
-"""Apart from the tags of the values that cross stages."""
+"""Tag of these messages, apart from the tags of the values that cross stages."""
 
 Holding = Mapping[int, Mapping[str, Region]]
-"""A rank's box of each parameter, by stage."""
+"""Boxes of the parameters that a rank holds, by stage and name."""
 
 Held = tuple[int, str]
-"""A stage, and a parameter that it holds."""
+"""A stage, and the name of a parameter that it holds."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,7 +87,7 @@ def _pieces(
 
 
 def _source(sources: Sequence[int], position: int, target: int) -> int:
-    """The rank that gives a box: the target itself where it can."""
+    """Return the rank that sends a box: the target itself if it holds the box."""
     return target if target in sources else sources[position % len(sources)]
 
 
@@ -95,8 +95,8 @@ def _source(sources: Sequence[int], position: int, target: int) -> int:
 class TiedParameters:
     """The parameters of this rank's stages that other stages hold too.
 
-    ``elsewhere`` are those that an earlier stage holds: that stage counts them in norms and
-    writes them to checkpoints.
+    ``elsewhere`` are the parameters that an earlier stage holds: that stage counts them in norms
+    and writes them to checkpoints.
     """
 
     rank: int
@@ -120,7 +120,7 @@ class TiedParameters:
         )
 
     def sum(self, parameters: Mapping[int, Mapping[str, StageParameter]]) -> None:
-        """Sum the gradients over the stages. Collective over the ranks that hold them.
+        """Sum the gradients over the stages. Collective over the ranks that hold the parameters.
 
         ``parameters`` are this rank's, by stage and name.
         """
@@ -137,7 +137,7 @@ class TiedParameters:
         own: Mapping[Held, Tensor],
         parameters: Mapping[int, Mapping[str, StageParameter]],
     ) -> None:
-        """Sum one parameter, so that no others' sums take memory meanwhile."""
+        """Sum one parameter's gradient; others' terms take no memory meanwhile."""
         terms: dict[Held, dict[int, Tensor]] = {
             (stage, name): {stage: gradient} for (stage, name), gradient in own.items()
         }
@@ -154,7 +154,7 @@ class TiedParameters:
             parameters[stage][name].publish()
 
     def _exchange(self, gradients: Mapping[Held, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """Exchange the stages' parts of this rank's boxes of a parameter."""
+        """Exchange the stages' parts of this rank's boxes of a parameter; return the received."""
         operations: list[dist.P2POp] = []
         received: list[tuple[Piece, Tensor]] = []
         names = {name for _, name in gradients}

@@ -1,22 +1,22 @@
 """The versions of a stage's weights that an asynchronous schedule computes with.
 
 In: a stage's parameters, and which version each forward and backward uses
-(``cost_model.simulator.actions.weight_versions``). Out: ``use`` brings the right one in before a
-forward or backward; ``update`` lets the optimizer make the next one while older ones stay as they
+(``cost_model.simulator.actions.weight_versions``). Out: ``use`` brings in the version of a forward
+or backward; ``update`` lets the optimizer make the next version while older versions stay as they
 are.
 
-Blocks compute with a parameter's ``leaf``; a version is a tensor that the leaf's ``data`` is
-set to. Autograd takes that for no change of the leaf, so of a micro-batch in flight
+Blocks compute with a parameter's ``leaf``; a version is a tensor that the leaf's ``data`` is set
+to. Autograd does not count this as a change of the leaf, so for a micro-batch in flight
 
-- the backward reads the leaf as it is then: what ``use`` has brought in, and what a recomputed
-  forward reads too;
+- the backward reads the leaf as it is then: the version that ``use`` has brought in, which a
+  recomputed forward reads too;
 - views that the forward took of the leaf stay on the memory of its own version.
 
-While a version is needed its memory is not written to: the optimizer steps a copy, which
-becomes the master. So there are as many copies of the weights as versions needed, and none
-where no old one is (``cost_model.simulator.actions.versions_held``). Of the schedule that uses the
-"latest" weights in each action both must see every update: there is one memory, which the
-optimizer steps in place.
+While a version is needed its memory is not written to: the optimizer steps a copy, which becomes
+the master. So there are as many copies of the weights as versions needed, and none where no old
+version is (``cost_model.simulator.actions.versions_held``). In a schedule that uses the "latest"
+weights in each action, all actions must see every update: there is one memory, which the optimizer
+steps in place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeightVersions:
     def __init__(
         self, parameters: Iterable[StageParameter], schedule: Schedule, stage: int
     ) -> None:
-        """The parameters have their values; none is sharded by ZeRO."""
+        """Hold versions of ``parameters``, which have values and are not sharded by ZeRO."""
         self._parameters = [p for p in parameters if p.leaf is not None and p.spec.requires_grad]
         row = schedule.table[schedule.stage_rank[stage]]
         versions = weight_versions(schedule)
@@ -61,19 +61,19 @@ class WeightVersions:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: its version 0 is the last one, or the weights that were loaded since."""
+        """Begin a step: its version 0 is the last version, or the weights loaded since."""
         self._newest = 0
         self._held = {0: [_compute_copy(parameter) for parameter in self._parameters]}
         self._bring(0)
 
     def use(self, kind: ActionKind, microbatch: int) -> None:
-        """Bring in the values that an action computes with."""
+        """Bring in the version of the weights that an action computes with."""
         version = self._newest if self._in_place else self._version_of[kind, microbatch]
         if version != self._in_use:
             self._bring(version)
 
     def update(self, step: Callable[[], None]) -> None:
-        """Run the optimizer's ``step`` on the newest version, which makes the next one."""
+        """Run the optimizer's ``step`` on the newest version, which makes the next version."""
         needed = self._needed[self._newest]
         if not self._in_place:
             self._held = {v: t for v, t in self._held.items() if v in (*needed, self._newest)}
@@ -97,7 +97,7 @@ class WeightVersions:
 
 
 def _move(parameter: StageParameter) -> None:
-    """Give the master memory of its own, with the same values; the old memory stays as it is.
+    """Move the master to memory of its own, with the same values; the old memory stays as it is.
 
     The master stays the object that the optimizer knows.
     """
@@ -110,18 +110,17 @@ def _move(parameter: StageParameter) -> None:
 
 
 def _compute_copy(parameter: StageParameter) -> Tensor:
-    """Return the tensor that blocks compute with, up to date: the master's memory, or a copy of its
-    own."""
+    """Return the up-to-date tensor that blocks compute with: the master's memory, or a copy."""
     parameter.refresh()
     assert parameter.leaf is not None
     return parameter.leaf.data if parameter.has_copy else parameter.local
 
 
 def _updated(parameter: StageParameter, old: Tensor | None) -> Tensor:
-    """The compute copy after an optimizer's step, in the memory of ``old`` where that is free.
+    """Return the compute copy after an optimizer's step, in the memory of ``old`` if given.
 
-    Written without autograd's count of changes: backwards in flight may read it, as they should
-    where they use the newest weights.
+    Written without a count in autograd's version counter: backwards in flight may read it, as they
+    should where they use the newest weights.
     """
     if not parameter.has_copy:
         return parameter.local

@@ -1,4 +1,4 @@
-"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, a shard group per block, or of small ones.
+"""ZeRO 1-3 by ``torch.distributed.fsdp.fully_shard``, a shard group per block or per small blocks.
 
 ===== ================================== =============================================
  zero  parameters                         gradients
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 
 GROUP_BYTES = 2_000_000
-"""Bytes of small blocks that are gathered and reduced together: each collective costs a latency,
+"""Size up to which small blocks are gathered and reduced together: each collective costs a latency,
 and holding them for longer costs nothing beside a stage's activations."""
 TINY_BYTES = 50_000
-"""A block of at most so many bytes, which is little more than norms, is gathered together with its
-neighbour, however large that is. A larger block is not: its compute would have to wait for the
-neighbour, and could not hide the neighbour's collectives."""
+"""Size up to which a block, little more than norms, is gathered together with its neighbour,
+however large that is. A larger block is not: its compute would have to wait for the neighbour, and
+could not hide the neighbour's collectives."""
 ASYNC_ON_CPU = True
-"""Set to run all-gathers and reduce-scatters beside compute on a CPU; on a GPU they always do."""
+"""Switch that runs all-gathers and reduce-scatters beside compute on a CPU; a GPU always does."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduce-scatter under way: its tensors, and the gradients that it is to be added to."""
+    """A reduce-scatter under way: its tensors, and the gradients that its result is added to."""
 
     work: Any
     tensors: tuple[Tensor, Tensor]
@@ -68,7 +68,7 @@ class _Reduction:
     apart: tuple[StageParameter, ...]
 
     def take(self, parameter: StageParameter) -> None:
-        """Sum a gradient apart: in the dtype that it was reduced in.
+        """Add a parameter's gradient to ``accumulated``, in the dtype that it was reduced in.
 
         ``fully_shard`` has made it a view of a cast of the output, before that had its values.
         """
@@ -88,7 +88,7 @@ class PendingReductions:
         self._reduction: _Reduction | None = None
 
     def start(self, reduction: _Reduction) -> None:
-        """Remember a reduce-scatter that has begun. ``finish`` must have ended the one before."""
+        """Remember a started reduce-scatter; ``finish`` must have ended the previous reduction."""
         assert self._reduction is None
         self._reduction = reduction
 
@@ -107,7 +107,7 @@ class PendingReductions:
                 parameter.held.grad = gradient
 
     def forget(self) -> None:
-        """Leave a reduce-scatter whose result nobody wants, as after an error."""
+        """Drop a reduce-scatter whose result nobody needs, as after an error."""
         self._reduction = None
 
 
@@ -115,9 +115,9 @@ class PendingReductions:
 class AsyncReduceScatter:
     """A group's reduce-scatter for ``fully_shard``, which on a CPU would wait for it at once.
 
-    ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to gradients that
-    are there already. So ``__call__`` takes the latter away until the values have come. A hook
-    on a gradient reads it at once, and has the reduce-scatter waited for.
+    ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to existing
+    gradients. So ``__call__`` takes existing gradients away until the values have come. A hook on a
+    gradient reads it at once: the reduce-scatter is then waited for.
     """
 
     pending: PendingReductions
@@ -125,7 +125,7 @@ class AsyncReduceScatter:
     is_async: bool = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for an input or output; only one reduction's is held at a time."""
+        """Allocate an input or output; only one reduction's memory is held at a time."""
         self.pending.finish()
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -137,7 +137,7 @@ class AsyncReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Start the reduce-scatter of ``input_tensor`` into ``output_tensor``: a sum."""
+        """Start the reduce-scatter (a sum) of ``input_tensor`` into ``output_tensor``."""
         held = [parameter.held for parameter in self.parameters]
         has_hooks = any(getattr(m, "_post_accumulate_grad_hooks", None) for m in held)
         apart = tuple(parameter for parameter in self.parameters if parameter.sums_apart)
@@ -204,23 +204,23 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
 
 
 def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
-    """The module whose group a parameter is gathered with: its block, or the stage."""
+    """Return the module whose group a parameter is gathered with: its block, or the stage."""
     return stage if parameter.block is None else stage.blocks[parameter.block]
 
 
 def _gather_in_backward(block: nn.Module, args: Any, outputs: Any) -> None:
-    """Have a block's group gathered when a gradient of its outputs comes.
+    """Make a block's group gather when a gradient of the block's outputs comes.
 
-    ``fully_shard`` does so for the last block of a group alone, which may have no gradient: it is
+    ``fully_shard`` does so for the last block of a group only, which may have no gradient: it is
     frozen, runs under ``no_grad``, or is not used.
     """
     fully_shard.state(block)._register_pre_backward_hook(outputs)  # type: ignore[attr-defined]
 
 
 def _gather_ahead(stage: StageModule) -> None:
-    """Have all-gathers run beside compute on a CPU too, and take less memory on a GPU.
+    """Run all-gathers beside compute on a CPU too; on a GPU, let them take less memory.
 
-    Then their buffers are freed when parameters have been copied out of them. The method has no
+    Their buffers are then freed when parameters have been copied out of them. The method has no
     public name yet; without it a CPU waits for each all-gather where it begins.
     """
     set_async = getattr(stage, "_set_unshard_async_op", None)
@@ -229,7 +229,7 @@ def _gather_ahead(stage: StageModule) -> None:
 
 
 def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
-    """The blocks that are gathered together: one each, and small ones with those after them."""
+    """Return the blocks that are gathered together: single blocks, and runs of small blocks."""
     sizes: dict[int, int] = {}
     for parameter in sharded:
         if parameter.block is not None:
@@ -246,12 +246,12 @@ def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[
 
 
 def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
-    """Have each group gather the one after it in the forward, the one before it in the backward.
+    """Make each group gather the next group in the forward, the previous in the backward.
 
-    ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the
-    forward only when the host gets to it. Its guess for the backward follows the order of past
-    forwards, which with several micro-batches in flight names a block of another micro-batch; so
-    the first block names itself, which does nothing.
+    ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the forward
+    only when the host gets to it. Its guess for the backward follows the order of past forwards,
+    which with several micro-batches in flight names a block of another micro-batch; so the first
+    block names itself, which has no effect.
     """
     for before, block in pairwise([*blocks[:1], *blocks, stage]):
         assert isinstance(before, FSDPModule)
@@ -264,7 +264,7 @@ def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
 
 
 def _allocate(stage: StageModule, parameter: StageParameter) -> None:
-    """Give a sharded meta parameter memory and make it the master."""
+    """Allocate a sharded meta parameter on the device, and make it the master."""
     holder, attribute = stage.owner(parameter.name)
     meta = getattr(holder, attribute)
     assert isinstance(meta, DTensor)
@@ -282,14 +282,14 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
 
 
 def _take(parameter: StageParameter, held: Tensor) -> None:
-    """Move a gradient that ``fully_shard`` has reduced to where gradients are summed."""
+    """Move a gradient that ``fully_shard`` has reduced to ``accumulated``."""
     if held.grad is not None:
         parameter.add_gradient(local_tensor(held.grad))
         held.grad = None
 
 
 def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
-    """The groups of parameters that ``fully_shard`` gathers and reduces, the stage's own first."""
+    """Yield the parameter groups that ``fully_shard`` gathers and reduces, the stage's first."""
     states = dict.fromkeys(
         fully_shard.state(module)  # type: ignore[attr-defined]
         for module in stage.modules()
@@ -302,7 +302,7 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
 
 def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield each sharded parameter's gathered copy, which has no memory while it is not gathered,
-    and the whole gradient that has been summed so far where ZeRO does not split it yet."""
+    and the whole gradient summed so far if ZeRO has not split it yet, else None."""
     for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -314,7 +314,7 @@ def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]
 def begin_step(stage: StageModule) -> None:
     """Drop gathered parameters that may be out of date, before a step's first forward.
 
-    Parameters that an interrupted forward has begun to gather must have come first.
+    Gathers that an interrupted forward has begun are waited for first.
     """
     if not stage.is_fully_sharded:
         return
@@ -324,7 +324,7 @@ def begin_step(stage: StageModule) -> None:
 
 
 def begin_backward(stage: StageModule, *, last: bool) -> None:
-    """Set for the backward of a micro-batch which gradients are reduced and freed after it."""
+    """Set whether a micro-batch's backward reduces gradients and frees parameters after it."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -334,7 +334,7 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
 
 
 def begin_input_backward(stage: StageModule) -> None:
-    """Begin a backward that leaves gradients of weights for later: nothing is reduced yet."""
+    """Begin a backward that defers the gradients of weights: nothing is reduced yet."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -344,9 +344,9 @@ def begin_input_backward(stage: StageModule) -> None:
 
 
 def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
-    """Reduce the groups whose gradients of weights have come outside of a backward.
+    """Reduce the groups whose weight gradients were computed outside of a backward.
 
-    ``remaining`` are the positions of the blocks whose weights have not.
+    ``remaining`` are the positions of the blocks whose weight gradients are missing.
     """
     if not stage.is_fully_sharded:
         return
@@ -359,7 +359,7 @@ def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
 
 
 def finish_weight_backward(stage: StageModule) -> None:
-    """Reduce and free after gradients of weights came outside of a backward of the stage.
+    """Reduce and free after weight gradients were computed outside of the stage's backward.
 
     ``fully_shard`` does that when a backward through the module ends, and has no public name
     for it; ``torch.distributed.pipelining`` calls the same.
@@ -369,10 +369,10 @@ def finish_weight_backward(stage: StageModule) -> None:
 
 
 def abandon_backward(stage: StageModule) -> None:
-    """Have ``fully_shard`` forget a backward that an error ended.
+    """Make ``fully_shard`` forget a backward that an error ended.
 
-    It would take the next backward for a part of that one, and never hand over its gradients.
-    Gradients that it has gathered are forgotten.
+    It would else take the next backward for a part of that backward, and never hand over its
+    gradients. Gradients that it has gathered are forgotten.
     """
     if not stage.is_fully_sharded:
         return

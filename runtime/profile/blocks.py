@@ -1,10 +1,9 @@
-"""Measuring a block in one piece: all its ops, one after the other, as a training step runs them.
+"""Measurement of a whole block: all its ops, one after the other, as a training step runs them.
 
-In: a graph at the rows of one rank, a block. Out: seconds of its forward and its backward on
-one device, without collectives. Several copies with weights and inputs of their own are run
-forward in order and backward in reverse, as the equal layers of a model are; every block but
-the last gives its gradient sums to its own parameters. On a CPU every rank measures the same
-block at the same time.
+In: a graph at the rows of one rank, a block. Out: seconds of its forward and its backward on one
+device, without collectives. Several copies with weights and inputs of their own are run forward in
+order and backward in reverse, as the equal layers of a model are; each copy adds gradients to its
+own parameters. On a CPU every rank measures the same block at the same time.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Value = TypeVar("Value")
 
 MOST_COPIES = 4
 LEAST_RUNS, ENOUGH_RUNS, MOST_RUNS = 2, 4, 40
-"""Runs of all copies: the least for a median, the number that the time should allow, and the
-most."""
+"""Numbers of runs of all copies: the least for a median, the number that the time should allow, and
+the most."""
 
 MEMORY_SHARE = 0.4
 STATE_COPIES = 8
-"""Bytes in use per byte of a block's inputs and weights, at most about: gradients, activations."""
+"""Bytes in use, with gradients and activations, per byte of a block's inputs and weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,11 @@ class _Copy:
 def measure_block(
     graph: Graph, block: Block, *, device: torch.device, accumulates: bool, seconds: float
 ) -> Measurement:
-    """Median seconds of a block, forward and backward, measured for about ``seconds``.
+    """Return the median seconds of a block's forward and backward, measured for ``seconds``.
 
-    With ``accumulates`` gradients add to those there are, as from the second micro-batch on.
-    A block that takes long is measured with fewer copies: its own values leave the caches.
-    Raises RuntimeError where there is not the memory for it.
+    If ``accumulates``, gradients add to existing gradients, as from the second micro-batch on. A
+    block that takes long is measured with fewer copies: its own values leave the caches. Raises
+    RuntimeError where memory does not suffice.
     """
     start = time.perf_counter()
     most = _num_copies(graph, block, device)
@@ -101,7 +100,7 @@ def measure_block(
 def measure_everywhere(
     graph: Graph, block: Block, *, device: torch.device, accumulates: bool, seconds: float
 ) -> Measurement | str:
-    """``measure_block`` on every rank at once: the median over the ranks, or why there is none.
+    """Run ``measure_block`` on every rank at once; return the median over the ranks, or an error.
 
     Collective over all ranks.
     """
@@ -118,7 +117,7 @@ def measure_everywhere(
 
 
 def median_of_ranks(found: Sequence[Measurement]) -> Measurement:
-    """Return one measurement for those of several ranks."""
+    """Combine the measurements of several ranks: medians, least repeats, largest spread."""
     return Measurement(
         median(each.forward_seconds for each in found),
         median(each.backward_seconds for each in found),
@@ -128,7 +127,7 @@ def median_of_ranks(found: Sequence[Measurement]) -> Measurement:
 
 
 def _round(copies: Sequence[_Copy], device: torch.device) -> tuple[float, float]:
-    """Seconds of all forwards, and of all backwards."""
+    """Run all copies; return the seconds of all forwards, and of all backwards."""
     times = [_now(device)]
     outputs = [copy.forward() for copy in copies]
     times.append(_now(device))
@@ -152,7 +151,7 @@ def _forget(copies: Sequence[_Copy]) -> None:
 
 
 def _num_copies(graph: Graph, block: Block, device: torch.device) -> int:
-    """Return the number of copies that memory allows. Raise RuntimeError where it allows none."""
+    """Return the number of copies that fit in memory. Raise RuntimeError if none fits."""
     refs = block_inputs(graph, block)
     needed = STATE_COPIES * sum(graph.spec(ref).num_bytes for ref in refs)
     free = _free_bytes(device) * MEMORY_SHARE
@@ -212,7 +211,7 @@ def _module(
 
 
 def _outputs(graph: Graph, block: Block) -> list[Ref]:
-    """The values of a block that others need: other blocks, the loss, new values of buffers."""
+    """Return the values of a block that others need: other blocks, the loss, buffers' updates."""
     own = set(block.nodes)
     kept = {graph.loss, *graph.updates.values()}
     needed = {
@@ -229,7 +228,7 @@ def _outputs(graph: Graph, block: Block) -> list[Ref]:
 def _value(
     graph: Graph, name: str, index: int, batch: dict[str, Tensor], device: torch.device
 ) -> Tensor:
-    """A value that the block takes: of the batch as it is drawn, else noise, zero or true."""
+    """Make a value that the block takes: the input of ``batch``, else noise, zeros or true."""
     node = graph[name]
     if name in batch:
         return batch[name].to(device)

@@ -1,4 +1,4 @@
-"""Measure collectives and messages between real processes.
+"""Measurement of collectives and messages between real processes.
 
 In: a kind of operation, the groups of ranks that run it at the same time, sizes. Out: median
 seconds, the same on every rank.
@@ -42,7 +42,7 @@ COLUMNS = 64
 ITEM_BYTES = 4
 
 Timed = tuple[Callable[[], object], Callable[[], object] | None, int]
-"""The call to time, the call whose time is taken off (or None), and the bytes it really has."""
+"""The call to time, a call whose time is subtracted (or None), and the bytes really moved."""
 
 
 class _Block(nn.Module):
@@ -103,21 +103,21 @@ def _step(block: nn.Module | FSDPModule, device: torch.device) -> Callable[[], o
 
 
 SIZES = {"cpu": 256, "cuda": 4096}
-"""Rows and columns of the factors, by kind of device."""
+"""Rows and columns of the multiplied matrices, by kind of device."""
 COMPUTE_RATIO = 2.0
-"""The collective is slower beside compute, too, and must end first: waiting for it is no loss."""
+"""Compute time over the collective's: both slow each other, and the collective must end first."""
 CALIBRATION_CALLS = 5
 
 
 def overlap_calls(
     kind: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Timed:
-    """Return the calls to time for a collective of about ``num_bytes`` beside matrix products: with
-    it, the products alone, and the bytes it really has.
+    """Return the calls to time for a collective of about ``num_bytes`` beside matrix products: both
+    together, the products alone, and the bytes really moved.
 
     ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; the bytes are those of the whole
-    tensor. All ranks of ``group`` call it together, and compute as long as the slowest of them
-    needs to hide its collective.
+    tensor. All ranks of ``group`` call it together, and compute as long as the slowest rank needs
+    to hide its collective.
     """
     size = dist.get_world_size(group)
     part = max(1, num_bytes // ITEM_BYTES // size)
@@ -161,8 +161,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 STATES = ("zero_gather", "zero_scatter")
 """Kinds that measure ``fully_shard`` on a block's parameters and gradients."""
 OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
-"""Kinds that measure the slowdown of compute beside a collective of states, with that
-collective."""
+"""Kinds for the slowdown of compute beside a collective of states, mapped to that collective."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2
@@ -191,14 +190,14 @@ class LinkTime:
 
 
 class Meshes:
-    """Meshes made for measuring, once for each arrangement of ranks; ``close`` frees them."""
+    """Meshes for measurements, made once for each arrangement of ranks; ``close`` frees them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[str, DeviceMesh] = {}
 
     def of(self, ranks: Sequence[Any], names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """The mesh of an array of global ranks. Collective over all ranks."""
+        """Return the mesh of an array of global ranks. Collective over all ranks."""
         if (key := str(ranks)) not in self._made:
             array = torch.tensor(ranks, dtype=torch.int)
             self._made[key] = DeviceMesh(self._device.type, array, mesh_dim_names=names)
@@ -237,9 +236,9 @@ def measure_links(
     until: Callable[[], bool],
     meshes: Meshes,
 ) -> Iterator[LinkTime]:
-    """The times of ``links``, smallest first. Collective over all ranks of the world.
+    """Yield the times of ``links``, smallest size first. Collective over all ranks of the world.
 
-    ``until`` is asked before every size, on rank 0 alone: the others stop with it. The caller
+    Before every size, ``until()`` is called on rank 0 alone; if true, all ranks stop. The caller
     closes ``meshes``.
     """
     run = message_call(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
@@ -255,7 +254,7 @@ def measure_links(
 
 
 Prepared = Callable[[int], Timed]
-"""A function from a size to its calls."""
+"""Function from a size in bytes to its calls."""
 
 
 def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
@@ -292,7 +291,7 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 
 def message_call(links: Links, device: torch.device) -> Prepared:
-    """Return for each size a message of each pair there and back, at the same time."""
+    """Return a function from a size to messages of all pairs there and back, at the same time."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -323,10 +322,10 @@ def _nothing() -> None:
 def median_seconds(
     call: Callable[[], object], *, device: torch.device, case_seconds: float
 ) -> tuple[float, int]:
-    """The median of a call that all ranks make together: the slowest rank's, and the count.
+    """Return the slowest rank's median seconds of a call that all ranks make, and their number.
 
-    As many calls as fit in ``case_seconds``, from ``LEAST_CALLS`` to ``MOST_CALLS``; a rank
-    with nothing to do counts as none.
+    The calls are as many as fit in ``case_seconds``, from ``LEAST_CALLS`` to ``MOST_CALLS``; a rank
+    with nothing to do makes empty calls.
     """
     watch = stopwatch(device.type)
     for _ in range(WARMUP_CALLS):
@@ -351,7 +350,7 @@ def agree(wanted: bool, device: torch.device) -> bool:
 def spread_partition(
     partition: Sequence[Sequence[int]], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of a stage repeated over all ranks: the other stages talk at the same time.
+    """Repeat the groups of a stage over all ranks: other stages communicate at the same time.
 
     >>> spread_partition(((0, 1),), 4), spread_partition(((0, 2), (1, 3)), 4)
     (((0, 1), (2, 3)), ((0, 2), (1, 3)))
@@ -367,8 +366,8 @@ def spread_partition(
 def partition_of(
     cluster: Cluster, kind: str, group: Group, partition: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks that are measured for a collective of ``group`` or a message: over all devices, as
-    other stages talk at the same time, but where devices are wired all of them as ``group`` is."""
+    """Return the groups of ranks that measure a collective of ``group`` or a message at once, as
+    all stages communicate in training; on wired devices, only groups wired like ``group``."""
     is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
     if kind != "p2p":
         spread = spread_partition(partition, cluster.num_devices)
@@ -383,7 +382,7 @@ def partition_of(
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The first of these pairs that share no rank.
+    """Return the first of these pairs that share no rank.
 
     >>> disjoint([(0, 1), (1, 2), (2, 3)])
     ((0, 1), (2, 3))
@@ -396,7 +395,7 @@ def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def neighbours(host_sizes: Sequence[int], *, between_hosts: bool) -> tuple[tuple[int, ...], ...]:
-    """Pairs of ranks, each rank in one at most: within hosts, or of the first two hosts.
+    """Return disjoint pairs of ranks: neighbours within hosts, or ranks of the first two hosts.
 
     >>> neighbours((4, 4), between_hosts=False)
     ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -1,4 +1,4 @@
-"""The memory of a training step: the bytes of a rank's tensors at their fullest moment.
+"""Memory of a training step: the bytes of a rank's tensors at their peak.
 
 In: a step to run, and which tensors are parameters, gradients, optimizer states. Out: a
 ``MemoryReport``. On a CPU every storage is counted from the op that makes it until it is freed
@@ -33,10 +33,10 @@ Tensors = Mapping[str, Iterable[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The fullest moment of a step. ``peak_bytes`` is the sum of ``by_category``.
+    """Peak memory of a step. ``peak_bytes`` is the sum of ``by_category``.
 
-    ``allocator_peak_bytes`` is of the device's allocator, None on a CPU; ``between_bytes`` are
-    still alive when the step is done.
+    ``allocator_peak_bytes`` is the peak of the device's allocator, None on a CPU; ``between_bytes``
+    are still alive when the step is done.
     """
 
     peak_bytes: int
@@ -55,10 +55,10 @@ def measure_peak(
 ) -> MemoryReport:
     """Run ``step`` once and report its memory.
 
-    ``held`` names the tensors there are, before and after the step; they count even where no op of
-    the step touches it. ``watch`` is entered around the step and may name tensors meanwhile. A step
-    that is measured should not be the first one: an optimizer makes its states then. ``resizes``:
-    see ``LiveBytes``.
+    ``held`` returns the existing tensors, before and after the step; they count even where no op of
+    the step touches them. ``watch`` is entered around the step and may name tensors meanwhile. A
+    measured step should not be the first: an optimizer makes its states then. ``resizes``: see
+    ``LiveBytes``.
 
     >>> weight = torch.ones(1000, requires_grad=True)
     >>> def step():
@@ -120,11 +120,11 @@ def held_by(trainer: RankTrainer) -> Tensors:
 
 
 def states_of(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the memory that a rank's states take at this moment.
+    """Return the bytes of memory that a rank's states take at this moment, by category.
 
-    ``parameters`` are the copies that compute, gathered ones included, ``master`` those that the
-    optimizer steps, ``gradients`` also those that ZeRO 1 has yet to split. Memory counts once. A
-    reduce-scatter that is under way is waited for.
+    ``parameters`` are the compute copies, gathered copies included, ``master`` the tensors that the
+    optimizer steps; ``gradients`` include gradients that ZeRO 1 has yet to split. Shared memory
+    counts once. A reduce-scatter that is under way is waited for.
     """
     for stage in trainer.model.stages.values():
         if stage.reductions is not None:
@@ -144,10 +144,10 @@ def states_of(trainer: Trainer) -> dict[str, int]:
 
 
 def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """``states_of`` as a step's last backward begins: all that the step needs of states is there.
+    """Run a step; return ``states_of`` as its last backward begins, when all states exist.
 
-    The step is made. Collective over all ranks; ``trainer`` has one stage on this rank, and
-    several micro-batches, or the gradients of none would be there.
+    Collective over all ranks; ``trainer`` has one stage on this rank, and several micro-batches:
+    with one, no gradients would exist yet.
     """
     (executor,) = trainer.runner.executors.values()
     found: dict[str, int] = {}
@@ -168,7 +168,7 @@ def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) 
 
 @contextmanager
 def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
-    """Tell parameters that ZeRO gathers from activations while inside."""
+    """Mark parameters that ZeRO gathers as "gathered", not activations, inside the context."""
 
     def mark(block: nn.Module, _: object) -> None:
         live.mark((each for each in block.parameters()), "gathered", over=False)
@@ -183,7 +183,7 @@ def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
 
 
 def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport:
-    """One step of a trainer on a global batch, counted. Collective over all ranks."""
+    """Run a step of a trainer on a global batch; return its memory. Collective over all ranks."""
 
     def held() -> Tensors:
         return {**held_by(trainer), "batch": list(inputs.values())}

@@ -1,4 +1,4 @@
-"""Measure ops, and updates of parameters, on every rank of a cluster.
+"""Measurement of ops, and of updates of parameters, on every rank of a cluster.
 
 In: op cases in the order of their importance. Out: each case's measurement, the same on every
 rank. CPU ranks share the machine's memory and maybe its cores, so there every rank measures the
@@ -8,8 +8,8 @@ share, so there the ranks split the list.
 Updates: in, an optimizer's name or the function that builds a model's own, and sizes of tensors;
 out, seconds per tensor of each size on the slowest rank, of the runtime's own update: the norm of
 the gradient in float64, then the optimizer's step on DTensor masters. Each size is measured with
-as many tensors as make ``TOTAL_BYTES``, so that small ones are a few of many and large ones come
-from memory.
+``TOTAL_BYTES`` of tensors, so that small tensors are some of many and large tensors are read from
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .links import LinkTime, Meshes, agree, ends_first, median_seconds
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """A case and its measurement, or why there is none."""
+    """A case and its measurement, or the reason that there is none."""
 
     case: OpCase
     measurement: Measurement | None
@@ -46,7 +46,7 @@ class OpTime:
 def measure_ops(
     cases: Sequence[OpCase], *, device: torch.device, budget: Budget, until: Callable[[], bool]
 ) -> Iterator[OpTime]:
-    """The cases' times until ``until``, asked on rank 0 alone. Collective over all ranks."""
+    """Yield the cases' times until ``until()`` is true on rank 0. Collective over all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = device.type == "cpu"
     stride = 1 if shares else world_size
@@ -70,7 +70,7 @@ def _measured(case: OpCase, device: torch.device, budget: Budget) -> Measurement
 
 
 def _joined(case: OpCase, answers: Sequence[Any]) -> OpTime:
-    """One measurement of those of several ranks."""
+    """Combine the answers of several ranks into one measurement."""
     found = [answer for answer in answers if isinstance(answer, Measurement)]
     if len(found) < len(answers):
         reasons = [answer for answer in answers if isinstance(answer, str)]
@@ -93,9 +93,9 @@ def measure_updates(
     until: Callable[[], bool],
     build: BuildOptimizer | None = None,
 ) -> Iterator[LinkTime]:
-    """Measure for each size in bytes the seconds per parameter. Collective over all ranks.
+    """Yield for each size in bytes the seconds per parameter. Collective over all ranks.
 
-    ``build``, the model's own, goes before the name.
+    ``build``, which builds the model's own optimizer, takes precedence over the name.
     """
     meshes = Meshes(device)
     mesh = meshes.of(torch.arange(dist.get_world_size()).tolist())
@@ -116,7 +116,7 @@ def measure_updates(
 def own_name(build: BuildOptimizer) -> str:
     """Name a model's own optimizer by its class and its switches, which decide its step's time.
 
-    "" where it cannot be made of other parameters than the model's.
+    Returns "" if it cannot be made for other parameters than the model's.
 
     >>> own_name(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)).split()[::3]
     ['SGD', 'fused=None', 'nesterov=False']
@@ -134,7 +134,7 @@ def own_name(build: BuildOptimizer) -> str:
 
 
 def _own(build: BuildOptimizer | None, parameters: list[nn.Parameter]) -> Optimizer | None:
-    """The model's own optimizer of other parameters; None where it refuses these.
+    """Build the model's own optimizer for other parameters; None if it refuses them.
 
     An optimizer may be for matrices only, or for parameters of certain names.
     """

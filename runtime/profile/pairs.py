@@ -1,4 +1,4 @@
-"""Measuring every device and link of a cluster apart, to find the slow ones.
+"""Measurement of each device and link of a cluster separately, to find the slow ones.
 
 In: rounds of pairs of ranks that send each other messages at the same time. Out: the time of each
 pair, for messages of several sizes, and of a product of matrices on each rank.
@@ -25,7 +25,7 @@ SIZES = (1 << 14, 1 << 18, 1 << 22)
 GPU_FACTOR = 16
 CALLS = 7
 ROUND_SECONDS = 0.5
-"""Time for the messages of a size, beyond ``CALLS`` of them."""
+"""Time for the messages of a size; at least ``CALLS`` messages are sent."""
 PRODUCT = {"cpu": 512, "cuda": 4096}
 """Rows of the square matrices that are multiplied."""
 
@@ -44,7 +44,7 @@ class PairTime:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The place of a rank, and the seconds of the same product of matrices on each."""
+    """The place of a rank, and its seconds for a matrix product that all ranks compute."""
 
     host: str
     device: str
@@ -53,9 +53,9 @@ class RankFacts:
 
 
 def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
-    """Rounds of pairs that cover every link once or twice: first neighbours within the hosts, then
-    hosts next to each other, each rank of one with the same of the other. In a round no rank is in
-    two pairs.
+    """Return rounds of pairs that cover every link once or twice: first neighbours within the
+    hosts, then adjacent hosts, each rank of a host with the same rank of the other. In a round no
+    rank is in two pairs.
 
     >>> from ...cost_model.cluster.shorthand import parse_cluster
     >>> rounds_of(parse_cluster("2x2xcpu"))
@@ -92,9 +92,9 @@ def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
 
 
 def rank_facts(device: torch.device) -> list[RankFacts]:
-    """The facts of all ranks, in their order, on every rank. Collective.
+    """Return the facts of all ranks, in rank order, on every rank. Collective.
 
-    All multiply at the same time, as they compute in training.
+    All ranks multiply at the same time, as they compute in training.
     """
     size = PRODUCT[device.type]
     left = torch.ones(size, size, device=device)
@@ -108,9 +108,9 @@ def rank_facts(device: torch.device) -> list[RankFacts]:
 
 
 def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
-    """The times of one round, by size and pair. Collective over all ranks.
+    """Yield the times of one round, by size and pair. Collective over all ranks.
 
-    A pair has as many calls as all others, so that none has the links for itself.
+    All pairs make the same number of calls, so that none has the links for itself.
     """
     factor = GPU_FACTOR if device.type == "cuda" else 1
     watch = stopwatch(device.type)
@@ -127,5 +127,5 @@ def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
 
 
 def all_pair_times(rounds: Sequence[Round], device: torch.device) -> list[PairTime]:
-    """The times of all rounds, one after the other. Collective over all ranks."""
+    """Return the times of all rounds, run one after the other. Collective over all ranks."""
     return [time for pairs in rounds for time in pair_times(pairs, device)]

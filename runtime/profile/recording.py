@@ -1,8 +1,8 @@
 """Recording the actions of every rank in a step, on one clock.
 
 In: a trainer whose steps are recorded. Out: on rank 0 the actions of all ranks in seconds of its
-own clock, from the first recorded step on. On a GPU an action's seconds are those at which the
-GPU reached it, by events in its queue; on a CPU those of the host.
+own clock, from the first recorded step on. On a GPU, events in its queue give the times at which it
+reached an action; on a CPU, the host's clock does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..step.pipeline import StepMoments
 from ..step.trainer import Trainer
 
 PINGS = 9
-"""Messages there and back by which the clocks of two hosts are compared; the median counts."""
+"""Number of round trips by which the clocks of two hosts are compared; the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedAction:
-    """An action as it ran: it waits for messages from start to ready. In seconds of rank 0."""
+    """An action as it ran, in seconds of rank 0; from start to ready it waits for messages."""
 
     action: Action
     start_seconds: float
@@ -38,7 +38,7 @@ class RecordedAction:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step of one rank. The update of the weights goes from ``update_seconds`` to the end."""
+    """A step of one rank. The weights are updated from ``update_seconds`` to ``end_seconds``."""
 
     start_seconds: float
     actions: tuple[RecordedAction, ...]
@@ -47,7 +47,7 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Records steps of one rank: ``begin`` before the step, ``end`` after it."""
+    """Recorder of one rank's steps: ``begin`` before the step, ``end`` after it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._queue = trainer, queue_of(trainer.device)
@@ -55,7 +55,7 @@ class StepRecorder:
         self._zero: tuple[Any, float] | None = None
 
     def begin(self) -> None:
-        """Have the next step note its moments."""
+        """Make the next step record the times of its actions."""
         if self._zero is None:
             zero = self._queue.moment()
             if self._queue.runs_behind:
@@ -64,15 +64,14 @@ class StepRecorder:
         self._trainer.runner.set_clock(self._queue.moment)
 
     def end(self) -> None:
-        """Take the moments of the step that has just run; of several batches the last one's."""
+        """Store the times of the step that has just run; of several batches, the last batch's."""
         moments = self._trainer.runner.moments
         if moments is not None:
             self._steps.append((moments, self._queue.moment()))
         self._trainer.runner.set_clock(None)
 
     def gather(self) -> list[list[RecordedStep]]:
-        """Return on rank 0 the steps of every rank, in rank order; elsewhere nothing.
-        Collective."""
+        """Return on rank 0 all ranks' steps in rank order, elsewhere an empty list. Collective."""
         offset = clock_offset()
         return gather_on_first([self._seconds(step, end, offset) for step, end in self._steps])
 
@@ -92,9 +91,9 @@ class StepRecorder:
 
 
 def clock_offset() -> float:
-    """Return by how much this rank's clock is ahead of rank 0's. Collective.
+    """Return the seconds by which this rank's clock is ahead of rank 0's. Collective.
 
-    Processes of one machine have one clock. Of others it is compared by messages there and back:
+    Processes of one machine have one clock. Clocks of other machines are compared by round trips:
     rank 0 is taken to answer in the middle of their time (Cristian, Distributed Computing 3, 1989).
     """
     if not dist.is_initialized():
@@ -108,7 +107,7 @@ def clock_offset() -> float:
 
 
 def _compared(other: int) -> float:
-    """The offset of rank ``other``, there; on rank 0 zero."""
+    """Return the clock offset of rank ``other`` on that rank, and zero on rank 0."""
     group, box = control_group(), torch.zeros((), dtype=torch.float64)
     if dist.get_rank() == 0:
         for _ in range(PINGS):

@@ -1,13 +1,13 @@
-"""The rank that the others wait for, while training goes on.
+"""Detection of a straggler, a rank that the others wait for, while training goes on.
 
-In: for how much of the time each rank works and does not wait for others, sampled, and for how
-much the plan predicts. Out: the slow rank, if one works much longer than its peers.
+In: the share of the time in which each rank works and does not wait for others, sampled, and the
+share that the plan predicts. Out: the slow rank, if a rank works much longer than its peers.
 
-A rank that is slow waits for nobody and everybody waits for it, whatever the plan: at each
-all-reduce under data parallelism, at each gather under ZeRO 3, at each message of a pipeline. So
-the time not spent waiting tells the rank apart, unlike the time of a forward or backward, which
-contains waits for others. Samples are of the host, which on a GPU runs ahead of the device: there
-they say nothing, and nothing is sampled.
+A slow rank waits for nobody and everybody waits for it, under any plan: at each all-reduce under
+data parallelism, at each gather under ZeRO 3, at each message of a pipeline. So the time not spent
+waiting tells the rank apart, unlike the time of a forward or backward, which contains waits for
+others. Samples are of the host, which on a GPU runs ahead of the device: there they say nothing,
+and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from torch import _ops
 from torch.distributed import _functional_collectives, distributed_c10d
 
 SAMPLE_SECONDS = 0.02
-"""The time between two samples. One takes about 10 µs, during which the main thread stands."""
+"""Time between two samples. A sample takes about 10 µs, while the main thread stands still."""
 WINDOW_SECONDS, WINDOW_STEPS = 4.0, 10
-"""Ranks are compared over at least so much time and so many steps. On two busy cores the shares of
-four equal ranks differ by up to 0.12 over 2 seconds; a single step may be anything."""
+"""Least time and least number of steps over which ranks are compared. On two busy cores the shares
+of four equal ranks differ by up to 0.12 over 2 seconds, and in a single step by any amount."""
 CHECK_STEPS, FIRST_STEP = 5, 3
-"""Steps between looks at the time, and the step before the first one that counts: the first steps
-make buffers, connections and the optimizer's state."""
+"""Steps between checks of the time, and the last step before the first window: the first steps make
+buffers, connections and the optimizer's state."""
 PEER_RATIO, PLANNED_RATIO = 1.4, 2.0
-"""Work of a slow rank over the median: of ranks of the same stage, and of ranks of other stages,
-relative to the plan, as predictions of stages are off by tens of percent.
-"""
+"""Least ratio of a slow rank's work to the median: of ranks of the same stage, and of ranks of
+other stages, relative to the plan, as predictions of stages are off by tens of percent."""
 LEAST_DIFFERENCE = 0.15
-"""Share of the time by which a slow rank works longer than the median."""
+"""Least share of the time by which a slow rank works longer than the median."""
 WINDOWS = 2
-"""Number of windows in succession in which a rank must be slow: one may be chance."""
+"""Number of windows in succession in which a rank must be slow: a single window may be chance."""
 
 _BLOCKING_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
 _PASSED_THROUGH = (_ops.__file__, threading.__file__)
-"""Files whose frames say nothing: who called them does."""
+"""Files whose frames are skipped: their callers decide whether a thread waits."""
 _waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 
 def is_waiting(frame: FrameType) -> bool:
     """Tell whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
 
-    It does inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
+    It waits inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
     of a collective's work.
     """
     inner: FrameType | None = frame
@@ -67,7 +66,7 @@ def is_waiting(frame: FrameType) -> bool:
 
 
 class WorkSampler:
-    """Samples whether the main thread works or waits; a context manager, on while inside."""
+    """Sampler of whether the main thread works or waits; a context manager, on while inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,7 +84,7 @@ class WorkSampler:
         self._thread.join()
 
     def _sample(self) -> None:
-        """A sample stands for the time since the one before, in which the process may have been
+        """Take samples; each counts for the time since the last, in which the process may have
         stopped."""
         last = time.monotonic()
         while not self._stopped.wait(SAMPLE_SECONDS):
@@ -99,7 +98,7 @@ class WorkSampler:
             last = now
 
     def read(self) -> tuple[float, float]:
-        """The seconds of work since ``reset``, and all seconds."""
+        """Return the seconds of work since ``reset``, and all seconds."""
         with self._lock:
             return self._working, self._seconds
 
@@ -110,11 +109,11 @@ class WorkSampler:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that the others wait for.
+    """A rank that the other ranks wait for.
 
-    It waits for others for ``waits`` of the time, the median of those that it is compared with for
-    ``others_wait``: the other ranks of its stage (``is_of_stage``) or all others. It works
-    ``ratio`` times as long as they, relative to the plan.
+    It waits for others for the share ``waits`` of the time; the ranks that it is compared with, the
+    other ranks of its stage (``is_of_stage``) or all others, wait for the median share
+    ``others_wait``. It works ``ratio`` times as long as they, relative to the plan.
     """
 
     rank: int
@@ -134,11 +133,11 @@ class Straggler:
 def find_straggler(
     works: Sequence[float], planned: Sequence[float], stages: Sequence[Hashable]
 ) -> Straggler | None:
-    """Return the rank that the others wait for, if there is one.
+    """Return the rank that the others wait for, or None.
 
-    ``works`` and ``planned`` are the share of the time in which each rank does not wait for
-    others, measured and predicted; ``stages`` are those of each rank. Ranks that the plan
-    leaves idle are not compared.
+    ``works`` and ``planned`` are the shares of the time in which each rank does not wait for
+    others, measured and predicted; ``stages`` are the ranks' stages. Ranks that the plan leaves
+    idle are not compared.
 
     >>> find_straggler([0.5, 0.95, 0.45, 0.5], [0.9] * 4, [0] * 4).rank
     1
@@ -157,7 +156,7 @@ def _compared(
     planned: Sequence[float],
     stages: Sequence[Hashable],
 ) -> Straggler | None:
-    """``rank`` compared with the others of its stage, or else of other stages, where it is slow."""
+    """Compare ``rank`` with its stage's others, or else other stages; None if it is not slow."""
     others = [other for other in ranks if other != rank]
     peers = [other for other in others if stages[other] == stages[rank]]
     usual = median([works[other] / planned[other] for other in peers or others] or [float("inf")])
@@ -171,19 +170,19 @@ def _compared(
 
 
 class StragglerWatch:
-    """Compares ranks window by window; the same on every rank."""
+    """Comparison of ranks window by window; the result is the same on every rank."""
 
     def __init__(self, planned: Sequence[float], stages: Sequence[Hashable]) -> None:
-        """See ``find_straggler``."""
+        """Make a watch; ``planned`` and ``stages``: see ``find_straggler``."""
         self._planned, self._stages = planned, stages
         self._slow_rank: int | None = None
         self._num_windows = 0
 
     def compare(self, times: Sequence[tuple[float, float]]) -> Straggler | None:
-        """The slow rank of a window, where it is to be named: in the second window in which it
-        was found, and then the fourth, the eighth …
+        """Return the slow rank of a window, if it is to be named now: in the second window in which
+        it was found, and then the fourth, the eighth …
 
-        ``times`` are the seconds of work and all seconds of each rank.
+        ``times`` are each rank's seconds of work, and all its seconds.
         """
         works = [working / seconds for working, seconds in times]
         found = find_straggler(works, self._planned, self._stages)

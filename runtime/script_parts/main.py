@@ -21,7 +21,7 @@ TRAINER = Trainer
 
 
 def named(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of a global batch by the names that stages have for them."""
+    """Return the tensors of a global batch by the input names of the stages."""
     tensors = {}
     for name, (key, dtype, shape) in INPUTS.items():
         tensor = batch[key]
@@ -39,7 +39,7 @@ def main(
     constants: Callable[[nn.Module], dict[str, Tensor]],
     count: Count | None,
 ) -> None:
-    """Train on a rank as the command line asks."""
+    """Train on this rank, as the command line asks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

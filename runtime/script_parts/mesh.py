@@ -81,7 +81,7 @@ Move = Callable[..., Tensor]
 
 
 class Change(torch.autograd.Function):
-    """Function that moves a value along an axis, and its gradient in another way.
+    """Autograd function that applies a move along an axis to a value, another to its gradient.
 
     A move takes the tensor, the axis and dimensions; for the gradient these are in reverse order.
     """
@@ -100,7 +100,7 @@ class Change(torch.autograd.Function):
 
 
 def change(x: Tensor, axis: str, value: Move, gradient: Move, *dims: int) -> Tensor:
-    """Move ``x`` by ``value``, and its gradient by ``gradient``."""
+    """Move ``x`` by ``value``, and its gradient by ``gradient``, along ``axis``."""
     result: Tensor = Change.apply(x, axis, value, gradient, dims)  # type: ignore[no-untyped-call]
     return result
 

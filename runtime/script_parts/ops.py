@@ -1,4 +1,4 @@
-"""Ops of a script that differ on a rank's part from the op on the whole tensor.
+"""Ops of a script that compute differently on a rank's part than on the whole tensor.
 
 Other such functions are copied from ``passes``; a script has these in another form.
 """
@@ -52,7 +52,7 @@ def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: 
 def exchanged_split(
     mesh: Mesh, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """Cut a matrix, split along its other dimension, along ``dim`` into parts split along it.
+    """Cut a matrix along ``dim``: it is split along its other dimension, the parts along ``dim``.
 
     ``wanted`` is the dimension that each axis splits a part along. If one axis does, all parts
     travel in one all-to-all: their shares are sorted by rank first.
@@ -127,7 +127,7 @@ def uniform(
 def start_of(
     x: Tensor, mesh: Mesh, draw: Draw, *, split: dict[str, int], rows: tuple[int, int] | None
 ) -> tuple[int, ...]:
-    """Return the start of a rank's part of a micro-batch's tensor in the whole batch's.
+    """Return the start of a rank's part of a micro-batch's tensor in the whole batch's tensor.
 
     ``split`` maps an axis to the dimension that it splits; ``rows`` is the dimension that counts
     the batch, and its size in a micro-batch.

@@ -60,7 +60,7 @@ def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
 
 
 def overlap(*boxes: Box) -> list[tuple[slice, ...]]:
-    """Return the slices of each box that hold the elements of all; none if there are no such."""
+    """Return the slices of each box that hold the elements common to all; [] if there are none."""
     shared = [(max(s for s, _ in dim), min(s for _, s in dim)) for dim in zip(*boxes, strict=True)]
     if any(start >= stop for start, stop in shared):
         return []

@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Draw:
-    """State of random ops: the seed, the number of the batch and micro-batch, of the first op."""
+    """State of random ops: the seed, and the numbers of the batch, micro-batch and first op."""
 
     seed: int = 0
     batch: int = 0
@@ -123,14 +123,14 @@ class StageRank:
 
     @property
     def counts_loss(self) -> bool:
-        """True if this rank's loss is added up."""
+        """Return whether this rank's loss is added to the sum over ranks."""
         alone = self.mesh.shape.keys() - set(self.stage.loss_terms)
         return all(self.mesh.coordinate(axis) == 0 for axis in alone)
 
     def backward(
         self, microbatch: int, gradients: dict[str, Tensor], scale: float
     ) -> dict[str, Tensor]:
-        """Return the gradients of received values; ``scale`` is the loss's."""
+        """Return the gradients of received values; the loss is scaled by ``scale``."""
         made, received = self.made.pop(microbatch), self.received.pop(microbatch)
         gradients = dict(gradients)
         if self.stage.loss:

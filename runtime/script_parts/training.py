@@ -27,7 +27,7 @@ Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 def mean_counts(
     count: Count | None, batch: dict[str, Tensor], constants: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the means over the micro-batches of a step that each of them needs."""
+    """Return the counts that each micro-batch of a step needs, as means over the micro-batches."""
     sums: dict[str, Tensor] = {}
     for microbatch in range(MICRO_BATCHES if count is not None else 0):
         found = count(batch, constants, microbatch)  # type: ignore[misc]
@@ -39,7 +39,7 @@ def mean_counts(
 
 
 def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raise if ranks have different values, by the sum of each tensor's first values.
+    """Raise ValueError if the sums of the tensors' first values differ between ranks.
 
     Collective over all ranks. The sums may differ as much as between different processors.
     """
@@ -52,7 +52,7 @@ def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> No
 
 
 class Trainer:
-    """Part of the job on a rank."""
+    """Trainer of this rank's stages."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Trainer:
         ]
 
     def begin(self, batch: dict[str, Tensor], draw: Draw) -> None:
-        """Start on a global batch; ``draw`` is the state of its random numbers."""
+        """Start a step on a global batch; ``draw`` is the state of its random numbers."""
         check_same("batches (batches, build_data)", batch.values(), self.device)
         counts = mean_counts(self.count, batch, self.constants)
         counts = {key: value.to(self.device) for key, value in counts.items()}
@@ -98,9 +98,9 @@ class Trainer:
             stage.begin(batch, counts, draw)
 
     def run(self, share: float, *, is_last: bool) -> None:
-        """Run forward and backward of a batch, with its share of the weight of an update.
+        """Run forward and backward of a batch, which is the ``share`` of an update's weight.
 
-        After the last batch of an update gradients are summed.
+        After the last batch of an update, gradients are summed over ranks.
         """
         for stage in self.stages.values():
             for microbatch in range(MICRO_BATCHES):
@@ -161,7 +161,7 @@ class Trainer:
         return float(total)
 
     def fill(self, model: nn.Module) -> None:
-        """Give ``model`` the values of this moment, whole. Collective over all ranks."""
+        """Fill ``model`` with the current weights and buffers, whole. Collective over all ranks."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         for name, whole in named:
             held = [n for n, s in enumerate(self.table) if name in {*s.parameters, *s.updates}]

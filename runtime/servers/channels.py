@@ -1,11 +1,11 @@
 """Requests of workers to servers, over process groups of two ranks each.
 
 In: a request and its payload. Out: the reply, or ``PeerLostError`` where the other process is gone.
-A group of two ranks fails only with one of the two, so all others go on.
+A group of two ranks fails only with one of the two, so all other processes go on.
 
 A worker pushes gradients and pulls weights in threads of their own (``Traffic``). Where a server is
 lost, its requests go to the server that holds the replicas of its pieces, the unanswered request
-first: a server knows which pushes it had.
+first: a server ignores pushes that it has had.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from ...planner.errors import RunError
 from ..messages.all_reduces import TaskThread, ThreadTask
 
 PUSH, COPY, PULL, GRADIENT, LOSS, READ_LOSS, BYE = range(7)
-"""Kinds of requests: apply a gradient, the same for a replica, give weights, give the gradient of
-the last update, note a part's loss, give the loss of a step, nothing more."""
+"""Kinds of requests: apply a gradient, apply it to a replica, return weights, return the gradient
+of the last update, store a part's loss, return the loss of a step, end the channel."""
 
 READY, LOST = range(2)
-"""The reply: done; or, workers were lost of whom the asking one does not know."""
+"""Status of a reply: done; or, workers were lost that the asking worker does not know of."""
 
 NEVER = timedelta(days=100)
-"""A server waits for requests as long as a run takes; a process that ends closes its channels."""
+"""Time limit of a channel: a server waits for requests as long as a run takes; a process that ends
+closes its channels."""
 
 
 class PeerLostError(Exception):
-    """The process at the other end is gone."""
+    """Error of a channel: the process at the other end is gone."""
 
 
 class Request(NamedTuple):
-    """``home`` is the server that the piece belongs to, ``known`` the lost workers as bits."""
+    """Request to a server. ``home`` is the server that the piece belongs to; ``known`` has a bit
+    for each lost worker that the sender knows of."""
 
     operation: int
     home: int = 0
@@ -58,14 +60,14 @@ class Reply(NamedTuple):
 
 
 class Channel(Protocol):
-    """A way for requests, one at a time."""
+    """Way to send requests to a server, one at a time."""
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply: ...
 
 
 @dataclass(frozen=True)
 class LocalChannel:
-    """A channel to a server of this process."""
+    """A channel to a server in this process."""
 
     handle: Callable[[Request, Tensor | None], Reply]
 
@@ -82,7 +84,7 @@ class PeerChannel:
     """One end of a channel between two processes: rank 0 of its group asks, rank 1 answers."""
 
     def __init__(self, name: str, *, asks: bool) -> None:
-        """Both ends make it, under the same name."""
+        """Make this end. Both ends use the same ``name``."""
         store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._group: Any = dist.ProcessGroupGloo(store, 0 if asks else 1, 2, NEVER)
         self._other = 1 if asks else 0
@@ -101,7 +103,7 @@ class PeerChannel:
         return tensor
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Ask; a value of the reply is written ``into`` memory of its size."""
+        """Send a request; receive its reply, and the reply's value ``into`` memory of its size."""
         self.send(torch.tensor(request))
         if payload is not None:
             self.send(payload)
@@ -113,7 +115,7 @@ class PeerChannel:
         return Reply(status, lost, into)
 
     def next_request(self) -> Request:
-        """Wait for a request; who answers reads its payload next."""
+        """Wait for a request; the caller reads its payload next."""
         return Request(*self.receive(torch.zeros(6, dtype=torch.int64)).tolist())
 
     def answer(self, reply: Reply) -> None:
@@ -123,7 +125,7 @@ class PeerChannel:
 
 
 Key = tuple[int, int]
-"""A home server, and a block."""
+"""Home server and block of a piece."""
 
 
 class Link:
@@ -134,7 +136,7 @@ class Link:
         self._home, self._targets = home, targets
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Raise RunError AP958 where no server with these pieces is left."""
+        """Send a request to the first server that is left. Raise RunError AP958 if none is left."""
         while self._targets:
             try:
                 return self._targets[0].call(request, payload, into)
@@ -155,7 +157,7 @@ class Link:
 
 
 class Traffic:
-    """All links of a worker. ``sizes`` are the elements of every piece.
+    """Pushes and pulls of a worker, over all its links. ``sizes`` has the elements of each piece.
 
     A server that has no replica fails pushes and pulls alike: the error of a pull is raised first.
     """
@@ -196,19 +198,18 @@ class Traffic:
         return thread
 
     def push(self, request: Request, payload: Tensor) -> None:
-        """Have a server get ``payload``, after earlier pushes."""
+        """Send ``payload`` to a server in the background, after earlier pushes."""
         call = partial(self._pushes[request.home].call, request, payload, None)
         self._last[request.home] = self._lanes[request.home].submit(call)
 
     def pull(self, request: Request) -> None:
-        """Have a piece's weights, or a step's loss, come from a server."""
+        """Request a piece's weights, or a step's loss, from a server in the background."""
         with self._changed:
             self._to_pull[request.home].append(request)
             self._changed.notify_all()
 
     def wait(self, is_there: Callable[[], bool], known: int) -> bool:
-        """Wait until something is there; return False where workers beyond ``known`` were lost
-        before."""
+        """Wait until ``is_there()``; return False if workers beyond ``known`` were lost before."""
         with self._changed:
             self._changed.wait_for(
                 lambda: is_there() or self._error is not None or bool(self.lost & ~known)
@@ -218,7 +219,7 @@ class Traffic:
             return is_there()
 
     def know(self, lost: int) -> None:
-        """Go on asking, without the ``lost`` workers."""
+        """Continue the pulls, without the ``lost`` workers."""
         with self._changed:
             self._known |= lost
             self._changed.notify_all()
@@ -238,12 +239,12 @@ class Traffic:
             self.arrived.clear()
 
     def flush(self) -> None:
-        """Wait until all that was pushed has been acknowledged."""
-        for work in self._last.values():  # those before it are done
+        """Wait until all pushes have been acknowledged."""
+        for work in self._last.values():  # earlier pushes are then done too
             work.wait()
 
     def close(self) -> None:
-        """Say to all servers that nothing more comes."""
+        """Tell all servers that no more requests come."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -276,7 +277,7 @@ class Traffic:
         return torch.empty(self._sizes[request.home, request.block], dtype=self._dtype)
 
     def _took(self, queue: deque[Request], request: Request, reply: Reply, into: Tensor) -> None:
-        """A pull that is told of lost workers stays first in the queue."""
+        """Store a reply; a pull that is told of lost workers stays first in the queue."""
         self.lost |= reply.lost
         if reply.status == LOST:
             return

@@ -1,14 +1,14 @@
-"""A parameter server: pieces of the weights, and a thread for each channel that asks for them.
+"""A parameter server: pieces of the weights, and a thread for each channel with requests.
 
 In: requests. Out: replies. A push is forwarded to the server that holds the replica before it is
-acknowledged, in the order in which it is applied; when that server is lost the rest goes on
-without. A worker that is lost leaves the clocks of ssp and asp; under bsp those who wait for its
-part are told.
+acknowledged, in the order in which it is applied; when that server is lost the run goes on without
+a replica. A lost worker leaves the clocks of ssp and asp; under bsp workers that wait for its part
+are told.
 
 A piece is the elements that a server holds of one block, with their optimizer. Under bsp the
-gradients of an iteration are summed in the order of the parts, so the sum does not depend on which
-comes first, and the weights before the last update stay: whoever takes over the part of a lost
-worker computes with them. Otherwise each gradient is an update of its own.
+gradients of an iteration are summed in the order of the parts, so the sum does not depend on the
+order of arrival, and the weights before the last update stay: a worker that takes over the part of
+a lost worker computes with them. Otherwise each gradient is an update of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .channels import (
 
 
 class ServedPiece:
-    """``weights`` are the elements of ``shards``, one after the other."""
+    """A piece of the weights; ``weights`` has the elements of ``shards``, one after the other."""
 
     def __init__(
         self,
@@ -55,8 +55,7 @@ class ServedPiece:
         build: BuildOptimizer | None,
         optimizer: str,
     ) -> None:
-        """``shapes`` are those of all parameters that are trained. Raises as
-        ``served_optimizer``."""
+        """Make the piece; ``shapes`` has all trained parameters. Raises as ``served_optimizer``."""
         self.weights, self.clocks = weights, clocks
         self.previous = weights.clone() if clocks.bound == 0 else weights
         self.gradient = torch.zeros_like(weights)
@@ -74,7 +73,7 @@ class ServedPiece:
         self._optimizer = served_optimizer(slices, shapes, build, name=optimizer)
 
     def push(self, clock: int, part: int, gradient: Tensor) -> bool:
-        """Take the gradient of a part of iteration ``clock``; False for one that it had before."""
+        """Take a part's gradient of iteration ``clock``; return False if it was taken before."""
         if part in self.clocks.workers:  # a lost worker's push may still come from its home
             if clock != self.clocks.clock(part):
                 return False
@@ -99,15 +98,15 @@ class ServedPiece:
     def is_ready(self, clock: int, worker: int) -> bool:
         """Tell whether a worker may begin iteration ``clock`` with these weights.
 
-        Pulls and pushes come by channels of their own: the worker's last push is waited for, as
-        its clock is late until then.
+        Pulls and pushes come by separate channels: the worker's last push is waited for, as its
+        clock is late until then.
         """
         if self.clocks.bound == 0:
             return self.version >= clock
         return self.clocks.may_begin(worker) and self.clocks.clock(worker) >= clock
 
     def read(self, clock: int) -> Tensor:
-        """Under bsp the weights of iteration ``clock``, else the newest."""
+        """Return the weights of iteration ``clock`` under bsp, else the newest weights."""
         if self.clocks.bound == 0 and clock < self.version:
             assert clock == self.version - 1
             return self.previous
@@ -121,11 +120,11 @@ def served_optimizer(
     *,
     name: str,
 ) -> Optimizer:
-    """The optimizer of parts of parameters, in the groups that the whole parameters are in.
+    """Make the optimizer of parts of parameters, in the groups of the whole parameters.
 
-    It is made of stand-ins for all parameters, in their shapes but without memory, which are then
-    replaced by the parts that are held. Raises UsageError AP955 for optimizers that do not step
-    each element by itself.
+    It is built with stand-ins for all parameters, of their shapes but without memory, which the
+    held parts then replace. Raises UsageError AP955 for optimizers that do not step each element by
+    itself.
     """
     first = next(part for parts in slices.values() for part in parts)
     stand_ins = {
@@ -154,13 +153,13 @@ def served_optimizer(
 
 
 TICK_SECONDS = 1.0
-"""Time after which a server that waits for requests says again that it goes on."""
+"""Time after which a server that waits for requests reports its progress again."""
 
 
 class Server:
-    """``pieces`` are by home server and block: its own, and replicas of another one's.
+    """A parameter server. ``pieces``, by home server and block, are its own and other replicas.
 
-    ``replica`` is the channel to the server that holds the replicas of its own.
+    ``replica`` is the channel to the server that holds the replicas of its own pieces.
     """
 
     def __init__(
@@ -180,14 +179,13 @@ class Server:
         self._of_servers: list[threading.Thread] = []
 
     def serve(self, channel: PeerChannel, worker: int | None) -> None:
-        """Answer a channel in a thread of its own; ``worker`` is None for another server's."""
+        """Answer a channel in a thread; ``worker`` is None for another server's channel."""
         thread = threading.Thread(target=self._answer_all, args=(channel, worker), daemon=True)
         thread.start()
         (self._of_workers if worker is not None else self._of_servers).append(thread)
 
     def finish(self, progress: Callable[[str], None] | None = None) -> None:
-        """Wait until all workers have said that they are done, or are lost; then for the server
-        whose replicas this one holds."""
+        """Wait until all workers are done or lost; then for the server whose replicas are here."""
         _join(self._of_workers, progress)
         if self._replica is not None:
             try:
@@ -215,7 +213,7 @@ class Server:
         return None
 
     def lose(self, worker: int) -> None:
-        """Go on without a worker."""
+        """Go on without a lost worker."""
         with self._changed:
             self._lost |= 1 << worker
             for piece in self.pieces.values():
@@ -224,7 +222,7 @@ class Server:
             self._changed.notify_all()
 
     def handle(self, request: Request, payload: Tensor | None) -> Reply:
-        """The reply to a request, when it can be given."""
+        """Return the reply to a request, once it can be given."""
         if request.operation == LOSS:
             assert payload is not None
             with self._changed:

@@ -1,7 +1,7 @@
 """Training by a plan with parameter servers, on one rank: as a worker, a server, or both.
 
-In: the captured program, a plan with ``servers``, initial weights. Out: ``step(batch)`` as that of
-``Trainer``, on every rank; ``finish`` waits for the last updates and ends the servers.
+In: the captured program, a plan with ``servers``, initial weights. Out: ``step(batch)`` like
+``Trainer``'s, on every rank; ``finish`` waits for the last updates and ends the servers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WholeBatches:
         return self.plan.model.global_batch
 
     def named(self, batch: object) -> RankInputs:
-        """Return a batch's tensors by the names that the plan has for them."""
+        """Return a batch's tensors by their names in the plan."""
         return mark_inputs(named_inputs(batch, self.program), batch)
 
 
@@ -91,7 +91,7 @@ class ServerTrainer:
 
     @property
     def batches(self) -> DataSource:
-        """The batches of this rank's worker."""
+        """The data source of this rank's worker."""
         return WholeBatches(self.plan, self.program)
 
     @property
@@ -111,15 +111,15 @@ class ServerTrainer:
         return StepResult((torch.tensor(loss, dtype=torch.float64),), None)
 
     def settle(self) -> None:
-        """Hold the weights after the last step, and the gradient of its update."""
+        """Take the weights after the last step, and the gradient of its update."""
         if self.worker is not None:
             self.worker.finish()
             self.worker.take_gradients()
 
     def finish(self, progress: Callable[[str], None] | None = None) -> None:
-        """Wait for the weights after the last step, and end; a server, until all have.
+        """Wait for the weights after the last step, and end; a server waits until all workers have.
 
-        ``progress`` is told again and again that the server goes on.
+        ``progress`` is called again and again while the server waits.
         """
         if self.worker is not None:
             self.worker.finish()
@@ -192,8 +192,8 @@ class ServerTrainer:
 
 
 def plan_of_worker(plan: Plan, rank: int) -> Plan:
-    """Return the plan of a worker: all micro-batches of a step under bsp, of which it then takes
-    its part; else a batch of its own."""
+    """Return the plan of a worker: under bsp all micro-batches of a step, of which it computes its
+    part; else a batch of its own."""
     assert plan.servers is not None
     (stage,) = plan.stages
     own = replace(plan, stages=(replace(stage, devices=(rank,)),))
@@ -209,8 +209,8 @@ def has_replicas(servers: ServerPlan) -> bool:
 
 
 def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
-    """The names of a worker's channels, and the server at the other end: of each home server the
-    home itself, then the one with the replicas."""
+    """Return a worker's channel names, each with the server at its other end: for each home server
+    the home itself, then the server with its replicas."""
     count = len(servers.servers)
     return [
         (f"servers/{kind}/{worker}/{home}/{target}", target)
@@ -221,7 +221,7 @@ def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
 
 
 def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
-    """Make this rank's end of each of its channels. All ranks make them in one order: each end
+    """Make this rank's end of each of its channels. All ranks make them in the same order: each end
     waits for the other."""
     count, made = len(servers.servers), nth_of_run(rank)
     ends = [
@@ -240,14 +240,13 @@ def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
 
 
 def nth_of_run(rank: int) -> int:
-    """Count the trainers that a rank has made: names of channels must not be those of another
-    one."""
+    """Count the trainers that a rank has made, to keep their channels' names apart."""
     store = dist.distributed_c10d._get_default_store()
     return int(store.add(f"servers/made/{rank}", 1))
 
 
 def pieces_of(model: RankModel, num_servers: int) -> dict[Key, tuple[Shard, ...]]:
-    """The shards of every block on every server, in one order on all ranks."""
+    """Return the shards of every block on every server, in the same order on all ranks."""
     trained = {n: p for n, p in model.parameters.items() if p.spec.requires_grad}
     shards = shards_of({n: p.local.numel() for n, p in trained.items()}, num_servers)
     found: dict[Key, list[Shard]] = {}

@@ -1,9 +1,9 @@
 """A worker of parameter servers: micro-batches of its part, pushes beside the backward, pulls.
 
 In: global batches, of which a worker computes its part. Out: gradients at the servers, block by
-block as the backward leaves them; each block's forward waits for its own weights only. Under bsp
-the parts of a lost worker are taken over by the next one that is left, which gets the weights of
-the unfinished iteration once more, so every iteration is that of the whole batch.
+block as the backward produces them; each block's forward waits for its own weights only. Under bsp
+the next remaining worker takes over the parts of a lost worker: it gets the weights of the
+unfinished iteration once more, so every iteration uses the whole batch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..step.executor import StageExecutor
 from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Key, Request, Traffic
 
 SHARED = -1
-"""The block of parameters that several blocks use."""
+"""Block number of parameters that several blocks use."""
 
 
 class LostWorkers(Exception):  # noqa: N818 — a signal inside this file
-    """Workers were lost while this one waited for their part."""
+    """Signal that workers were lost, whose part this worker takes over."""
 
 
 class ServerWorker:
-    """Worker ``index``: ``executor`` runs the whole model on it."""
+    """Worker number ``index``; ``executor`` runs the whole model on it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ServerWorker:
         traffic: Traffic,
         graph: Graph,
     ) -> None:
-        """``graph`` has the rows of a global batch."""
+        """Make the worker; ``graph`` has the rows of a global batch."""
         self._graph = graph
         self.index, self.servers, self.executor = index, servers, executor
         self._pieces, self._traffic = pieces, traffic
@@ -69,11 +69,11 @@ class ServerWorker:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether it is the first worker, as far as it knows, that is left."""
+        """Tell whether this is the first worker that is left, as far as it knows."""
         return self.index == self._owner(0)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One iteration; the loss of the global batch, or without bsp that of the own part."""
+        """Run one iteration; return the loss of the global batch, or without bsp of its part."""
         before, self._batch = self._batch, self._rows(batch)
         while True:
             try:
@@ -86,7 +86,7 @@ class ServerWorker:
         return self._whole_loss() if self.is_bsp and self.is_first else sum(losses)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The batch, or without bsp the rows of the own part, which are an update of their own."""
+        """Return the batch under bsp, else this worker's rows, which make their own update."""
         if self.is_bsp:
             return batch
         graph, count = self._graph, len(self.servers.workers)
@@ -96,7 +96,7 @@ class ServerWorker:
         }
 
     def finish(self) -> None:
-        """Wait for the weights after the last iteration, and hold them."""
+        """Wait for the weights after the last iteration, and fill the model with them."""
         while True:
             try:
                 for block in self._blocks:
@@ -106,12 +106,12 @@ class ServerWorker:
                 self._take_over(self._batch)
 
     def close(self) -> None:
-        """Say to the servers that nothing more comes."""
+        """Tell the servers that no more requests come."""
         self._traffic.flush()
         self._traffic.close()
 
     def take_gradients(self) -> None:
-        """Hold the gradient of the last update, whole."""
+        """Fill the model with the whole gradient of the last update."""
         self._traffic.forget_pulls()
         for home, block in self._pieces:
             self._traffic.pull(Request(GRADIENT, home, block, self._clock, self.index))
@@ -123,7 +123,7 @@ class ServerWorker:
             self._fill(block, gradients=True)
 
     def _parts(self) -> list[int]:
-        """Return its own part, and the parts of lost workers that it comes next after."""
+        """Return this worker's part, and the parts of lost workers that it takes over."""
         if not self.is_bsp:
             return [self.index]
         return [
@@ -136,7 +136,7 @@ class ServerWorker:
         return next(worker for worker in order if not self._known >> worker & 1)
 
     def _run(self, part: int) -> float:
-        """Forwards and backwards of a part's micro-batches; its share of the loss."""
+        """Run forwards and backwards of a part's micro-batches; return its share of the loss."""
         executor, shares = self.executor, self.servers.shares
         if not self.is_bsp:
             part, shares = 0, shares[:1]
@@ -153,7 +153,7 @@ class ServerWorker:
             self._waiting = {block: set(names) for block, names in self._names.items()}
             executor.backward(unit, {}, last=self._is_pushing)
         self._is_pushing = False
-        for block in reversed(self._blocks):  # what got no gradient, and what blocks share
+        for block in reversed(self._blocks):  # blocks without a gradient, and shared ones
             if block in self._waiting:
                 self._push(block)
         losses = [loss for unit in units if (loss := executor.loss(unit)) is not None]
@@ -189,7 +189,7 @@ class ServerWorker:
         return gradient.detach().reshape(-1)[shard.start : shard.stop]
 
     def _request(self) -> None:
-        """Ask for the weights of the next iteration, in the order of first use."""
+        """Request the weights of the next iteration, in the order of first use."""
         for block in self._blocks:
             for home, own in self._pieces:
                 if own == block:
@@ -202,7 +202,7 @@ class ServerWorker:
         return wait
 
     def _wait_for(self, block: int) -> None:
-        """Have the weights of this iteration in a block."""
+        """Wait for a block's weights of this iteration, and fill the model with them."""
         if self._have[block] != self._clock:
             self._wait_until_here(block)
             self._fill(block)
@@ -218,7 +218,7 @@ class ServerWorker:
             self._learn()
 
     def _learn(self) -> None:
-        """Know of lost workers. Raises LostWorkers where this one is to do their part."""
+        """Record lost workers. Raise LostWorkers if this worker takes over their part."""
         before = self._parts()
         self._known |= self._traffic.lost
         if self._parts() != before:
@@ -243,7 +243,7 @@ class ServerWorker:
                         self.executor.parameters[shard.parameter].refresh()
 
     def _take_over(self, batch: Mapping[str, Tensor]) -> None:
-        """Compute the lost parts of the iteration before, with the weights that it began with."""
+        """Compute lost parts of the previous iteration, with the weights it began with."""
         now, self._batch = self._batch, batch
         self._clock -= 1
         self._traffic.forget_pulls()
@@ -251,7 +251,7 @@ class ServerWorker:
         self._request()
         self._have = dict.fromkeys(self._blocks, -1)
         for part in self._parts():
-            self._run(part)  # a server leaves what it had before
+            self._run(part)  # a server ignores pushes that it has had
         self._traffic.flush()
         self._clock += 1
         self._batch = now

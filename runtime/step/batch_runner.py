@@ -2,7 +2,7 @@
 
 In: a rank's part of the model (``RankModel``), the planned variant and its buckets. Out:
 ``backward(batch)``, the loss of a batch, whose gradients are then complete, their norm, and a
-diagnosis, as ``TrainingStep`` asks for them. Variants of smaller batches are made when such a batch
+diagnosis, as ``TrainingStep`` needs them. Variants of smaller batches are made when such a batch
 comes.
 """
 
@@ -43,7 +43,7 @@ from .training_step import Used
 
 
 class BatchRunner:
-    """Runs batches on one rank; ``shape`` is that of the variant that runs the last one."""
+    """Runner of batches on one rank; ``shape`` is the shape of the last batch's variant."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class BatchRunner:
         seed: int,
         progress: Progress | None,
     ) -> None:
-        """``buckets`` are the planned variant at shorter lengths. Asynchronous schedules call
-        ``step_optimizer`` in the middle of a step. Collective over all ranks."""
+        """Make a runner. ``buckets`` are the planned variant at shorter lengths. Asynchronous
+        schedules call ``step_optimizer`` in the middle of a step. Collective over all ranks."""
         planned = model.planned
         self.shape = planned.shape
         self.batches = StepBatches(
@@ -65,9 +65,9 @@ class BatchRunner:
         self.model, self.device, self.progress = model, model.device, progress
         self._step_optimizer = step_optimizer
         self.before_first: Callable[[Mapping[str, Tensor]], None] | None = None
-        """Is called with the inputs of the first batch, before it is run."""
+        """Callback with the inputs of the first batch, before it is run."""
         self.captures: Callable[[int], int] = lambda rows: 0
-        """Tells which capture of the model a batch of so many rows is computed by."""
+        """Function from a batch's rows to the number of the model's capture that computes it."""
         self._deferred: DeferredUpdate | None = None
         self._lanes = Lanes(model.device)
         self._pad = SequencePadding(model.program.graph, self._check_length)
@@ -79,7 +79,7 @@ class BatchRunner:
             self.add(bucket)
 
     def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:
-        """Raise PlanError AP560 where the model makes numbers of the length of its sequences."""
+        """Raise PlanError AP560 if the model makes numbers of the length of its sequences."""
         program = self.model.program
         if program.recapture is None:
             return
@@ -100,9 +100,9 @@ class BatchRunner:
             raise unpaddable(node, "the model computes with a number that it makes of the length")
 
     def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
-        """Have batches run by another variant too, which reads its ``numbers`` anew each time.
+        """Add a variant of the step for batches; its ``numbers`` are read anew each time.
 
-        Returns False where some rank's stage cannot read them so. Collective over all ranks.
+        Returns False where some rank's stage cannot read the numbers so. Collective over all ranks.
         """
         found = {index: self.model.add_variant(variant, index, numbers) for index in self.executors}
         if numbers is not None and not all(gather_values(None not in found.values())):
@@ -142,7 +142,7 @@ class BatchRunner:
         )
 
     def _update_early(self) -> None:
-        """An update in the middle of a step, of this rank's only stage."""
+        """Update this rank's only stage in the middle of a step."""
         (executor,) = self.executors.values()
         executor.update(self._step_optimizer)
 
@@ -154,11 +154,11 @@ class BatchRunner:
         accumulates: bool = False,
         is_last: bool = True,
     ) -> Tensor:
-        """Run forward and backward and return the loss. If this ``is_last``, all gradients are
-        complete on return.
+        """Run forward and backward and return the loss. If ``is_last``, all gradients are complete
+        on return.
 
-        Gradients are those of the loss times ``scale``, added to those that are there if this
-        ``accumulates``. By an asynchronous schedule the weights are updated as well.
+        Gradients are of the loss times ``scale``, added to existing gradients if ``accumulates``.
+        An asynchronous schedule updates the weights as well.
 
         Raises as ``fit`` does.
         """
@@ -175,7 +175,7 @@ class BatchRunner:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Have a batch update nothing and count for nothing while inside."""
+        """Run a batch inside the context that updates nothing and is not counted."""
         deferred, self._deferred = self._deferred, None
         try:
             yield
@@ -184,8 +184,8 @@ class BatchRunner:
             self.batches.forget()
 
     def defer_updates(self, optimizer: Optimizer | None) -> None:
-        """Have steps leave their updates to the next forward, where the plan says so, or not
-        (None)."""
+        """Let steps leave their updates by ``optimizer`` to the next forward, where the plan says
+        so, or no longer (None)."""
         self.settle()
         self._deferred = None
         if optimizer is None or len(self.executors) != 1:
@@ -197,29 +197,29 @@ class BatchRunner:
         self._deferred = executor.deferred_update(optimizer, tell)
 
     def settle(self) -> None:
-        """Finish the last update: parameters are as they are after it."""
+        """Finish the last update, so that the parameters have their new values."""
         if self._deferred is not None:
             self._deferred.settle()
 
     def set_clock(self, clock: Callable[[], Any] | None) -> None:
-        """Have steps note when each action begins and ends, or no longer."""
+        """Record by ``clock`` when each action begins and ends; None ends this."""
         for pipeline in self._pipelines.values():
             pipeline.clock = clock
 
     @property
     def moments(self) -> StepMoments | None:
-        """The moments of the last batch's actions, where there is a clock."""
+        """The times of the last batch's actions, if there is a clock."""
         return self._pipelines[self.shape].moments
 
     def fit(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A step's batch in the shapes of a variant: shorter sequences are padded.
+        """Return a step's batch in the shapes of a variant: shorter sequences are padded.
 
-        ``inputs`` are the global batch or this rank's share of it. The executors run it at the
-        shortest bucket that it fits, and a batch of fewer rows than planned by programs of its
-        own. Collective over all ranks.
+        ``inputs`` are the global batch or this rank's share of it. The executors are set to the
+        shortest bucket that it fits, or, for fewer rows than planned, to programs of its own.
+        Collective over all ranks.
 
         Raises as ``StepBatches.take`` does; UsageError AP130 for a batch of other shapes than the
-        plan's, AP836 for a smaller one that the plan cannot run, and PlanError AP560 where
+        plan's, AP836 for a smaller batch that the plan cannot run, and PlanError AP560 where
         padding would change the result.
         """
         if self.before_first is not None and torch.is_grad_enabled():
@@ -244,7 +244,7 @@ class BatchRunner:
         return padded
 
     def _length(self, batch: Mapping[str, Tensor]) -> int | None:
-        """The positions of a batch that is shorter than planned; of shares the most."""
+        """Return the positions of a batch shorter than planned, else None; of shares the most."""
         if not self._lengths:
             return None
         length = self._pad.length(batch)
@@ -266,12 +266,12 @@ class BatchRunner:
             gather_whole(batch, rows, part, communicator, self.model.device)
 
     def refresh_constants(self) -> None:
-        """Compute with the constants as the model's buffers now make them."""
+        """Compute the constants again, from the model's current buffers."""
         for executor in self.executors.values():
             executor.refresh_constants()
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Have the constants of a capture computed again when it runs next."""
+        """Drop the constants of a capture; they are computed again when it runs next."""
         for executor in self.executors.values():
             executor.forget_constants(rows, capture)
 
@@ -281,7 +281,7 @@ class BatchRunner:
             executor.publishes_later = later
 
     def norm(self) -> Pending:
-        """The norm of the complete gradient. Collective over all ranks."""
+        """Return the norm of the complete gradient. Collective over all ranks."""
         if self._deferred is not None:
             return self._deferred.norm
         own = self.model.own_parameters()
@@ -294,18 +294,18 @@ class BatchRunner:
         return published_gradients(self.model.all_parameters())
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """The error that says where the first value came from that is not finite. Collective."""
+        """Return the error that names the origin of the first non-finite value. Collective."""
         return diagnosis(self, batches)
 
     @property
     def updates_itself(self) -> bool:
-        """Tell whether the weights are updated without the trainer: in the middle of a step, by the
-        schedule, or in the next step's forward."""
+        """Tell whether the weights are updated without the trainer: by the schedule in the middle
+        of a step, or in the next step's forward."""
         return self._deferred is not None or self.model.planned.schedule.is_asynchronous
 
     @property
     def batches_begun(self) -> int:
-        """The number of batches that were run: they decide the random numbers of the next one."""
+        """The number of batches run so far, which decides the random numbers of the next batch."""
         return next((e.steps_begun for e in self.executors.values()), 0)
 
     @batches_begun.setter
@@ -314,14 +314,14 @@ class BatchRunner:
             executor.steps_begun = count
 
     def draws(self) -> dict[str, int] | None:
-        """Return the seed and count that decide the random numbers of the next batch; None of a
-        rank that is idle."""
+        """Return the seed and count that decide the random numbers of the next batch; None on an
+        idle rank."""
         for executor in self.executors.values():
             return {"seed": executor.seed, "steps_begun": executor.steps_begun}
         return None
 
     def take_draws(self, draws: Mapping[str, Any], steps_begun: int) -> None:
-        """Go on with the random numbers of ``draws``; ``steps_begun`` where it lacks that."""
+        """Continue the random numbers of ``draws``; ``steps_begun`` is used if it has no count."""
         self.batches_begun = draws.get("steps_begun", steps_begun)
         for executor in self.executors.values():
             executor.seed = draws.get("seed", executor.seed)

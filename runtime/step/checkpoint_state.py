@@ -1,7 +1,7 @@
-"""The state of a trainer's rank, and of a plain module, for a checkpoint.
+"""State of a trainer's rank, or of a plain module, for a checkpoint.
 
-In: a ``RankModel``, or a module in one process. Out: a ``TrainingState`` over their memory. Both
-have the names and shapes of the model's ``state_dict``, so that either loads the other's.
+In: a ``RankModel``, or a module in one process. Out: a ``TrainingState`` over its memory. Both have
+the names and shapes of the model's ``state_dict``, so that either loads the other's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rank_state(
     optional: Container[str] = (),
 ) -> TrainingState:
     """Return the state of this rank. ``draws`` decides the random numbers of the next batch;
-    ``optional``: the parts that a checkpoint may lack."""
+    ``optional`` names the parts that a checkpoint may lack."""
     persistent = model.persistent
     slots = [Slot({}, model.untrained)]
     changing: set[str] = set()
@@ -98,7 +98,7 @@ def module_state(
 
 
 def untrained_names(program: Program, weights: Weights) -> list[str]:
-    """The names of the model's ``state_dict`` that no stage trains or changes; without the
+    """Return the names in the model's ``state_dict`` that no stage trains or changes, without the
     further names of tied tensors."""
     graph = program.graph
     trained = {node.name for node in graph.nodes if node.kind == "parameter"} | set(graph.updates)

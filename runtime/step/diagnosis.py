@@ -1,18 +1,18 @@
-"""The origin of the first value that is not finite.
+"""Diagnosis of a loss or gradient that is not finite: the origin of the first such value.
 
-In: the batches of a step whose loss or gradient is not finite. Out: the error that names the
-place. The batches are run again, forward and backward, with the same weights and random
-numbers, and in this order the first that is found is named:
+In: the batches of a step whose loss or gradient is not finite. Out: the error that names the place.
+The batches are run again, forward and backward, with the same weights and random numbers, and the
+first of these places that is found is named:
 
 1. a parameter that is not finite before the forward;
-2. an input of the batch that is not;
-3. the first block, in the order of the graph, with an output that is not (masks, through which
-   no gradient flows, may hold infinities), and of its ops the first that made such a value;
-4. the parameter whose gradient is not, the last one in the graph: the backward comes to it first;
-   and the op in whose backward the first gradient of an op's result was not.
+2. an input of the batch that is not finite;
+3. the first block, in the order of the graph, with a NaN or infinity in an output (masks, through
+   which no gradient flows, may hold infinities), and of its ops the first that made such a value;
+4. the last parameter in the graph whose gradient is not finite: the backward comes to it first;
+   and the op in whose backward the first gradient of an op's result was not finite.
 
 Blocks run op by op (``OpCheck``), with the same collectives. Only an op whose inputs are finite is
-named, so a mask of infinities, or its sum with another value, is not.
+named, so a mask of infinities, or its sum with another value, is not named.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 WEIGHT, INPUT, OUTPUT, GRADIENT = range(4)
-"""The kinds of places, in the order in which they are looked for."""
+"""Kinds of places, in the order in which they are searched."""
 
 
 class Place(NamedTuple):
-    """A value that is not finite; the least is the first cause.
+    """A value that is not finite; the least place is the first cause.
 
     ``position`` orders places of one kind; ``where`` says the stage, rank and micro-batch.
     """
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 def not_finite(found: Iterable[Place]) -> AutoparallelError:
-    """The error that names the first of these places."""
+    """Return the error that names the first of these places."""
     places = sorted(found)
     if not places:
         return RunError(
@@ -85,15 +85,14 @@ ADVICE = (
 
 
 def is_finite(value: Any) -> bool:
-    """Tell whether a value has no element, or only finite ones; a value without numbers is
-    finite."""
+    """Tell whether all elements of a value are finite; a value without numbers is finite."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
     return bool(torch.isfinite(value.detach()).all())
 
 
 def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
-    """The inputs that are not finite, with the first row that is not."""
+    """Yield the inputs that are not finite, each with its first row that is not finite."""
     for position, (name, value) in enumerate(batch.items()):
         if not is_finite(value):
             rows = (~torch.isfinite(value)).reshape(value.shape[0] if value.ndim else 1, -1)
@@ -103,7 +102,7 @@ def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
 
 @contextmanager
 def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]) -> Iterator[None]:
-    """Tell ``found(name, outputs)`` of every forward of these modules while inside."""
+    """Call ``found(name, outputs)`` after every forward of these modules inside the context."""
     with ExitStack() as stack:
         for name, module in modules.items():
             handle = module.register_forward_hook(
@@ -114,10 +113,9 @@ def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]
 
 
 def bad_outputs(outputs: Any) -> bool:
-    """Tell whether one of a module's outputs has a NaN, or, if a gradient flows through it,
-    infinity.
+    """Tell whether a module's output has a NaN, or infinity if a gradient flows through it.
 
-    Masks hold infinities by right.
+    Masks may hold infinities.
     """
     parts = outputs if isinstance(outputs, tuple | list) else (outputs,)
     if isinstance(outputs, Mapping):
@@ -128,9 +126,9 @@ def bad_outputs(outputs: Any) -> bool:
 
 
 def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError:
-    """The error for a step that used ``batches``. Collective over all ranks.
+    """Return the error for a step that used ``batches``. Collective over all ranks.
 
-    Gradients are those of the last batch that was run again; buffers and the count of batches
+    Afterwards gradients are of the last batch that was run again; buffers and the count of batches
     are as before.
     """
     if runner.progress is not None:
@@ -194,7 +192,7 @@ def _op_check(stage: StageModule) -> OpCheck:
 
 @contextmanager
 def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
-    """Run the blocks of ``stage`` op by op while inside, with ``check`` seeing each."""
+    """Run the blocks of ``stage`` op by op inside the context, with ``check`` seeing each op."""
     kept = [(block, list(block.graphs)) for block in stage.blocks if isinstance(block, StageBlock)]
     for block, graphs in kept:
         block.graphs[:] = map(check.checked, graphs)  # type: ignore[arg-type]
@@ -206,7 +204,7 @@ def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
 
 
 def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StageParameter) -> Place:
-    """A parameter, or its gradient; weights are looked for forward, gradients backward."""
+    """Return the place of a parameter, ordered forward, or of its gradient, ordered backward."""
     stage = runner.model.stages[index]
     names = [block.name for block in runner.model.program.blocks.blocks]
     at, block = 0, "several blocks"
@@ -227,8 +225,7 @@ class Found(NamedTuple):
 
 
 class OpCheck:
-    """The first ops of one stage's blocks whose values are not finite; ``forward`` by the number of
-    the run of a block."""
+    """First ops of a stage's blocks with non-finite values; ``forward`` is of the current block."""
 
     def __init__(self, microbatch: Callable[[], int]) -> None:
         self._microbatch = microbatch
@@ -236,7 +233,7 @@ class OpCheck:
         self.backward: Found | None = None
 
     def begin(self) -> None:
-        """Forget the op of the forward: the next block begins."""
+        """Forget the op of the forward, before the next block runs."""
         self.forward = None
 
     def checked(self, graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
@@ -281,7 +278,7 @@ class _Checking(fx.Interpreter):
 
 
 def values_of(value: Any) -> Iterator[Any]:
-    """The tensors and numbers in nested tuples and lists."""
+    """Yield the tensors and numbers in nested tuples and lists."""
     if isinstance(value, tuple | list):
         for part in value:
             yield from values_of(part)
@@ -290,7 +287,7 @@ def values_of(value: Any) -> Iterator[Any]:
 
 
 def op_words(node: fx.Node) -> str:
-    """An op in words: its name, the module path that called it, the user's file and line.
+    """Describe an op: its name, the module path that called it, the user's file and line.
 
     Conversions between layouts, and ops that were compiled together, have only a name.
     """

@@ -1,9 +1,9 @@
 """Running one stage on one rank: the forwards and backwards of a step's micro-batches.
 
-In: the global batch, values received from other stages. Out: values and gradients to send,
-the loss, and, after ``finish_step``, every parameter's gradient ready for the optimizer.
-The order of the calls is the schedule's business; any order in which a micro-batch's
-forward comes before its backward works, with any number in flight.
+In: the global batch, values received from other stages. Out: values and gradients to send, the
+loss, and, after ``finish_step``, every parameter's gradient ready for the optimizer. The schedule
+decides the order of the calls; any order in which a micro-batch's forward comes before its backward
+works, with any number in flight.
 
 A unit is run at once: a micro-batch, or a slice of its sequences. Unit ``m * num_slices + j`` is
 slice ``j`` of micro-batch ``m``. The keys and values that a slice's attention has seen are an input
@@ -51,7 +51,7 @@ Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 differ where a rank has rows of its own."""
 
 ReadConstants = Callable[["StageVariant", "StageProgram"], Constants]
-"""The constants of a stage's program in a variant of the step."""
+"""Function that returns the constants of a stage's program in a variant of the step."""
 
 
 def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
@@ -64,9 +64,9 @@ class StageVariant:
     """The programs of a stage in one variant of the step (``runtime.data.variants``).
 
     ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
-    ``carried`` goes from each to the next. ``rows`` are those of the global batch and ``capture``
-    the number of the model's capture: where both are equal the constants are.
-    Asynchronous schedules make ``num_updates`` in a step.
+    ``carried`` goes from each to the next. ``rows`` are the global batch's and ``capture`` is the
+    number of the model's capture: variants equal in both have equal constants. Asynchronous
+    schedules make ``num_updates`` updates in a step.
     """
 
     num_microbatches: int
@@ -78,7 +78,7 @@ class StageVariant:
 
     @property
     def per_update(self) -> int:
-        """The number of micro-batches that make an update."""
+        """The number of micro-batches per update."""
         return self.num_microbatches // self.num_updates
 
 
@@ -86,7 +86,7 @@ class StageVariant:
 class _InFlight:
     """The values that a micro-batch keeps from its forward to its backward.
 
-    Of its own values only the places in autograd's graph, so that sent values are freed.
+    It keeps only the nodes of its own values in autograd's graph, so that sent values are freed.
     """
 
     received: Mapping[str, Tensor]
@@ -121,15 +121,15 @@ class StageExecutor:
         versions: WeightVersions | None = None,
         sums: PlannedSums = PlannedSums(),  # noqa: B008 - frozen
     ) -> None:
-        """Step run ``planned`` until ``use`` chooses another variant.
+        """Make an executor whose steps run ``planned`` until ``use`` chooses another variant.
 
-        ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues
-        another one sets ``steps_begun`` to that one's. Asynchronous schedules update the
-        weights in the middle of a step and compute with ``versions`` of them. While it ``defers``,
-        a step's end waits for no sums of gradients (``deferred_update``). Gradients are
-        those of the loss times ``loss_scale``; while ``keeps_gradients`` a step adds its own to
-        those that are there, which no ``finish_step`` may have completed. With ``publishes_later``
-        the caller publishes the gradients that the optimizer gets as copies (``PartedUpdate``).
+        ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues an
+        earlier run sets ``steps_begun`` to its count. Asynchronous schedules update the weights in
+        the middle of a step and compute with ``versions`` of them. If it ``defers``, a step's end
+        waits for no sums of gradients (``deferred_update``). Gradients are of the loss times
+        ``loss_scale``; if it ``keeps_gradients``, a step adds to existing gradients, which no
+        ``finish_step`` may have completed. If it ``publishes_later``, the caller publishes the
+        gradients that the optimizer gets as copies (``PartedUpdate``).
         """
         self.stage = stage
         self.versions = versions
@@ -156,14 +156,14 @@ class StageExecutor:
         self._sequences: dict[int, _Sequence] = defaultdict(_Sequence)
 
     def use(self, variant: StageVariant) -> None:
-        """Have the next steps run ``variant``, whose programs the stage has."""
+        """Let the next steps run ``variant``, whose programs the stage has."""
         self.variant = variant
         self.program = self.stage.programs[variant.parts[0]]
         key = variant.rows, variant.capture
         if key not in self._constants_of:
             whole, counted = self._read_constants(variant, self.program)
             counting = self.program.counting
-            leaves = counting.leaves if counting is not None else ()  # no other stays whole
+            leaves = counting.leaves if counting is not None else ()  # only these are kept whole
             counted = {name: counted[name] for name in leaves}
             self._constants_of[key] = self._local_constants(whole), counted
         self._constants, self._whole = self._constants_of[key]
@@ -173,12 +173,12 @@ class StageExecutor:
         return self.variant.num_microbatches
 
     def refresh_constants(self) -> None:
-        """Read the constants again, which may have changed; steps run the planned variant."""
+        """Read the constants again, which may have changed; steps then run the planned variant."""
         self._constants_of.clear()
         self.use(self._planned)
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Have the constants of a capture read again when a batch of ``rows`` runs by it."""
+        """Drop a capture's constants; they are read again when a batch of ``rows`` runs by it."""
         self._constants_of.pop((rows, capture), None)
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,10 +194,10 @@ class StageExecutor:
         }
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
-        """Start a step on the global ``batch``; forget the gradients of the one before, unless
+        """Start a step on the global ``batch``; drop the gradients of the previous step, unless
         they are kept."""
         self._batch = batch
-        self._inputs.clear()  # before its memory is taken anew
+        self._inputs.clear()  # before new inputs are allocated
         programs = [self.stage.programs[part] for part in self.variant.parts]
         self._inputs = step_inputs(batch, programs, self.num_microbatches, self._queue)
         self.program.draws.key = step_key(self.seed, self.steps_begun)
@@ -222,7 +222,7 @@ class StageExecutor:
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
         """Yield for each update the counts that its micro-batches must know of each other.
 
-        None for a count that takes rows of other ranks: the loss sums it over them.
+        A count is None if it takes rows of other ranks: the loss then sums it over the ranks.
         """
         counting, batch = self.program.counting, self._batch
         if counting is not None and isinstance(batch, ShareBatch):
@@ -253,7 +253,7 @@ class StageExecutor:
         return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
 
     def forward(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a unit forward; returns the values that other stages get, by key.
+        """Run a unit forward; return the values for other stages, by key.
 
         ``received`` has this rank's part of every value from other stages, by key.
         """
@@ -297,7 +297,7 @@ class StageExecutor:
     def backward(
         self, unit: int, gradients: Mapping[str, Tensor], *, last: bool
     ) -> dict[str, Tensor]:
-        """Run a unit backward; returns the gradients of the received values, by key.
+        """Run a unit backward; return the gradients of the received values, by key.
 
         ``gradients`` has, by key, the gradient of each value sent, summed over the stages
         that got it. ``last`` says that no other backward of this step follows.
@@ -315,7 +315,7 @@ class StageExecutor:
         return self._run_backward(unit, gradients)
 
     def backward_inputs(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the half of ``backward`` that others wait for; ``backward_weights`` is the other.
+        """Run the half of ``backward`` that other stages wait for, before ``backward_weights``.
 
         The stage must have been made with ``splits_backward``.
         """
@@ -326,7 +326,7 @@ class StageExecutor:
             return self._run_backward(unit, gradients)
 
     def backward_weights(self, unit: int, *, last: bool) -> None:
-        """Compute the gradients of weights that ``backward_inputs`` has put off."""
+        """Compute the gradients of weights that ``backward_inputs`` has deferred."""
         assert self.stage.weight_gradients is not None
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last, among=self.stage.deferred)
@@ -363,7 +363,7 @@ class StageExecutor:
     def loss(self, microbatch: int) -> Tensor | None:
         """Return this rank's part of a micro-batch's loss, or None where another stage computes it.
 
-        The parts of a stage's ranks add up to the loss, and so do those of slices.
+        The parts of a stage's ranks add up to the loss, and so do the parts of slices.
         """
         count = len(self.variant.parts)
         units = range(microbatch * count, (microbatch + 1) * count)
@@ -371,7 +371,7 @@ class StageExecutor:
         return sum(parts[1:], parts[0]) if parts else None
 
     def loss_part(self, loss: Tensor) -> Tensor:
-        """Return this rank's part of a loss that it holds: 0 where another rank counts for it."""
+        """Return this rank's part of a loss that it holds: 0 if another rank counts it."""
         assert self.program.loss is not None
         layout = self.program.layouts[self.program.loss]
         counts = all(
@@ -381,21 +381,20 @@ class StageExecutor:
         return loss if counts else torch.zeros_like(loss)
 
     def mean_loss(self) -> Tensor | None:
-        """Return this rank's part of the step's loss: the mean over the micro-batches run so
-        far."""
+        """Return this rank's part of the step's loss: the mean over micro-batches run so far."""
         losses = map(self.loss, range(self.num_microbatches))
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).mean() if found else None
 
     def begin_reduction(self) -> None:
-        """Begin sums as a step's only backward goes, which autograd starts."""
+        """Prepare the gradient sums of a step's only backward, which autograd starts."""
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
         """Complete the gradient sums after the last backward, and hand them to the optimizer.
 
-        Collective over the stage; a stage that ``defers`` its update only begins the sums. A
-        parameter of several stages is yet to be summed over these (``tied_parameters``).
+        Collective over the stage; a stage that ``defers`` its update only begins the sums.
+        Parameters of several stages are summed over these stages later (``tied_parameters``).
         """
         if self.stage.reductions is not None:
             self.stage.reductions.finish()
@@ -413,7 +412,7 @@ class StageExecutor:
     def deferred_update(
         self, optimizer: Optimizer, tell: Callable[[], None]
     ) -> DeferredUpdate | None:
-        """Return the update of the stage's parameters as the next forward comes to them; None where
+        """Return the update of the stage's parameters, block by block in the next forward; None if
         the plan sums gradients in backward order."""
         self.stage.before_block = lambda block: None
         if not self._reducer.can_defer:
@@ -432,7 +431,7 @@ class StageExecutor:
         self._is_updated = True
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._is_updated = False
         for parameter in self.parameters.values():
             parameter.zero_grad()

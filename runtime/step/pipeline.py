@@ -2,8 +2,8 @@
 
 In: the schedule, the rank's executors by stage, its exchange with other ranks. Out: ``step(batch)``
 runs the row and returns the loss of the whole step, the mean over the micro-batches, on every rank;
-who reads it waits for it. Every plan runs through it; a plan with one stage has a row without
-messages. Values for a stage of the same rank are handed over.
+only a read of the loss waits for it. Every plan runs through it; a plan with one stage has a row
+without messages. Values for a stage of the same rank are handed over.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ..messages.pending_results import Progress
 from ..messages.watchdog import BETWEEN_STEPS
 
 Key = tuple[Direction, int, int]
-"""The direction of values, the stage, and the unit that is computed and sent at once: a micro-batch
-or a slice of one."""
+"""Direction of values, stage, and the unit that is computed and sent at once: a micro-batch or a
+slice of a micro-batch."""
 
 Values = Mapping[str, Tensor]
 _NOTHING: Values = {}
@@ -51,11 +51,10 @@ _NOTHING: Values = {}
 class Executor(Protocol):
     """One rank's part of a stage, as ``runtime.step.executor.StageExecutor`` is.
 
-    Where sequences are sliced, slice ``j`` of micro-batch ``m`` is ``m * num_slices + j``, but in
-    ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
-    ``gradients`` are those of the values sent. ``backward_inputs`` and ``backward_weights`` are
-    its halves. ``last`` marks the last action before a REDUCE that gives the stage's weights
-    gradients.
+    Where sequences are sliced, slice ``j`` of micro-batch ``m`` has number ``m * num_slices + j``,
+    except in ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
+    ``gradients`` are of the values sent. ``backward_inputs`` and ``backward_weights`` are its
+    halves. ``last`` marks the last action before a REDUCE that gives the stage's weights gradients.
     """
 
     def begin_step(self, batch: Values) -> None: ...
@@ -68,8 +67,8 @@ class Executor(Protocol):
 
 
 class StepMoments(NamedTuple):
-    """The moments of a step: its begin and end, and each action: its start, the arrival of its
-    messages (None where it takes none) and its end. Moments are made by ``Hooks.clock``."""
+    """Times of a step: its begin and end, and for each action its start, the arrival of its
+    messages (None if it takes none) and its end. They are made by ``Hooks.clock``."""
 
     began: Any
     actions: tuple[tuple[Action, Any, Any | None, Any], ...]
@@ -92,10 +91,10 @@ class ActionTiming(NamedTuple):
 class Hooks:
     """The functions that a runner calls besides its executors.
 
-    ``complete`` when all of them have reduced their gradients, ``update`` at each STEP.
-    ``progress`` is told the rank's next action, and the ranks that do it with this one, for a
-    watchdog. ``clock`` returns the second and turns on ``timings``; on an accelerator it should
-    synchronize first. (A recorder sets the runner's ``clock`` to one of moments and reads
+    ``complete`` is called when all executors have reduced their gradients, ``update`` at each STEP.
+    ``progress`` is told the rank's next action, and the ranks that do it with this rank, for a
+    watchdog. ``clock`` returns seconds and turns on ``timings``; on an accelerator it should
+    synchronize first. (A recorder sets the runner's ``clock`` to ``DeviceQueue.moment`` and reads
     ``moments``.)
     """
 
@@ -109,7 +108,7 @@ NO_HOOKS = Hooks()
 
 
 class PipelineRunner:
-    """Runs training steps on one rank; ``moments`` are the last step's if it has a ``clock``."""
+    """Runner of training steps on one rank; ``moments`` are the last step's, given a ``clock``."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class PipelineRunner:
         handover: LocalTransfer | None = None,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """``executors`` are those of the stages this rank works for; none if it is left idle.
+        """Make the runner; ``executors`` are for this rank's stages, none on an idle rank.
 
         ``handover`` carries values between its stages.
         """
@@ -153,9 +152,10 @@ class PipelineRunner:
         )
 
     def step(self, batch: Values, *, reduces: bool = True) -> Tensor:
-        """Run one step on the global ``batch``: the true loss on every rank (float64 scalar).
+        """Run one step on the global ``batch``; return the true loss on every rank (float64
+        scalar).
 
-        Without ``reduces`` gradients stay as they are on each rank, for a step that adds to them.
+        If not ``reduces``, gradients stay as they are on each rank; a later step adds to them.
         """
         clock = self.clock
         timed: list[tuple[Action, Any, Any | None, Any]] = []
@@ -186,7 +186,7 @@ class PipelineRunner:
         return loss
 
     def _perform(self, prepared: Prepared) -> Any | None:
-        """Do one action; return the moment when its messages were there, if there is a clock."""
+        """Run one action; return the time when its messages were there, if there is a clock."""
         kind = prepared.action.kind
         if kind in RECEIVES:
             self._exchange.post(*prepared.key)
@@ -210,8 +210,7 @@ class PipelineRunner:
         return ready
 
     def _compute(self, prepared: Prepared, received: Values) -> None:
-        """Compute an action; hand its values to this rank's stages, and keep them until they are
-        sent."""
+        """Run a compute action; hand its values to this rank's stages, and keep them for sends."""
         kind, (_, stage, unit) = prepared.action.kind, prepared.key
         executor = self._executors[stage]
         if kind == WEIGHT_BACKWARD:
@@ -245,8 +244,7 @@ class PipelineRunner:
         return received
 
     def _mean_loss(self) -> Tensor | None:
-        """Return this rank's part of the mean over all micro-batches; None where it makes no
-        loss."""
+        """Return this rank's part of the mean over all micro-batches, or None without a loss."""
         found = [
             loss.detach().to(torch.float64)
             for executor in self._executors.values()
@@ -262,13 +260,13 @@ class PipelineRunner:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An action of this rank, with facts that would else be found anew in every step: in a pipeline
-    of small stages that is as much work as sending the messages.
+    """An action of this rank, with facts that are found once: to find them in every step would be
+    as much work as sending the messages in a pipeline of small stages.
 
-    ``key`` names the values that it takes, makes or sends. ``is_last``: it gives its stage's
-    weights gradients last before they are reduced; or, of REDUCE, no other follows. ``is_sent``:
-    the row sends its values. ``doing`` and ``waiting`` are the words for a watchdog before it is
-    done, and before its messages are waited for.
+    ``key`` names the values that it takes, makes or sends. ``is_last``: it is the last to give its
+    stage's weights gradients before they are reduced; or it is the last REDUCE of the row.
+    ``is_sent``: the row sends its values. ``doing`` and ``waiting`` tell a watchdog of the action,
+    and of the wait for its messages.
     """
 
     action: Action
@@ -280,9 +278,9 @@ class Prepared:
 
 
 def prepare(schedule: Schedule, stages: frozenset[int]) -> tuple[Prepared, ...]:
-    """The row of a rank that works for these stages; empty for none.
+    """Return the prepared row of a rank with these stages; empty if there are none.
 
-    Raises PlanError AP541 where the schedule gives a rank other stages than those together.
+    Raises PlanError AP541 unless the schedule places exactly these stages on one rank.
     """
     row = _row_of(schedule, stages)
     sends = frozenset(action for action in row if action.kind in SENDS)
@@ -308,7 +306,7 @@ _DONE: Mapping[ActionKind, str] = {
 
 
 def _sender(action: Action) -> ActionKind:
-    """Return the kind of action that sends the values of this one; STEP where none does."""
+    """Return the kind of action that sends the values of this action; STEP if none does."""
     if action.kind in (BACKWARD, INPUT_BACKWARD):
         return SEND_BACKWARD
     return SEND_FORWARD if action.kind == FORWARD else STEP
@@ -320,7 +318,8 @@ def _key(action: Action, num_slices: int) -> Key:
 
 
 def _doing(action: Action) -> str:
-    """
+    """Describe an action for a watchdog.
+
     >>> _doing(Action(FORWARD, 1, 0)), _doing(Action(STEP, 1))
     ('1F0: computing (stage 1, micro-batch 0)', '1STEP: updating the weights of stage 1')
     """

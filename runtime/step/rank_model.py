@@ -41,8 +41,8 @@ class RankModel:
 
     ``parameters`` has each parameter once; two of the stages may both hold it. ``leaves`` are the
     whole values of the buffers that constants read. ``untrained`` are, on rank 0, the entries of
-    the model's ``state_dict`` that training leaves alone, whose shapes are ``persistent``;
-    ``beside`` has the parameters among them that a script has.
+    the model's ``state_dict`` that training leaves alone; ``persistent`` has the shapes of all
+    entries; ``beside`` has the untrained parameters that a script has.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RankModel:
         progress: Callable[..., None] | None = None,
         meshes: Mapping[int, DeviceMesh] | None = None,
     ) -> None:
-        """Collective over all ranks, unless the ``meshes`` of the stages are given."""
+        """Make and fill the stages. Collective over all ranks, unless ``meshes`` are given."""
         self.planned, self.program, self.plan = planned, planned.program, planned.plan
         self._programs = {(self.plan.model.global_batch, 0): self.program}
         self.device, self.rank = device, dist.get_rank()
@@ -79,7 +79,7 @@ class RankModel:
     def make_stage(
         self, index: int, communicator: ProcessCommunicator, compiler: BlockCompiler | None
     ) -> StageModule:
-        """A stage's module, without values; its ops are compiled if there is a ``compiler``."""
+        """Make a stage's module, without values; a ``compiler``, if given, compiles its ops."""
         own = placed_stages(self.plan)[index]
         first, *others = stage_programs(
             self.planned,
@@ -104,10 +104,10 @@ class RankModel:
     def add_variant(
         self, variant: Variant, index: int, numbers: LiveNumbers | None = None
     ) -> StageVariant | None:
-        """Have a stage run another variant too, over the same parameters.
+        """Add another variant of the step to a stage, over the same parameters.
 
-        Returns None where the stage holds other shards than it wants, or where it computes with a
-        consequence of one of its ``numbers``.
+        Returns None where the stage holds other shards than the variant needs, or where it computes
+        with a value derived from one of the ``numbers``.
         """
         stage = self.stages[index]
         programs = stage_programs(
@@ -124,7 +124,7 @@ class RankModel:
         return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
 
     def executor(self, index: int, seed: int) -> StageExecutor:
-        """Make the executor of a stage, at first of its planned variant."""
+        """Make the executor of a stage, which first runs the planned variant."""
         stage, schedule = self.stages[index], self.planned.schedule
         versions = None
         if schedule.is_asynchronous:
@@ -141,7 +141,7 @@ class RankModel:
         )
 
     def program_of(self, rows: int, capture: int = 0) -> Program:
-        """Return the program of a global batch of ``rows``, which is captured once.
+        """Return the program of a global batch of ``rows`` rows, which is captured once.
 
         Raises UsageError AP836 where the model takes another path for it.
         """
@@ -154,7 +154,7 @@ class RankModel:
         return self._programs[rows, capture]
 
     def can_run(self, plan: Plan) -> bool:
-        """Return whether the stages, micro-batches and schedule of a plan are this model's."""
+        """Return whether a plan has the stages, micro-batches and schedule of this model's plan."""
 
         def form(plan: Plan) -> tuple[Any, ...]:
             stages = [(s.devices, s.mesh, s.zero, len(s.blocks)) for s in plan.stages]
@@ -163,7 +163,7 @@ class RankModel:
         return form(plan) == form(self.plan)
 
     def take_program(self, rows: int, capture: int, program: Program) -> None:
-        """Hold the program of another capture of the model, or another form of it."""
+        """Store the program of a capture of the model for batches of ``rows``."""
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
@@ -177,7 +177,7 @@ class RankModel:
         return constants_of(own, stage, self.leaves, str(self.device)), counted
 
     def sum_tied(self) -> None:
-        """Sum the gradients of parameters that several stages hold. Collective over these."""
+        """Sum the gradients of parameters of several stages. Collective over those stages."""
         self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
 
     def all_parameters(self) -> list[StageParameter]:
@@ -185,7 +185,7 @@ class RankModel:
         return [p for stage in self.stages.values() for p in stage.by_name.values()]
 
     def own_parameters(self) -> list[StageParameter]:
-        """``all_parameters`` but for those that an earlier stage holds; of all ranks, the model."""
+        """Return this rank's parameters that no earlier stage holds; over all ranks, each once."""
         return [
             parameter
             for index, stage in self.stages.items()
@@ -194,7 +194,7 @@ class RankModel:
         ]
 
     def stand_ins(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters without memory for those of the whole model that are trained."""
+        """Yield names and parameters without memory for all trained parameters of the model."""
         for node in self.program.graph.parameters:
             if node.spec.requires_grad:
                 dtype = getattr(torch, node.spec.dtype)
@@ -202,11 +202,11 @@ class RankModel:
                 yield node.name, nn.Parameter(empty)
 
     def fixed_buffers(self) -> set[str]:
-        """The buffers that the model reads and training does not change."""
+        """Return the names of the buffers that the model reads and training does not change."""
         return {*self.program.buffers} - self.program.graph.updates.keys()
 
     def changing_buffers(self) -> dict[str, Tensor]:
-        """The buffers of this rank's stages that training changes."""
+        """Return the buffers of this rank's stages that training changes."""
         return {
             name: buffer
             for stage in self.stages.values()
@@ -214,7 +214,7 @@ class RankModel:
         }
 
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Hold other values of the buffers that training does not change."""
+        """Copy in new values of the buffers that training does not change."""
         for name in self.leaves.keys() & buffers.keys():
             self.leaves[name].copy_(buffers[name].detach())
         for stage in self.stages.values():

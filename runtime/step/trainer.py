@@ -42,7 +42,7 @@ from .training_step import StepResult, TrainingStep
 
 
 class RankTrainer(Protocol):
-    """One rank's training by a plan, alone with the other ranks or with parameter servers.
+    """Interface of one rank's training by a plan, with or without parameter servers.
 
     ``trains``: the rank takes steps; a rank that only serves weights does so in ``finish``.
     ``reports``: the rank prints the steps. ``optimizer`` is None where servers step the weights.
@@ -72,7 +72,7 @@ class Trainer:
 
     ``parts`` are objects with ``state_dict`` and ``load_state_dict`` that checkpoints hold under
     their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
-    is left to the next one's forward. Who then reads weights between steps calls ``settle`` first.
+    is left to the next step's forward. Call ``settle`` before weights are then read between steps.
     """
 
     trains = True
@@ -89,14 +89,14 @@ class Trainer:
         seed: int = 0,
         buckets: Sequence[int] = (),
     ) -> None:
-        """``weights`` are the initial ones, made or given by name. Collective over all ranks.
+        """Make the trainer; ``weights`` are the initial weights, made or given by name. Collective.
 
         ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
-        shorter lengths than the planned one: a step runs at the shortest that its batch fits.
+        lengths shorter than the planned length: a step runs at the shortest that fits its batch.
 
-        Raises PlanError (AP550) where the plan is for another model and MachineError (AP410)
-        where there are fewer processes than the plan has devices, AP413 for bf16 and fp8 without
-        units, and for fp8 without torchao.
+        Raises PlanError (AP550) where the plan is for another model and MachineError: AP410 where
+        there are fewer processes than the plan has devices, AP413 where a device has no units for
+        bf16 or fp8, or torchao is missing for fp8.
         """
         check_plan(program, plan, device)
         planned = variant_of(program, plan)
@@ -115,15 +115,15 @@ class Trainer:
 
     @property
     def batches(self) -> DataSource:
-        """The batches of the run on this rank."""
+        """The data source of the run on this rank."""
         return self.runner.batches
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
-        """One step on the global batch: forward, backward, gradient sums, the update.
+        """Run one step on the global batch: forward, backward, gradient sums, the update.
 
-        Of several batches, as many as the options accumulate, the gradients are averaged. By an
-        asynchronous schedule the optimizer runs several times, and the norm is that of the last
-        update's gradient.
+        The gradients of several batches, as many as the options accumulate, are averaged. By an
+        asynchronous schedule the optimizer runs several times, and the norm is of the last update's
+        gradient.
         """
         *others, last = batches
         for batch in others:
@@ -142,14 +142,14 @@ class Trainer:
         self.runner.settle()
 
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Compute with other values of the buffers that training does not change."""
+        """Take new values of the buffers that training does not change, and compute with them."""
         self.model.take_buffers(buffers)
         self.runner.refresh_constants()
 
     def use_optimizer(self, build: BuildOptimizer | None) -> None:
-        """Replace the optimizer by the user's, or by the plan's; updates are plain again.
+        """Replace the optimizer by the user's, or by the plan's; update options are reset.
 
-        ``build`` may read this trainer's parameters: all are there. Raises as
+        ``build`` may read this trainer's parameters, which exist by then. Raises as
         ``runtime.update.optimizer.build_optimizer`` does.
         """
         self.settle()
@@ -164,10 +164,10 @@ class Trainer:
     def use_update(
         self, options: UpdateOptions, build_scheduler: BuildScheduler | None = None
     ) -> None:
-        """Have steps clip, accumulate, scale and schedule as ``options`` say.
+        """Let steps clip, accumulate, scale and schedule as ``options`` say.
 
-        Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage
-        by stage, before there is a norm.
+        Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage by
+        stage, before the norm is known.
         """
         options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
@@ -202,10 +202,10 @@ class Trainer:
     ) -> PendingSave:
         """Write the checkpoint ``folder/step-N``, for this or any other plan.
 
-        ``optimizer`` is the one that trains: the trainer's or the user's, or None to save only
-        the model. With ``keep`` only that many checkpoints stay. ``asynchronous`` copies all to
-        CPU memory and writes in the background. Collective over all ranks; raises as
-        ``save_checkpoint`` does.
+        ``optimizer`` is the optimizer that trains: the trainer's or the user's, or None to save
+        only the model. ``keep`` is the number of checkpoints that stay (None: all).
+        ``asynchronous`` copies all to CPU memory and writes in the background. Collective over all
+        ranks; raises as ``save_checkpoint`` does.
         """
         state = self._state(optimizer, parts)
         return save_checkpoint(
@@ -220,9 +220,9 @@ class Trainer:
         parts: Mapping[str, Stateful] | None = None,
         optional: Container[str] = (),
     ) -> int:
-        """Go on from the checkpoint ``path``, or the newest in it; the step that it is of.
+        """Continue from the checkpoint ``path``, or the newest in that folder; return its step.
 
-        Random numbers of the forward go on from there. A checkpoint may lack the ``optional``
+        Random numbers of the forward continue from there. A checkpoint may lack the ``optional``
         parts. Collective over all ranks; raises as ``load_checkpoint`` does.
         """
         self.checkpoints.wait()

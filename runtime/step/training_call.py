@@ -5,9 +5,9 @@ or the model's outputs, with a graph. A backward through them adds this step's g
 over ranks and micro-batches, to the masters' ``grad``, as autograd does on one device: any number
 of forwards and backwards may come between two steps of the optimizer.
 
-A plan with one micro-batch keeps its graph until the backward comes. With several, each one's
-backward follows its forward at once, so that no more is held than the plan says: the loss then
-carries finished gradients, which its backward scales by the gradient it is given.
+A plan with one micro-batch keeps its graph until the backward comes. With several, each
+micro-batch's backward follows its forward at once, so that no more is held than the plan says: the
+loss then carries finished gradients, which its backward scales by the gradient it is given.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 SAME_GRADIENT = 1e-3
-"""Differences of gradients between ranks that rounding explains, relative to their norm."""
+"""Difference of gradients between ranks that rounding explains, relative to their norm."""
 
 
 class TrainingCall:
@@ -63,7 +63,7 @@ class TrainingCall:
         return self._executor.program.draws.key
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of the global batch; its sum over ranks travels while the script goes on."""
+        """Return the loss of the global batch; its sum over ranks runs in the background."""
         if self._executor.num_microbatches > 1 and torch.is_grad_enabled():
             return self._loss_with_gradients(batch)
         values = [each[self._loss_key] for each in self._forwards(batch)]
@@ -81,12 +81,12 @@ class TrainingCall:
         return shared_sum(part, others=others, progress=self._tell)
 
     def outputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs that the program returns, of a plan with one micro-batch.
+        """Return the outputs of the program, under a plan with one micro-batch.
 
-        They have the rows of ``batch``. Where these are this rank's share, gradients are averaged
-        over the shares, as ``DistributedDataParallel`` does: each rank's loss is of its own rows.
+        They have the rows of ``batch``. If these are this rank's share, gradients are averaged over
+        the shares, as ``DistributedDataParallel`` does: each rank's loss is of its own rows.
 
-        Raises UsageError AP940 where the rows cannot be shared out evenly.
+        Raises UsageError AP940 where the rows cannot be divided evenly.
         """
         (values,) = self._forwards(batch)
         program = self._executor.program
@@ -115,7 +115,7 @@ class TrainingCall:
         return loss
 
     def _as_given(self, key: str, value: Tensor, *, is_share: bool) -> Tensor:
-        """A kept value with the rows that the caller gave: all, or those of this rank's share."""
+        """Return a kept value with the rows that the caller gave: all, or this rank's share."""
         program = self._executor.program
         layout = program.layouts[key]
         axes = program.mesh.axes
@@ -131,8 +131,8 @@ class TrainingCall:
         return _with_backward(whole, lambda gradient: gradient / num_shares)
 
     def _forwards(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the values that leave the stage, of each micro-batch; without gradients buffers
-        change at once."""
+        """Run all forwards; return the values that leave the stage, of each micro-batch. Without
+        gradients, buffers change at once."""
         self._forget_open_backwards()
         executor = self._executor
         executor.begin_step(self._joined(batch), forgets_gradients=False)
@@ -146,7 +146,7 @@ class TrainingCall:
         return values
 
     def _joined(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The batch; the gradient of a tensor of it is the sum of those of all ranks' parts."""
+        """Return the batch; gradients of its tensors are summed over the parts of all ranks."""
         wanted = [name for name, value in batch.items() if value.requires_grad]
         if not wanted or not torch.is_grad_enabled():
             return batch
@@ -160,13 +160,13 @@ class TrainingCall:
         return {**batch, **joined}
 
     def _differentiable(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The values, such that a backward through any of them is the whole step's."""
+        """Return the values; a backward through any of them is a backward of the whole step."""
         if not any(value.requires_grad for value in values):
             return values
         return _around_backward(values, self._begin, self._end)
 
     def _begin(self) -> None:
-        """Prepare a backward. Several forwards may share one: the first of them begins it."""
+        """Prepare a backward. Several forwards may share a backward: the first begins it."""
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._backward_id:
             self._forget_open_backwards()
@@ -194,8 +194,7 @@ class TrainingCall:
         self._tell(BETWEEN_STEPS)
 
     def _add(self, beside: Mapping[str, Tensor]) -> None:
-        """Add gradients that autograd itself gave the masters, of a penalty on the weights for
-        one."""
+        """Add gradients that autograd itself gave the masters, for example of a weight penalty."""
         with torch.no_grad():
             for parameter in self._parameters:
                 gradient, master = beside.get(parameter.name), parameter.master
@@ -214,7 +213,7 @@ class TrainingCall:
             self._restore()
 
     def _loss_with_gradients(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss; every micro-batch's backward has run, and the sums are complete."""
+        """Run forward and backward of every micro-batch; return the loss, with complete sums."""
         if self._is_running:
             raise UsageError(
                 "AP935",
@@ -255,7 +254,7 @@ class TrainingCall:
     def _set_aside(self) -> None:
         """Put the masters' gradients away, so that a backward makes and sums only its own.
 
-        And the hooks that ``fully_shard`` would call before the sums are complete.
+        Hooks that ``fully_shard`` would call before the sums are complete are put away too.
         """
         for parameter in self._parameters:
             master = parameter.master
@@ -275,7 +274,7 @@ class TrainingCall:
         self._before.clear()
 
     def _taken(self) -> dict[str, Tensor]:
-        """Take this step's gradients by name; the masters have those from before it again."""
+        """Return this step's gradients by name; the masters get their earlier gradients back."""
         taken = {
             parameter.name: parameter.master.grad
             for parameter in self._parameters
@@ -285,7 +284,7 @@ class TrainingCall:
         return taken
 
     def _deliver(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add gradients to the masters', and call the hooks that a script put on them."""
+        """Add gradients to the masters', and call the hooks that a script put on the masters."""
         summed: list[tuple[Tensor, Tensor]] = []
         delivered = []
         for parameter in self._parameters:
@@ -309,13 +308,13 @@ class TrainingCall:
 
 
 class _GradientCheck:
-    """Compares the gradients of the outputs between ranks, in backwards 1, 2, 4, 8 and so on."""
+    """Comparison of the outputs' gradients between ranks, in backwards 1, 2, 4, 8 and so on."""
 
     def __init__(self) -> None:
         self._num_seen = 0
 
     def see(self, gradient: Tensor) -> Tensor:
-        """Return the gradient, or raise UsageError AP945 on every rank. Collective."""
+        """Return the gradient; raise UsageError AP945 on every rank if ranks differ. Collective."""
         self._num_seen += 1
         if self._num_seen & (self._num_seen - 1):
             return gradient
@@ -339,7 +338,7 @@ class _GradientCheck:
 
 
 class _WithBackward(torch.autograd.Function):
-    """The identity, whose backward passes the gradient through a function."""
+    """Identity whose backward passes the gradient through a function."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -352,7 +351,7 @@ class _WithBackward(torch.autograd.Function):
 
 
 def _with_backward(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a tensor whose gradient ``change`` replaces in the backward."""
+    """Return ``tensor`` with its gradient replaced by ``change(gradient)``."""
     found: Tensor = _WithBackward.apply(tensor, change)  # type: ignore[no-untyped-call]
     return found
 
@@ -367,7 +366,7 @@ def _sum_over(communicator: ProcessCommunicator, axes: Sequence[int], gradient: 
 
 
 class _Delivered(torch.autograd.Function):
-    """A loss whose gradients are known: its backward scales them and hands them over."""
+    """Loss whose gradients are known: its backward scales them and hands them over."""
 
     @staticmethod
     def forward(
@@ -420,8 +419,8 @@ class _Boundary(torch.autograd.Function):
 def _around_backward(
     tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[Tensor, ...]:
-    """Return ``tensors``, such that a backward calls ``begin`` before anything else and ``end``
-    when all is done, once for each of them that it goes through; the sources of the others get no
+    """Return ``tensors``; a backward calls ``begin`` before anything else and ``end`` when all is
+    done, once for each tensor that it goes through; the sources of the other tensors get no
     gradient."""
     return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
 

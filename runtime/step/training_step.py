@@ -1,12 +1,12 @@
 """One training step: forwards and backwards of one or several batches, then an update.
 
-In: something that computes gradients (a ``BatchRunner`` of a plan, or a ``PlainTrainer`` of one
+In: an object that computes gradients (a ``BatchRunner`` of a plan, or a ``PlainTrainer`` of one
 device's plain module) and ``UpdateOptions``. Out: ``step(*batches)``, the same for both.
 
-With ``on_nan="stop"`` a step whose loss or gradient is not finite updates nothing and ends in
-an error that names where the first such value came from. The host reads the numbers of a step
-where that costs no wait: at once on a CPU or where the optimizer needs them, otherwise when the
-next step has been started.
+With ``on_nan="stop"`` a step whose loss or gradient is not finite updates nothing and ends in an
+error that names the origin of the first such value. The host reads the numbers of a step where that
+costs no wait: at once on a CPU or where the optimizer needs them, otherwise when the next step has
+been started.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ class Used(NamedTuple):
 
 
 class Trainable(Protocol):
-    """Something that computes gradients.
+    """Interface of an object that computes gradients.
 
-    ``backward`` adds those of a batch, times ``scale``, to gradients that are there if
-    ``accumulates``; after the last one (``is_last``) they are complete. ``updates_itself``: it has
-    stepped the optimizer by then, or does so in the next step, at the latest when it is asked to
-    ``settle``. ``diagnosis`` is the error that says where the first value came from that is not
-    finite.
+    ``backward`` adds the gradients of a batch, times ``scale``, to existing gradients if it
+    ``accumulates``; after the last batch (``is_last``) they are complete. ``updates_itself``: it
+    has stepped the optimizer by then, or does so in the next step, at the latest in ``settle``.
+    ``diagnosis`` returns the error that names the origin of the first value that is not finite.
     """
 
     device: torch.device
@@ -86,12 +85,12 @@ class Figures(NamedTuple):
 class StepResult:
     """The loss of the global batch and the norm of the whole gradient, on every rank.
 
-    Both are on their way when the step returns: who reads the loss waits for the last stage, who
-    reads the norm for the gradients of all ranks; the step itself waits for neither, unless its
-    update needs the norm. The norm is that before clipping. ``learning_rates`` are those of the
-    update, by group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of
-    the loss, None where it is not scaled. ``norm`` is None where no rank knows the whole gradient:
-    with parameter servers.
+    Neither need have arrived when the step returns: a read of the loss waits for the last stage, a
+    read of the norm for the gradients of all ranks; the step itself waits for neither, unless its
+    update needs the norm. The norm is from before clipping. ``learning_rates`` are the update's, by
+    group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of the loss,
+    None where it is not scaled. ``norm`` is None with parameter servers, where no rank knows the
+    whole gradient.
     """
 
     losses: tuple[Tensor, ...]
@@ -106,7 +105,7 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """The mean over the step's batches."""
+        """The mean loss over the step's batches."""
         return mean(self.losses)
 
     @property
@@ -115,7 +114,7 @@ class StepResult:
         return self.norm.value()
 
     def read(self) -> Figures:
-        """The numbers, for which the host waits: for this step, not for one that came after it."""
+        """Return the numbers; the host waits for this step, not for a later step."""
         rate = next(iter(self.learning_rates), None)
         return Figures(
             loss=float(mean([loss.host_value() for loss in self._losses])),
@@ -140,13 +139,13 @@ class TrainingStep:
         self._unread: tuple[StepResult, list[Used]] | None = None
 
     def accumulate(self, batch: Batch) -> Tensor:
-        """Forward and backward of a batch that is not the last of its update; its loss."""
+        """Run forward and backward of a batch, not the last of its update; return its loss."""
         return self._backward(batch, is_last=False)
 
     def step(self, batch: Batch) -> StepResult:
-        """Forward and backward of the last batch of an update, and the update.
+        """Run forward and backward of the last batch of an update, and the update.
 
-        Raises RunError AP910 where the options ask to stop: for this step, or the one before.
+        Raises RunError AP910 where the options ask to stop: for this step, or the step before.
         """
         rates = tuple(
             pending_figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
@@ -170,8 +169,7 @@ class TrainingStep:
         return result
 
     def finish(self) -> None:
-        """Read the numbers of the last step, waiting for it and for its update. Raises as ``step``
-        does."""
+        """Read the numbers of the last step, after its update. Raises as ``step`` does."""
         self.trainable.settle()
         self._read(self._unread)
         self._unread = None
@@ -187,7 +185,7 @@ class TrainingStep:
         return self._losses[-1]
 
     def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
-        """Update the weights; the gradient's norm."""
+        """Update the weights; return the gradient's norm."""
         trainable, update = self.trainable, self.update
         norm = trainable.norm()
         if trainable.updates_itself:
@@ -204,7 +202,7 @@ class TrainingStep:
         return pending_figure(self.update.skipped.clone()) if self.update.options.decides else None
 
     def _check(self, made: tuple[StepResult, list[Used]]) -> None:
-        """Read the numbers of a step at once where the host waits for nothing, else one later."""
+        """Read the numbers of a step at once if the host need not wait, else a step later."""
         update = self.update
         is_read = update.options.decides and update.decides_on_host
         if is_read or not queue_of(self.trainable.device).runs_behind:
@@ -226,12 +224,12 @@ class TrainingStep:
 
 
 def mean(losses: Sequence[Tensor]) -> Tensor:
-    """The loss of a step: the mean over its batches."""
+    """Return the loss of a step: the mean over its batches."""
     return losses[0] if len(losses) == 1 else torch.stack(list(losses)).mean()
 
 
 class PlainTrainer:
-    """One device's trainer of a plain module."""
+    """Trainer of a plain module on one device."""
 
     updates_itself = False
 
@@ -243,7 +241,7 @@ class PlainTrainer:
         options: UpdateOptions,
         build_scheduler: BuildScheduler | None = None,
     ) -> None:
-        """``loss(batch)`` is the model's loss, with its graph."""
+        """Make the trainer; ``loss(batch)`` is the model's loss, with its graph."""
         self._model, self._loss = model, loss
         self.optimizer = optimizer
         self.batches_begun = 0
@@ -255,7 +253,7 @@ class PlainTrainer:
     def backward(
         self, batch: Batch, *, scale: Tensor | float, accumulates: bool, is_last: bool
     ) -> Tensor:
-        """The loss of a batch; its gradients, times ``scale``, are added to the parameters'."""
+        """Return the loss of a batch; add its gradients, times ``scale``, to the parameters'."""
         if not accumulates:
             self.optimizer.zero_grad(set_to_none=True)
             self._model.zero_grad(set_to_none=True)
@@ -269,7 +267,7 @@ class PlainTrainer:
         """Do nothing: every update is made in its own step."""
 
     def norm(self) -> GradientNorm:
-        """The 2-norm of all gradients, in float64."""
+        """Return the 2-norm of all gradients, in float64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in self.gradients():
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -280,7 +278,7 @@ class PlainTrainer:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """Run the batches again; the error that names the first module or parameter.
+        """Run the batches again; return the error that names the first place that is not finite.
 
         Buffers get their values back.
         """

@@ -1,4 +1,4 @@
-"""The weights of a model that is spread over ranks, whole again: for evaluation and export.
+"""Whole weights of a model whose weights are sharded over ranks, for evaluation and export.
 
 In: a rank's part of a model. Out: any of its parameters, and of the buffers that training changes,
 as plain tensors on every rank: gathered within the stage that holds them, and sent from its first
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """The value of a tensor that other ranks hold, and one of its shape and dtype."""
+    """Stand-in for a tensor that only other ranks hold; ``tensor`` has its shape and dtype."""
 
     name: str
     tensor: Tensor
@@ -48,7 +48,7 @@ class _Elsewhere:
 
 
 class WholeWeights:
-    """Gathers tensors of a model by name; every call is collective over all ranks."""
+    """Whole tensors of a model by name; the calls of ``gather`` are collective over all ranks."""
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class WholeWeights:
         return tuple(self._stage_of)
 
     def meet(self, tell: Callable[[str], None]) -> None:
-        """Wait until every rank gathers weights, if a rank's own are not the whole model."""
+        """Wait until every rank gathers weights, unless each rank holds the whole model."""
         if not self.are_spread:
             return
         tell("waiting until every rank evaluates the model, as all must whose weights are spread")
@@ -81,10 +81,10 @@ class WholeWeights:
         )
 
     def gather(self, names: Iterable[str], *, as_computed: bool) -> dict[str, Tensor]:
-        """The whole values of ``names``, in that order on all ranks.
+        """Return the whole values of ``names``, gathered in that order on all ranks.
 
-        ``as_computed`` gives parameters in the dtype that the plan computes in, else in that of the
-        optimizer, frozen ones too, which are held in the former alone.
+        If ``as_computed``, parameters have the dtype that the plan computes in, else the
+        optimizer's, even frozen parameters, which are held in the former alone.
         """
         whole: dict[str, Tensor] = {}
         works = []
@@ -111,20 +111,20 @@ class WholeWeights:
         return whole
 
     def is_elsewhere(self, name: str) -> bool:
-        """Tell whether ``name`` is spread over other ranks only."""
+        """Tell whether only other ranks hold ``name``."""
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
 
     def stand_in(self, name: str) -> Tensor:
-        """A tensor of the shape, dtype and device of one that other ranks hold. The use of its
-        values is UsageError AP931."""
+        """Make a tensor with the shape, dtype and device of a tensor that other ranks hold. A use
+        of its values raises UsageError AP931."""
         spec = self._model.program.graph[name].spec
         like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)
         shaped = like.expand(spec.shape)
         return arriving_tensor(_Elsewhere(name, shaped), shaped)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, laid out like that; a part, and a tensor of
-        another shape than the plan's, as it is."""
+        """Return this rank's part of a whole tensor, distributed like the model's; a DTensor, and a
+        tensor of another shape than the plan's, are returned as they are."""
         held = self._held(self._stage_of[name], name)
         if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
             return whole
@@ -140,7 +140,7 @@ class WholeWeights:
         )
 
     def is_current(self, name: str, whole: Tensor) -> bool:
-        """Tell whether this rank's part of ``name``, if it has one, is of a whole tensor."""
+        """Tell whether this rank's part of ``name``, if any, equals that part of ``whole``."""
         held = self._held(self._stage_of[name], name)
         if held is None:
             return True
@@ -150,19 +150,19 @@ class WholeWeights:
         return torch.equal(whole.detach()[self._box(name)].to(local), local)
 
     def put(self, name: str, whole: Tensor) -> None:
-        """Take a whole tensor's part into this rank's."""
+        """Copy this rank's part of a whole tensor into the model's memory."""
         held = self._held(self._stage_of[name], name)
         if held is not None:
             with torch.no_grad():
                 local_tensor(held).copy_(whole[self._box(name)])
 
     def _box(self, name: str) -> tuple[slice, ...]:
-        """Return this rank's part of ``name``."""
+        """Return the slices of this rank's part of ``name``."""
         stage = self._model.stages[self._stage_of[name]]
         return region_slices(stage.region_of(name))
 
     def _held(self, index: int, name: str) -> Tensor | None:
-        """Return this rank's part of a tensor of stage ``index``, if it works for that."""
+        """Return this rank's part of a tensor of stage ``index``, or None if it lacks the stage."""
         stage = self._model.stages.get(index)
         if stage is None:
             return None

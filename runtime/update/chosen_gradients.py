@@ -2,8 +2,8 @@
 
 In: a loss of a planned model, and the tensors to differentiate it by, some of them the model's
 parameters. Out: the gradients that plain PyTorch gives. The parameters are no part of the graph
-that autograd sees, so torch would find no way to them. Instead a whole backward runs; then every
-leaf gets back the gradient that it had, and the gradients that were asked for are given.
+that autograd sees, so torch would find no path to them. Instead a whole backward runs; then every
+leaf gets its earlier gradient back, and the requested gradients are returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _run_plainly = _autograd._engine_run_backward
 
 
 def differentiate_chosen(masters: Iterable[Tensor]) -> None:
-    """Have ``torch.autograd`` find the gradients of these parameters where a script names them."""
+    """Let ``torch.autograd`` find the gradients of ``masters`` where a script requests them."""
     _autograd._engine_run_backward = (
         _run  # of grad and backward, by whatever name a script has them
     )
@@ -54,7 +54,7 @@ def _run(
     *,
     accumulate_grad: bool,
 ) -> Any:
-    """Run a backward; if planned parameters are among ``inputs``, a whole one."""
+    """Run a backward; if planned parameters are among ``inputs``, a whole backward."""
     if not any(id(tensor) in _MASTERS for tensor in inputs):
         return _run_plainly(
             outputs,

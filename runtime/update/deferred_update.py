@@ -2,13 +2,13 @@
 
 In: a step's sums of gradients, started in the plan's order ("priority"), and the optimizer. Out:
 before each block of the next forward the block's own sums are waited for, and its parameters are
-updated; the others follow when their blocks do. Each parameter gets the same gradient, the same
-options and the same step as if all were updated at the end of the step, so the weights are equal
-bit for bit.
+updated; other parameters follow before their blocks. Each parameter gets the same gradient, the
+same options and the same step as if all were updated at the end of the step, so the weights are
+equal bit for bit.
 
-That is so only where a parameter's update needs nothing of others: not where gradients are clipped
-by their norm or a step may be skipped (``why_not_deferred``). Who reads parameters, states of the
-optimizer or the gradient's norm otherwise calls ``settle`` first.
+That is so only where a parameter's update needs nothing of other parameters: not where gradients
+are clipped by their norm or a step may be skipped (``why_not_deferred``). A caller that reads
+parameters, optimizer states or the gradient's norm otherwise calls ``settle`` first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .optimizer import ELEMENTWISE, sum_of_all_squares
 from .update import UpdateOptions
 
 PER_PARAMETER = (*ELEMENTWISE, Adagrad)
-"""Optimizers whose step on a parameter reads its own gradient and state, and no others."""
+"""Optimizers whose step on a parameter reads only its own gradient and state."""
 
 
 def why_not_deferred(options: UpdateOptions, optimizer: Optimizer) -> str:
-    """Say why updates must be made at the end of a step; "" where they need not."""
+    """Return the reason to make updates at the end of a step; "" if they can be deferred."""
     if options != UpdateOptions(accumulate=options.accumulate):
         return "clipping, scaling of the loss and on_nan need all gradients before the update"
     if type(optimizer) not in PER_PARAMETER:
@@ -51,7 +51,7 @@ class DeferredUpdate:
         *,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """``tell`` is called before waits, for a watchdog."""
+        """Make the updates; ``tell`` is called before waits, for a watchdog."""
         assert reducer.can_defer
         self._reducer, self._optimizer, self._tell = reducer, optimizer, tell
         self._left: list[Bucket] = []
@@ -59,7 +59,7 @@ class DeferredUpdate:
         self.norm = DeferredNorm(self)
 
     def begin(self) -> None:
-        """Begin to defer, after the last backward of a step, whose sums are under way."""
+        """Begin to defer, after the last backward of a step; its sums are under way."""
         self.settle()
         order = {id(part.bucket): part.bucket for part in self._reducer.parts}
         self._left = list(order.values())
@@ -67,12 +67,12 @@ class DeferredUpdate:
         self.norm = DeferredNorm(self)
 
     def before_block(self, block: int) -> None:
-        """Update the parameters that the forward reads up to a block."""
+        """Update the parameters that the forward reads up to and with ``block``."""
         for bucket in [each for each in self._left if each.block <= block]:
             self._update(bucket)
 
     def settle(self) -> None:
-        """Update all parameters."""
+        """Update all parameters that are left."""
         for bucket in list(self._left):
             self._update(bucket)
 
@@ -96,8 +96,8 @@ class DeferredUpdate:
 
     @contextmanager
     def _as_of_the_step(self) -> Iterator[None]:
-        """Give the optimizer, while inside, the options of when the step ended: a scheduler may
-        have set those of the next one."""
+        """Give the optimizer, inside the context, its options at the end of the step: a scheduler
+        may have set the next step's already."""
         groups = self._optimizer.param_groups
         now = [_options(group) for group in groups]
         for group, options in zip(groups, self._options, strict=True):
@@ -110,7 +110,7 @@ class DeferredUpdate:
 
 
 class DeferredNorm:
-    """The norm of the whole gradient, which every rank has once all sums are there."""
+    """Norm of the whole gradient, which every rank has once all sums are there."""
 
     def __init__(self, update: DeferredUpdate) -> None:
         self._update = update
@@ -129,7 +129,7 @@ class DeferredNorm:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's options of a group; those that are tensors may be changed in place."""
+    """Return an optimizer's options of a group; tensors are cloned, as they may change in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()

@@ -1,9 +1,9 @@
 """Summing gradients over the mesh axes on which a parameter is held whole.
 
-In: the local gradients of one rank. Out: the same, summed over each parameter's
+In: the local gradients of one rank. Out: these gradients, summed over each parameter's
 ``reduce_axes``, in the buckets of ``planner.gradient_buckets``. Buckets whose parameters are not
-ZeRO-sharded are launched during the last backward as soon as their gradients are there,
-and run beside it; the others after it. Each is summed by the algorithm that the plan names
+ZeRO-sharded are launched during the last backward as soon as their gradients are there, and run
+beside it; the others after it. Each bucket is summed by the algorithm that the plan names
 (``all_reduces``). Every rank of a group runs the same graph, so all launch their buckets in the
 same order.
 
@@ -33,22 +33,22 @@ from ..messages.all_reduces import AllReduces
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 
 PLACED_BYTES = 65_536
-"""A gradient of more is copied as it comes, while it is in the processor's cache."""
+"""Size from which a gradient is copied as it comes, while it is in the processor's cache."""
 
 ALONE = 2
-"""Users of a storage, by torch's count, that are always there: the tensor, and who asks."""
+"""Number of users of a storage, by torch's count, that always exist: the tensor, and the caller."""
 
 NEVER = ""
-"""No parameter's name: a bucket that waits for it is launched after the last backward."""
+"""Name of no parameter: a bucket that waits for it is launched after the last backward."""
 
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSums:
-    """The sums of a stage in a plan; without ``sums`` the library runs each bucket's.
+    """Gradient sums of a stage in a plan; without ``sums`` the library sums each bucket.
 
-    ``in_order``: they are started in the order of ``sums``, which may be parts of buckets.
+    ``in_order``: the sums are started in the order of ``sums``, which may be parts of buckets.
     """
 
     sums: tuple[GradientSum, ...] = ()
@@ -57,8 +57,8 @@ class PlannedSums:
 
     @staticmethod
     def of(plan: Plan, stage: StagePlan) -> PlannedSums:
-        """Return the sums of a stage. A plan for GPUs names the assumed choices of NCCL, which runs
-        all."""
+        """Return the sums of a stage; none for GPUs, where the plan names NCCL's assumed
+        choices."""
         if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
             return PlannedSums()
         return PlannedSums(stage.gradient_sums, plan.cluster, plan.gradient_order == "priority")
@@ -68,7 +68,7 @@ class PlannedSums:
 class Part:
     """A part of a bucket that is summed at once: its elements from ``start`` to ``stop``.
 
-    ``work`` is its all-reduce under way: over all axes if ``is_in_lane``, else over one of them.
+    ``work`` is its all-reduce under way: over all axes if ``is_in_lane``, else over one axis.
     """
 
     bucket: Bucket
@@ -83,9 +83,10 @@ class Part:
 class Bucket:
     """Parameters reduced together over ``axes``, in one piece of memory.
 
-    ``waiting`` are those with no gradient yet; it ``is_ready`` when all have come. While it
-    ``is_open`` their gradients go into ``slots``, the places of ``flat``. ``with_gradient`` are
-    those that have one on this rank: of the others zeros are summed, and forgotten.
+    ``waiting`` names the parameters with no gradient yet; the bucket ``is_ready`` when all have
+    come. While it ``is_open`` their gradients go into ``slots``, views of ``flat``.
+    ``with_gradient`` are the parameters with a gradient on this rank: for the others zeros are
+    summed, and dropped.
     """
 
     axes: tuple[int, ...]
@@ -104,7 +105,8 @@ class Bucket:
         return any(part.work is not None for part in self.parts)
 
     def open(self) -> None:
-        """Take memory for a step's gradients: the last step's, if nobody has any of it.
+        """Get memory for a step's gradients: the last step's, if nothing else uses it, or new
+        memory.
 
         On a CPU new memory costs more than writing to it: 2 ms for 4 MB, which the kernel gives
         page by page. Memory of a caching allocator is not kept.
@@ -128,7 +130,7 @@ class Bucket:
         self.slots = dict(zip(names, views, strict=True))
 
     def place(self, parameters: Sequence[StageParameter]) -> None:
-        """Have the gradients of ``parameters`` in their slots, zeros for those that have none."""
+        """Move the gradients of ``parameters`` into their slots; missing gradients are zeros."""
         missing, slots, gradients = [], [], []
         for parameter in parameters:
             slot, gradient = self.slots[parameter.name], parameter.gradient
@@ -153,8 +155,8 @@ class GradientReducer:
         device_mesh: DeviceMesh,
         planned: PlannedSums = PlannedSums(),
     ) -> None:
-        """Collective over the stage if the plan names algorithms or an order. Raises PlanError
-        AP198 where the plan's sums are not those of the parameters."""
+        """Make the reductions. Collective over the stage if the plan names algorithms or an order.
+        Raises PlanError AP198 where the plan's sums do not fit the parameters."""
         self.device_mesh = device_mesh
         own = {parameter.name: parameter for parameter in parameters}
         self.buckets = _make_buckets(own, by_block=planned.in_order)
@@ -173,7 +175,7 @@ class GradientReducer:
 
     @property
     def can_defer(self) -> bool:
-        """Tell whether each bucket's sums can be waited for alone."""
+        """Tell whether each bucket's sums can be waited for separately."""
         return self.in_order and self._all_reduces is not None
 
     def _is_on_gloo(self, axes: Sequence[int]) -> bool:
@@ -181,17 +183,17 @@ class GradientReducer:
         return all(dist.get_backend(group) == "gloo" for group in groups)
 
     def attach(self, parameters: Iterable[StageParameter]) -> None:
-        """Watch the gradients come that are to be reduced, or moved into the master dtype."""
+        """Hook the gradients that are to be reduced, or moved into the gradient dtype."""
         for parameter in parameters:
             if parameter.name in self._bucket_of or parameter.sums_apart:
                 attach_gradient_hook(parameter, self._arrived)
 
     def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
-        """Prepare a backward; only the last one launches reductions.
+        """Prepare a backward; only the last backward of a step launches reductions.
 
-        ``among`` are the parameters whose gradients are still to come, once each; all others have
-        theirs. A parameter of several blocks may get its gradient in parts: it is not launched
-        before ``finish``.
+        ``among`` are the parameters whose gradients are still to come, once each; all other
+        gradients are there. A parameter of several blocks may get its gradient in parts: it is not
+        launched before ``finish``.
         """
         self._is_last = last
         self._next = 0
@@ -204,7 +206,7 @@ class GradientReducer:
             bucket.waiting, bucket.is_ready = names, False
 
     def abandon(self) -> None:
-        """Leave the sums of a backward that an error ended: its memory may still be written."""
+        """Drop the sums of a backward that an error ended: their memory may still be written."""
         for bucket in self.buckets:
             if bucket.is_open or bucket.is_under_way:
                 bucket.is_open, bucket.flat, bucket.slots = False, None, {}
@@ -225,7 +227,7 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start the bucket's reductions, or those whose turn it is now."""
+        """Start the bucket's reductions, or, in the plan's order, all parts whose turn has come."""
         bucket.is_ready = True
         bucket.with_gradient = [p for p in bucket.parameters if p.gradient is not None]
         if bucket.with_gradient:
@@ -257,14 +259,14 @@ class GradientReducer:
         part.work = dist.all_reduce(tensor, group=group, async_op=True)
 
     def launch_all(self) -> None:
-        """Launch the buckets that are left after the last backward."""
+        """Launch the remaining buckets after the last backward."""
         for bucket in self.buckets:
             if not bucket.is_ready:
                 self._launch(bucket)
         self._is_last = False
 
     def finish(self) -> None:
-        """Launch the buckets that are left after the last backward, and wait for everything."""
+        """Launch the remaining buckets after the last backward, and wait for all buckets."""
         self.launch_all()
         for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
             pending = [
@@ -282,7 +284,7 @@ class GradientReducer:
             self._close(bucket)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the sums of a bucket, which are in order; its gradients are in ``slots``."""
+        """Wait for the sums of a bucket in the plan's order; its gradients are in ``slots``."""
         for part in bucket.parts:
             if part.work is not None:
                 part.work.wait()
@@ -316,7 +318,7 @@ def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -
 
 
 def _make_parts(buckets: Sequence[Bucket], sums: Sequence[GradientSum]) -> list[Part]:
-    """The parts of the buckets in the plan's order; without a plan each bucket is one."""
+    """Make the parts of the buckets in the plan's order; without a plan, a part per bucket."""
     parts = []
     whole = [GradientSum(number, 0, 0, (), LIBRARY) for number in range(len(buckets))]
     if sums and {own.bucket for own in sums} != set(range(len(buckets))):

@@ -37,8 +37,8 @@ from ..parameters.parameters import StageParameter
 LEARNING_RATE = 3e-4
 
 BuildOptimizer = Callable[[Any], Optimizer]
-"""A function of the parameters as a list, or, by the name ``named_parameters``, of pairs with
-names."""
+"""Function from the list of parameters to an optimizer; an argument called ``named_parameters``
+gets pairs of name and parameter instead."""
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
 """Optimizers whose step on an element reads nothing of other elements."""
@@ -58,10 +58,10 @@ def default_optimizer(
     fused: bool | None = None,
     learning_rate: float | None = None,
 ) -> Optimizer:
-    """Make the optimizer where the user gives none: the same on one device as by a plan.
+    """Make the optimizer if the user gives none: the same on one device as by a plan.
 
-    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: by one
-    kernel, where the optimizer has one for all devices.
+    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: update by
+    one kernel, where the optimizer has it for all devices.
     """
     parameters = list(parameters)
     if name.startswith("sgd"):
@@ -72,12 +72,12 @@ def default_optimizer(
 
 
 def build_with(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Return the optimizer that the user's ``build`` makes of the parameters that are trained.
+    """Return the optimizer that the user's ``build`` makes of the trained parameters.
 
-    It gets pairs of a name and a parameter where its only required argument is called
+    ``build`` gets pairs of a name and a parameter if its only required argument is called
     ``named_parameters``, and the list of the parameters otherwise.
 
-    Raises UsageError AP903 where it returns no optimizer.
+    Raises UsageError AP903 if it returns no optimizer.
     """
     pairs = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     optimizer = build(iter(pairs) if takes_names(build) else [parameter for _, parameter in pairs])
@@ -108,11 +108,11 @@ def build_optimizer(
     learning_rate: float | None = None,
     stand_ins: Iterable[tuple[str, nn.Parameter]] = (),
 ) -> Optimizer:
-    """The optimizer of this rank's masters: the user's (see ``build_with``), or the plan's by name.
+    """Make the optimizer of this rank's masters: the user's (see ``build_with``), or the plan's.
 
     Its groups are as they were made; each ``step`` runs them by mesh and layout (see
     ``LayoutGroups``). A rank that trains nothing gets the user's optimizer of ``stand_ins``,
-    parameters that never have a gradient: schedulers find the same groups on every rank.
+    parameters that never have a gradient, so that schedulers find the same groups on every rank.
 
     Raises UsageError AP903 as ``build_with`` does, and AP904 where the optimizer holds parameters
     that are not the plan's.
@@ -196,7 +196,7 @@ class LayoutGroups:
 
 
 def by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in runs of one mesh and layout."""
+    """Group the parameters by mesh and layout."""
     groups: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for master in masters:
         kind = (master.device_mesh, master.placements) if isinstance(master, DTensor) else ()
@@ -205,7 +205,7 @@ def by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class GradientNorm:
-    """A norm whose sum over the ranks is under way: nobody waits for it but who reads it."""
+    """A norm whose sum over the ranks is under way; only a read of it waits."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class GradientNorm:
         work: dist.Work | None,
         progress: Progress | None = None,
     ) -> None:
-        """``progress`` is told of waits, for a watchdog."""
+        """Make the norm of ``squares``, which ``work`` sums; ``progress`` is told of waits."""
         others: tuple[int, ...] = ()
         if progress is not None:
             others = tuple(r for r in range(dist.get_world_size()) if r != dist.get_rank())
@@ -221,11 +221,11 @@ class GradientNorm:
         self.arrival = arrival_of(squares, work, words, others=others, progress=progress)
 
     def value(self) -> Tensor:
-        """The norm, once all ranks have given their part."""
+        """Return the norm, once all ranks have given their part."""
         return self.arrival.value().sqrt()
 
     def host_value(self) -> Tensor:
-        """The norm for the host to read."""
+        """Return the norm for the host to read."""
         return self.arrival.host_value().sqrt()
 
 
@@ -236,11 +236,11 @@ def gradient_norm(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> GradientNorm:
-    """The 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
+    """Start the 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
 
-    Every element counts once: a rank's sum of squares is divided by the number of ranks of a
-    stage that hold the same elements, and of several stages that hold a parameter one passes
-    it. A rank with no stage passes no parameters. Float64. ``progress`` is told who waits for it.
+    Every element counts once: a rank's sum of squares is divided by the number of ranks of a stage
+    that hold the same elements, and only one of several stages that hold a parameter passes it. A
+    rank with no stage passes no parameters. Float64. ``progress`` is told of waits for it.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_count: dict[int, list[Tensor]] = {}
@@ -254,10 +254,10 @@ def gradient_norm(
 
 
 def sum_of_all_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all gradients, in float64, on ``device``.
+    """Return the sum of the squares of all gradients, in float64, on ``device``.
 
-    A device that runs behind its host has kernels that take many tensors, and sum in float64. A
-    CPU sums large ones by ``sum_of_squares``.
+    A device that runs behind its host has kernels that take many tensors, and sum in float64. A CPU
+    sums large tensors by ``sum_of_squares``.
     """
     if queue_of(device).runs_behind:
         parts = [_as_real(gradient) for gradient in gradients]
@@ -275,10 +275,10 @@ def _sum_of_norms(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """The sum of all squares, in float64.
+    """Return the sum of all squares, in float64.
 
     Rows of ``NORM_ROW`` elements are summed in the tensor's own dtype first: on the CPU
-    ``vector_norm`` with another dtype goes element for element (float32 on one core: 4.6 ns each
+    ``vector_norm`` with another dtype goes element by element (float32 on one core: 4.6 ns each
     instead of 0.2).
     """
     flat = _summable(tensor).reshape(-1)
@@ -291,13 +291,12 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """The real numbers of a tensor: of a complex one twice as many, over the same memory."""
+    """View a complex tensor as twice as many real numbers; return others as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _summable(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 if it is in half precision, whose sums would be rounded to
-    that."""
+    """Convert a tensor in half precision, whose sums would be rounded, to float32."""
     tensor = _as_real(tensor)
     return tensor.float() if tensor.itemsize < 4 else tensor
 
@@ -305,7 +304,7 @@ def _summable(tensor: Tensor) -> Tensor:
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor of a gradient of ``norm`` that makes its norm at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` has it: ``min(1, max_norm / (norm + 1e-6))``.
+    It is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 

@@ -48,7 +48,7 @@ BuildScheduler = Callable[[Optimizer], Any]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """The options of an update besides the optimizer's step. Raises UsageError AP900.
+    """Options of an update besides the optimizer's step. Raises UsageError AP900 for bad values.
 
     ``max_norm`` and ``max_value`` clip the gradient, ``accumulate`` is the number of global
     batches per update, ``scaler`` scales the loss.
@@ -76,7 +76,7 @@ class UpdateOptions:
             raise UsageError("AP900", f"on_nan is {self.on_nan!r}, but must be one of {names}")
 
     def for_precision(self, precision: Precision, device: str) -> UpdateOptions:
-        """The same, and in fp16 with a scaler where none is given: torch's own defaults."""
+        """Return the options; for fp16 with torch's default scaler if none is given."""
         if precision != "fp16" or self.scaler is not None:
             return self
         return replace(self, scaler=GradScaler(device))
@@ -98,7 +98,7 @@ class UpdateOptions:
 
 
 def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
-    """Raise UsageError AP901 unless an asynchronous schedule can do as ``options`` ask."""
+    """Raise UsageError AP901 unless an asynchronous schedule supports ``options``."""
     plain = UpdateOptions(on_nan=options.on_nan)
     if options != plain or options.on_nan == "skip":
         raise UsageError(
@@ -112,7 +112,7 @@ def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
 
 
 class Update:
-    """The updates of one rank; ``skipped`` counts, on the device, those that were skipped."""
+    """Updates of one rank; ``skipped`` counts, on the device, the skipped updates."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Update:
         build_scheduler: BuildScheduler | None = None,
         parted: PartedUpdate | None = None,
     ) -> None:
-        """``parted`` makes the optimizer's step in parts, where gradients reach it as copies.
+        """Make the updates; ``parted`` steps the optimizer in parts, if it gets gradient copies.
 
         Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
         self.options, self.optimizer, self.parted = options, optimizer, parted
@@ -156,12 +156,12 @@ class Update:
         return not takes or has_momentum
 
     def scale(self) -> Tensor | None:
-        """The scaler's scale, None where there is none; a copy, on the device."""
+        """Return a copy of the scaler's scale on the device, or None without a scaler."""
         scaler = self.options.scaler
         return scaler.scale(self._one) if scaler is not None and scaler.is_enabled() else None
 
     def loss_scale(self) -> Tensor | float:
-        """The factor of each batch's loss before its backward."""
+        """Return the factor of each batch's loss before its backward."""
         share = 1.0 / self.options.accumulate
         scale = self.scale()
         return share if scale is None else scale * share
@@ -172,10 +172,10 @@ class Update:
         norm: Tensor | None,
         loss: Callable[[], Tensor],
     ) -> Tensor | None:
-        """Update the weights; returns the norm, unscaled, from before clipping.
+        """Update the weights; return the norm, unscaled, from before clipping.
 
-        ``gradients`` gives this rank's, which are changed in place. ``norm`` may be missing
-        where the options need none. ``loss`` is read by schedulers that follow it.
+        ``gradients`` returns this rank's gradients, which are changed in place. ``norm`` may be
+        missing where the options need none. ``loss`` is read by schedulers that follow it.
         """
         coefficient, is_bad = None, None
         if norm is not None:
@@ -220,8 +220,8 @@ class Update:
         return self._probe.grad, inverse
 
     def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
-        """Return the function that steps the optimizer, unless ``is_bad``; None where the host
-        knows that it is."""
+        """Return the function that steps the optimizer, unless ``is_bad``; None if the host knows
+        already that it is bad."""
         if is_bad is None:
             return self.optimizer.step
         self.skipped += is_bad
@@ -251,13 +251,13 @@ class Update:
                 self.scheduler.step()
 
     def learning_rates(self) -> tuple[float | Tensor, ...]:
-        """The learning rate of each group of parameters."""
+        """Return the learning rate of each group of parameters."""
         return tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scheduler, scale and counters, and with a scheduler the options of the groups.
+        """Return the states of scheduler, scaler and counters, and a scheduler's group options.
 
-        It is the same on every rank; options that are the same in all groups stand there once.
+        It is the same on every rank; options that are equal in all groups are stored once.
         """
         state: dict[str, Any] = {"skipped_steps": int(self.skipped)}
         if self.scheduler is not None:
@@ -269,7 +269,7 @@ class Update:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``; parts that are missing, there or here, stay as they are."""
+        """Load a ``state_dict``; parts that are missing, there or here, stay as they are."""
         self.skipped.fill_(state.get("skipped_steps", 0))
         if self.scheduler is not None and "scheduler" in state:
             groups, saved = self.optimizer.param_groups, state.get("groups", ())
@@ -286,11 +286,11 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _RATES = ("base_lrs", "_last_lr")
-"""Lists of schedulers with a value for each group; a rank's groups are those of its layouts."""
+"""Scheduler entries with a value per group, which are not saved: groups follow a rank's layouts."""
 
 
 def _without_rates(state: Any) -> Any:
-    """A scheduler's state, and those of schedulers in it, without learning rates of groups."""
+    """Return a scheduler's state, and its inner schedulers', without learning rates of groups."""
     if isinstance(state, dict):
         return {key: _without_rates(value) for key, value in state.items() if key not in _RATES}
     if isinstance(state, list | tuple):
@@ -312,17 +312,16 @@ def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> 
 
 
 PART_BYTES = 256_000_000
-"""Bytes of the masters of a part. On a GPU copies of less than some MB do not reach a link's
-rate."""
+"""Largest size of a part's masters. On a GPU, copies below some MB are slower than the link."""
 
 
 class PartedUpdate:
-    """The updates of ``parameters`` on one rank."""
+    """Updates of ``parameters`` on one rank, part by part."""
 
     def __init__(
         self, parameters: Iterable[StageParameter], device: torch.device, num_threads: int
     ) -> None:
-        """``num_threads`` step the optimizer on the host of a GPU."""
+        """Divide ``parameters`` into parts; ``num_threads`` CPU threads step a GPU's optimizer."""
         self.device, self.num_threads = device, num_threads
         self.parts = [tuple(part) for part in _parts(parameters)]
         self._staging: dict[torch.dtype, Tensor] = {}
@@ -345,7 +344,7 @@ class PartedUpdate:
             self._refresh([p for p in part if p.formats.offloads and p.spec.requires_grad])
 
     def _publish(self, part: Sequence[StageParameter]) -> None:
-        """Bring gradients to their masters. On a GPU they pass through pinned memory at once."""
+        """Copy gradients to their masters. On a GPU they pass through pinned memory at once."""
         if self.device.type == "cpu":
             for parameter in part:
                 parameter.publish()
@@ -360,7 +359,7 @@ class PartedUpdate:
             parameter.publish(given.get(parameter.name))
 
     def _refresh(self, part: Sequence[StageParameter]) -> None:
-        """Bring new values to the device, cast on the host."""
+        """Copy new values to the device, cast on the host."""
         if self.device.type == "cpu":
             for parameter in part:
                 parameter.refresh()
@@ -372,7 +371,7 @@ class PartedUpdate:
         queue_of(self.device).mark().synchronize()
 
     def _slices(self, like: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Pinned memory for copies of tensors of a device, all of one dtype; kept for later."""
+        """Return pinned memory for copies of device tensors of one dtype; it is kept for later."""
         total = sum(each.numel() for each in like)
         if not total:
             return iter(())

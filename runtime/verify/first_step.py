@@ -1,8 +1,8 @@
-"""A plan's first step against the plain model: the loss, and the norm of each gradient.
+"""Comparison of a plan's first step with the plain model: loss, and norm of each gradient.
 
-In: a trainer that has taken no step, the batch of its first one, and the plain model as a function
-of weights. Out: the norms of the gradients of both, or UsageError AP943 where they differ. The
-plan's step is run apart: nothing of it stays. Values that a program has built in and should not
+In: a trainer that has taken no step, the batch of its first step, and the plain model as a function
+of weights. Out: the reason why nothing was compared, if any, or UsageError AP943 where the two
+differ. The plan's step leaves nothing behind. Values that a program has built in and should not
 have are found before it trains anything.
 """
 
@@ -31,7 +31,7 @@ from .reference import reference_split
 from .verify import Piece, collect, collect_buffers
 
 MOST_SECONDS = 10.0
-"""A plain step that is estimated at more is not run unless it is asked for."""
+"""Estimated time from which a plain step is not run unless it is asked for."""
 
 TOLERANCES: dict[Precision, tuple[float, float, float]] = {
     "fp64": (1e-6, 1e-5, 1e-3),
@@ -42,20 +42,20 @@ TOLERANCES: dict[Precision, tuple[float, float, float]] = {
 }
 """Differences of the loss and of a gradient's norm that rounding explains, by precision.
 
-A loss below the third figure is measured against it, and a gradient below that share of the largest
-against the share: the rest when 1 is taken from nearly 1 is rounding.
+A loss below the third figure is measured against that figure, and a gradient below that share of
+the largest against the share: a small difference of nearly equal numbers is mostly rounding.
 """
 
 Weights = Mapping[str, Tensor]
 Inputs = Mapping[str, Tensor]
 PlainLoss = Callable[[Weights, Inputs], Tensor]
-"""The loss of the plain model with these weights and buffers, by name, on a batch, by input."""
+"""Function from the plain model's weights and buffers by name, and a batch by input, to a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The loss of a step, the norm of each parameter's gradient, and that of each buffer which the
-    forward has changed."""
+    """The loss of a step, the norm of each parameter's gradient, and the norm of each buffer that
+    the forward has changed."""
 
     loss: float
     norms: Mapping[str, float]
@@ -63,8 +63,8 @@ class FirstStep:
 
 
 def is_quick(plan: Plan) -> bool:
-    """Return whether one device can take the plan's step in ``MOST_SECONDS``, by its prediction,
-    with the memory that is free."""
+    """Return whether one device can take the plan's step in ``MOST_SECONDS`` and in the memory that
+    is free, by the plan's prediction."""
     prediction, count = plan.prediction, len({d for s in plan.stages for d in s.devices})
     if prediction.step_seconds * count > MOST_SECONDS:
         return False
@@ -82,11 +82,11 @@ def check_first_step(
     plain: PlainLoss,
     buffers: Callable[[], Weights],
 ) -> str:
-    """Compare the first step by the plan with the plain model's.
+    """Compare the first step by the plan with the plain model's first step.
 
-    ``own`` runs the step on ``inputs``, the global batch; the gradients are then complete, and its
-    result is the loss. ``buffers`` are those that the plain model has by itself, asked for on
-    rank 0. Returns why nothing was compared, if so. Collective over all ranks.
+    ``own`` runs the step on ``inputs``, the global batch, completes the gradients and returns the
+    loss. ``buffers`` returns the buffers that the plain model has by itself; it is called on rank
+    0. Returns the reason why nothing was compared, else "". Collective over all ranks.
 
     Raises UsageError AP943 where the two differ.
     """
@@ -131,7 +131,7 @@ def check_first_step(
 
 
 def _norm(pieces: Sequence[Piece]) -> float:
-    """The norm of a tensor from its pieces, which may have elements in common."""
+    """Return the norm of a tensor from its pieces, which may overlap."""
     regions = [region for region, _ in pieces]
     shape = [max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True)]
     whole = pieces[0][1].new_zeros(shape)
@@ -166,13 +166,13 @@ def _plain_step(
     buffers = {
         name: float(leaves[name].abs().double().norm())
         for name, value in before.items()
-        if not torch.equal(leaves[name], value)  # else it is assigned: the model alone has it
+        if not torch.equal(leaves[name], value)  # equal if the model assigns a new tensor
     }
     return FirstStep(total, norms, buffers)
 
 
 def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> UsageError | None:
-    """The error that names the parameters whose gradients differ most."""
+    """Return the error that names the parameters whose gradients differ most, or None."""
     of_loss, of_norm, small = TOLERANCES[precision]
     largest = max(plain.norms.values(), default=0.0)
     relative = {
@@ -217,7 +217,7 @@ def _next_key(trainer: Trainer) -> int:
 
 @contextmanager
 def _apart(trainer: Trainer) -> Iterator[None]:
-    """Take a step that leaves no gradient, calls no hook and is not counted while inside."""
+    """Run a step inside the context that leaves no gradient, calls no hook and is not counted."""
     runner, parameters = trainer.runner, trainer.model.all_parameters()
     begun, held = runner.batches_begun, _taken(parameters)
     buffers = [
@@ -242,7 +242,7 @@ def _apart(trainer: Trainer) -> Iterator[None]:
 
 
 def _taken(parameters: Sequence[StageParameter]) -> list[tuple[Tensor | None, dict[str, object]]]:
-    """Take gradients and hooks from parameters."""
+    """Take gradients and hooks from parameters, and return them."""
     taken = []
     for parameter in parameters:
         master = parameter.master

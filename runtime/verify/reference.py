@@ -1,4 +1,4 @@
-"""One device's training steps: the truth that a plan's run is held to.
+"""Training steps on one device: the reference that a plan's run is compared with.
 
 In: the plain model and global batches. Out: a ``Reference``.
 
@@ -48,7 +48,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The loss of each step, the first step's gradients, weights and buffers after the last."""
+    """The loss of each step, the first step's gradients, the last step's weights and buffers."""
 
     losses: tuple[float, ...]
     gradients: dict[str, torch.Tensor]
@@ -56,7 +56,7 @@ class Reference:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def on_cpu(self) -> Reference:
-        """The same, in the memory that pieces of ranks are gathered in."""
+        """Return the reference on the CPU, where the pieces of ranks are gathered."""
         held = (self.gradients, self.weights, self.buffers)
         return Reference(self.losses, *({n: t.cpu() for n, t in own.items()} for own in held))
 
@@ -74,10 +74,10 @@ def run_reference(
     """Train ``model`` for one step per batch, whole batches at once, on its own device.
 
     ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name. A
-    parameter that gets no gradient has none in ``gradients``. Random calls (dropout) draw the
+    parameter without a gradient is missing in ``gradients``. Random calls (dropout) draw the
     numbers of a ``Trainer`` of the same ``seed``. ``split`` cuts a batch into micro-batches whose
-    gradients are averaged, where a plan accumulates over rows that see each other; ``random_dims``
-    then are the batch dimensions of the random calls.
+    gradients are averaged, where a plan accumulates over rows that depend on each other;
+    ``random_dims`` then are the batch dimensions of the random calls.
     """
     parameters = dict(model.named_parameters())
     optimizer = build_with(build_optimizer, parameters.items())
@@ -106,10 +106,10 @@ def run_reference(
 
 
 def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
-    """The parts of a global batch that one device has to run apart to do the same as a plan.
+    """Return the parts of a global batch that one device must run separately to match a plan.
 
-    Those of each update (the whole batch, unless the schedule is asynchronous), or the
-    micro-batches where rows see each other.
+    These are the parts of each update (the whole batch, unless the schedule is asynchronous), or
+    the micro-batches where rows depend on each other.
     """
     graph, count = planned.program.graph, planned.plan.num_microbatches
     if not graph.accumulation.mixing:
@@ -128,7 +128,7 @@ def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """The updates of weights by a schedule; ``stage_of`` are the stages of parameters by name."""
+    """Updates of weights by a schedule; ``stage_of`` maps names of parameters to their stages."""
 
     weights: Weights
     num_updates: int
@@ -136,7 +136,7 @@ class UpdateRule:
     stage_of: Mapping[str, int]
 
     def forward_version(self, name: str, update: int) -> int:
-        """Return the number of updates of the weights that a parameter has in the forward."""
+        """Return the number of updates that a parameter has had in the forward of ``update``."""
         is_buffered = self.weights == "double-buffered"
         delay = 1 if is_buffered else self.num_stages - 1 - self.stage_of.get(name, 0)
         return max(0, update - delay)
@@ -146,7 +146,7 @@ class UpdateRule:
 
 
 def update_rule(planned: Variant) -> UpdateRule | None:
-    """Return the updates of a plan's asynchronous schedule; None for synchronous schedules."""
+    """Return the update rule of a plan's asynchronous schedule; None for synchronous schedules."""
     schedule, plan = planned.schedule, planned.plan
     if not schedule.is_asynchronous:
         return None
@@ -172,8 +172,8 @@ def run_replay(
 ) -> Reference:
     """Train ``model`` by ``rule``, a step per batch, on its own device.
 
-    Arguments as of ``run_reference``; ``split`` cuts a batch into as many equal parts for each
-    update. ``gradients`` are those of the first step's last update.
+    Arguments: see ``run_reference``; ``split`` cuts a batch into equally many parts for each
+    update. ``gradients`` are of the first step's last update.
     """
     replay = _Replay(model, rule, loss, build_optimizer, random_dims)
     losses: list[float] = []
@@ -237,7 +237,7 @@ class _Replay:
         version: Callable[[str, int], int],
         update: int,
     ) -> None:
-        """Write a version over the weights, unseen by autograd: a backward reads it there."""
+        """Overwrite the weights with a version, unseen by autograd, so that a backward reads it."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(history[version(name, update)][name])
 
@@ -253,9 +253,9 @@ _FACTS = frozenset(
 
 @contextmanager
 def streaming(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
-    """Have ``model`` compute on ``device`` within the context; its backward may run afterwards.
+    """Make ``model`` compute on ``device`` inside the context; its backward may run afterwards.
 
-    ``tell`` is called with words for the computation, in the forward and in the backward.
+    ``tell`` is called with a description of the computation, in the forward and the backward.
     """
     place_buffers(model, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -272,7 +272,7 @@ def streaming(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[No
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers of ``model``, which ops write in place; parameters stay."""
+    """Move the buffers of ``model``, which ops write in place, to ``device``; parameters stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -280,7 +280,7 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class _Streaming(TorchFunctionMode):
-    """Gives ops the parameters ``names``, by ``id``, on ``device``."""
+    """Mode that gives ops the parameters ``names``, by ``id``, as copies on ``device``."""
 
     def __init__(self, names: dict[int, str], device: torch.device, tell: Tell) -> None:
         super().__init__()

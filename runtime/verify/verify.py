@@ -1,14 +1,14 @@
 """Verification: a plan on real processes against one device.
 
-In: a plan, the program and the deferred model captured in the dtype to verify in, and a
-function that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on
-every rank: the loss of each step, every gradient of the first step, every weight, and every
-buffer that training changes, after the last, in that order of time. Collective over all ranks.
+In: a plan, the program and the deferred model captured in the dtype to verify in, and a function
+that trains the plain model (run on rank 0 alone). Out: the same ``Verification`` on every rank: the
+loss of each step, every gradient of the first step, and every weight and every buffer that training
+changes after the last step, in the order of time. Collective over all ranks.
 
-The measure is the largest absolute difference over the reference tensor's largest
-magnitude. Tensors that are zero but for rounding (a key bias under softmax has a gradient
-of exactly zero) would be noise over noise, so magnitudes below ``NOISE`` times the largest
-of all compared tensors count as that much.
+The measure is the largest absolute difference over the reference tensor's largest magnitude.
+Tensors that are zero but for rounding (a key bias under softmax has a gradient of exactly zero)
+would be noise over noise, so magnitudes below ``NOISE`` times the largest of all compared tensors
+are replaced by that product.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from ..step.trainer import RankTrainer
 from .reference import Reference
 
 NOISE = 1e-6
-"""Tensors below this share of the largest magnitude are measured against that share."""
+"""Share of the largest magnitude below which a tensor is measured against that share."""
 
 GRADIENT_NOISE = {torch.float64: 1e-13, torch.float32: 1e-6}
-"""Gradients below this share of the largest are rounding: a key bias under softmax, say."""
+"""Share of the largest gradient below which gradients are rounding, as of a key bias under
+softmax."""
 
 Quantity = Literal["loss", "gradient", "weight", "buffer"]
 
@@ -66,13 +67,13 @@ class Verification:
         return not self.failures
 
     def worst(self, quantity: Quantity) -> float:
-        """The largest relative difference of one quantity (NaN if any is NaN)."""
+        """Return the largest relative difference of one quantity (NaN if any is NaN)."""
         found = [d.relative for d in self.differences if d.quantity == quantity]
         return next((value for value in found if value != value), max(found, default=0.0))
 
 
 Piece = tuple[Region, torch.Tensor]
-"""A rank's part of a tensor, and the box of the whole tensor that it is."""
+"""A box of a whole tensor, and a rank's values in it."""
 
 
 def compare(
@@ -83,13 +84,13 @@ def compare(
     *,
     gradients: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """The difference of every reference tensor from the ranks' pieces of it.
+    """Return the difference of every reference tensor from the ranks' pieces of it.
 
-    Every piece is compared, so copies that drifted apart are seen. A tensor with a part that
-    no rank holds differs by infinity. Magnitudes are taken over all of ``reference`` for the
-    noise floor; ``blocks`` tells the block of each name. ``gradients`` are those that moved
-    the reference: where one is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's
-    step is too, and is measured against the largest magnitude of all.
+    Every piece is compared, so copies that drifted apart are seen. A tensor with a part that no
+    rank holds differs by infinity. Magnitudes are taken over all of ``reference`` for the noise
+    floor; ``blocks`` maps each name to its block. ``gradients`` have moved the reference: where a
+    gradient is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's step is too, and is
+    measured against the largest magnitude of all.
     """
     largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     moving = max((_magnitude(tensor) for tensor in (gradients or {}).values()), default=0.0)
@@ -105,7 +106,7 @@ def compare(
 
 
 def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece], scale: torch.Tensor) -> float:
-    """The largest error over its scale; an error where the scale is zero counts as it is."""
+    """Return the largest error over its scale; where the scale is zero, the error itself counts."""
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     covered = torch.zeros(expected.shape, dtype=torch.bool)
     errors = []
@@ -139,7 +140,7 @@ def verify(
 ) -> Verification:
     """Run one step per batch by the plan and compare with ``reference()``.
 
-    ``batches`` are global, by input name, the same on every rank. A long ``reference`` tells its
+    ``batches`` are global, by input name, the same on every rank. A long ``reference`` reports its
     progress through ``pulse``.
     """
     losses: list[float] = []
@@ -236,7 +237,7 @@ def collect_buffers(
 
 
 def _chunks(graph: Graph) -> Iterator[list[str]]:
-    """The names of the parameters in runs of about ``CHUNK_BYTES``."""
+    """Yield the names of the parameters in runs of about ``CHUNK_BYTES``."""
     names: list[str] = []
     size = 0
     for node in graph.parameters:
