@@ -1,4 +1,4 @@
-"""The tree of all errors.
+"""The tree of all exception classes of the package.
 
 ::
 
@@ -16,7 +16,7 @@
         ├── HangError         exit 21
         └── DeviceMemoryError exit 22
 
-Each states the event, its cause, its place and a remedy.
+Each error states the event, its cause, its place and a remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 
 class AutoparallelError(Exception):
-    """The root of the tree. ``code`` is stable and documented in docs/errors.md.
+    """Root of the tree. ``code`` is stable and documented in docs/errors.md.
 
     ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module path or
     option; ``fix`` a remedy to try.
@@ -60,70 +60,70 @@ def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) ->
 
 
 class UsageError(AutoparallelError):
-    """A file, an option or the contract of a model file is wrong."""
+    """Error of a file, an option or the contract of a model file."""
 
     exit_code = 2
 
 
 class CaptureError(AutoparallelError):
-    """The model cannot be captured."""
+    """Error of a model that cannot be captured."""
 
     exit_code = 3
 
 
 class InfeasibleError(AutoparallelError):
-    """No plan fits the cluster."""
+    """Error of a search: no plan fits the cluster."""
 
     exit_code = 4
 
 
 class MachineError(AutoparallelError):
-    """This machine or installation cannot do the task."""
+    """Error of this machine or installation, which cannot do the task."""
 
     exit_code = 5
 
 
 class PlanError(AutoparallelError):
-    """A plan file is damaged, or does not match the model, cluster or version."""
+    """Error of a plan file: damaged, or for another model, cluster or version."""
 
     exit_code = 6
 
 
 class VerificationError(AutoparallelError):
-    """The parallel run differs from one device."""
+    """Error of a verification: the parallel run differs from one device."""
 
     exit_code = 7
 
 
 class TimeLimitError(AutoparallelError):
-    """The time limit passed before any plan was found."""
+    """Error of a search whose time limit passed before it found any plan."""
 
     exit_code = 8
 
 
 class InternalError(AutoparallelError):
-    """Two computations of one figure disagree: a defect of this package."""
+    """Error of this package itself: two computations of one figure disagree."""
 
     exit_code = 70
 
 
 class RunError(AutoparallelError):
-    """A training run failed."""
+    """Error of a training run."""
 
     exit_code = 20
 
 
 class WorkerError(RunError):
-    """A worker process failed; the others were ended."""
+    """Error of a worker process that failed; the other workers were ended."""
 
 
 class HangError(RunError):
-    """A worker stopped making progress."""
+    """Error of a worker that stopped making progress."""
 
     exit_code = 21
 
 
 class DeviceMemoryError(RunError):
-    """A worker ran out of memory."""
+    """Error of a worker that ran out of memory."""
 
     exit_code = 22
