@@ -60,70 +60,70 @@ def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) ->
 
 
 class UsageError(AutoparallelError):
-    """Error of a file, an option or the contract of a model file."""
+    """A file, an option or the contract of a model file is wrong."""
 
     exit_code = 2
 
 
 class CaptureError(AutoparallelError):
-    """Error of a model that cannot be captured."""
+    """The model cannot be captured."""
 
     exit_code = 3
 
 
 class InfeasibleError(AutoparallelError):
-    """Error of a search: no plan fits the cluster."""
+    """No plan fits the cluster."""
 
     exit_code = 4
 
 
 class MachineError(AutoparallelError):
-    """Error of this machine or installation, which cannot do the task."""
+    """This machine or installation cannot do the task."""
 
     exit_code = 5
 
 
 class PlanError(AutoparallelError):
-    """Error of a plan file: damaged, or for another model, cluster or version."""
+    """A plan file is damaged, or does not match the model, cluster or version."""
 
     exit_code = 6
 
 
 class VerificationError(AutoparallelError):
-    """Error of a verification: the parallel run differs from one device."""
+    """The parallel run differs from one device."""
 
     exit_code = 7
 
 
 class TimeLimitError(AutoparallelError):
-    """Error of a search whose time limit passed before it found any plan."""
+    """The time limit passed before any plan was found."""
 
     exit_code = 8
 
 
 class InternalError(AutoparallelError):
-    """Error of this package itself: two computations of one figure disagree."""
+    """Two computations of one figure disagree: a defect of this package."""
 
     exit_code = 70
 
 
 class RunError(AutoparallelError):
-    """Error of a training run."""
+    """A training run failed."""
 
     exit_code = 20
 
 
 class WorkerError(RunError):
-    """Error of a worker process that failed; the other workers were ended."""
+    """A worker process failed; the others were ended."""
 
 
 class HangError(RunError):
-    """Error of a worker that stopped making progress."""
+    """A worker stopped making progress."""
 
     exit_code = 21
 
 
 class DeviceMemoryError(RunError):
-    """Error of a worker that ran out of memory."""
+    """A worker ran out of memory."""
 
     exit_code = 22
