@@ -79,8 +79,7 @@ def _lower_bound(context: SearchContext) -> float:
 
 
 def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return the bound over the micro-batch sizes ``rows``, without ``work_bound``; 0 if
-    unknown."""
+    """Return the bound over the sizes ``rows``, without ``work_bound``; 0 if unknown."""
     least = float("inf")
     with context.stoppable(), suppress(TooWideError):
         for each in rows:
@@ -93,8 +92,7 @@ def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
 
 
 def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
-    """Yield parts of the space: sets of tilings of the devices, with their maximum number of
-    stages."""
+    """Yield parts of the space: tilings of the devices, with their maximum number of stages."""
     place, features = context.costs(rows).place, context.request.features
     most_chunks = 1
     if context.request.chunked_schedules:
@@ -162,8 +160,7 @@ class _Relaxation:
         return min(sum(sizes) / len(sizes), UNLIMITED) - reserved
 
     def _device_seconds(self, prices: Floats) -> Floats:
-        """Return, for each price of a byte, the seconds per micro-batch that the mean device
-        works."""
+        """Return, by price of a byte, the seconds per micro-batch that the mean device works."""
         structure = self.context.at(self.rows)
         neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
         shares = [
@@ -195,8 +192,7 @@ class _Relaxation:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Least seconds of a block by price of a byte: as the first of a stage, or after its own
-    kind."""
+    """Least seconds of a block by price of a byte: as a stage's first, or after its own kind."""
 
     first: Floats
     later: Floats
@@ -263,8 +259,7 @@ def block_seconds(
 
 @dataclass
 class _Blocks:
-    """Blocks on one mesh, with prices λ of a byte of states and of one micro-batch's saved
-    values."""
+    """Blocks on one mesh, with prices λ of a byte of states and of a micro-batch's saved values."""
 
     model: StageModel
     zeros: tuple[int, ...]
@@ -307,8 +302,7 @@ class _Blocks:
         return np.broadcast_to(sync + alone, shape), np.broadcast_to(sync + linked, shape)
 
     def _linked(self, kind: str, table: Floats, rates: Rates) -> Floats:
-        """Return the table over a kind's ends, plus the costs of values read from the block
-        before."""
+        """Return the table over a kind's ends with costs of values from the block before."""
         edges = self.neighbours.edges.get(kind, ())
         alone = Run(0, 1, (kind,), ((),), (), {}, (), (), has_loss=False)
         family = Family.of(self.model, alone, dict(self.tables)) if edges else None
