@@ -3,8 +3,8 @@ are only used when forced, as their steps differ from one device's.
 
 In: a request that forces such a schedule, or a plan with it. Out: the limits it sets on a plan, a
 description of its updates, and errors for plans it cannot run. The search treats them as it does
-other schedules: their order of forwards and backwards is that of 1F1B, and stages hold older
-versions of their weights (``pricing.weight_versions``).
+other schedules: they order forwards and backwards as 1F1B does, and stages hold older versions of
+their weights (``pricing.weight_versions``).
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def run_proposers(
 
 
 def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
-    """Return the proposers; with a placer, its pipelines replace those of the dynamic program."""
+    """Return the proposers; a request's placer replaces the dynamic program."""
     if request.placer is None:
         return proposers
     of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)

@@ -2,8 +2,8 @@
 
 In: the rank's part of each trained parameter whose gradient is summed over mesh axes. Out: the
 buckets, in the order in which a backward completes them. The planner uses the buckets to price
-their all-reduces; the runtime makes the same ones to run them. Their size is a number of elements,
-whatever the dtype, so that a float64 run that verifies a plan uses the buckets of the plan.
+their all-reduces; the runtime makes the same buckets to run them. Their size is a number of
+elements, whatever the dtype, so that a float64 run that verifies a plan has the same buckets.
 
 A bucket holds gradients of one block, or of several small blocks, as every sum costs a latency;
 with ``by_block`` always of one block, so that a forward waits only for gradients of its own blocks.

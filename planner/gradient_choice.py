@@ -27,7 +27,7 @@ from .requests.request import Forced
 def with_sums(
     plan: Plan, graph: Graph, blocks: Blocks, forced: Forced, *, rules: Rules, basis: Basis
 ) -> Plan:
-    """Return the plan with its gradient sums: the cheapest, or the forced ones.
+    """Return the plan with its gradient sums: the cheapest, or the forced sums.
 
     Raises UsageError AP196 for an algorithm that cannot run, AP197 if "priority" is not possible.
     """

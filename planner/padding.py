@@ -8,7 +8,7 @@ the shorter sequences. This holds if
 - the loss adds up over positions and ignores positions with certain targets; padding gets such a
   target. A mean then is over the targets that count (``Graph.accumulation``).
 
-Numbers that the model's Python code computes from the length stay those of the planned length. The
+Numbers that the model's Python code computes from the length stay at the planned length. The
 gradient of trailing positions without a target is exactly zero.
 """
 

@@ -11,7 +11,7 @@ from .graph import Graph, Node
 from .plan import Precision
 
 EIGHT_BITS = "float8_e4m3fn"
-"""Format of factors in fp8; that of gradients (float8_e5m2) runs at the same rate."""
+"""Format of factors in fp8; the gradients' format (float8_e5m2) runs at the same rate."""
 
 
 def with_precision(graph: Graph, precision: Precision) -> Graph:

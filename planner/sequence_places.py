@@ -75,7 +75,7 @@ class SeqDims:
 
     ``places``: values that are computed slice by slice; ``cut``: inputs, by node and argument
     position, that are computed whole and cut to the slice; ``sums``: ops whose results add up over
-    the slices; ``means``: those of them that divide by their rows; ``attention``: causal attention
+    the slices; ``means``: the ``sums`` that divide by their rows; ``attention``: causal attention
     ops; ``written``: attentions of several ops, by each of their nodes.
     """
 

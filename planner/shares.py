@@ -4,7 +4,7 @@ In: the rows of a micro-batch on each coordinate of mesh axis 0 (``StagePlan.sha
 Out: a coordinate's rows, whether a stage allows unequal shares, its cost, and the best shares.
 
 Coordinate r of n runs the graph at a batch of ``rows_r · n`` rows, split evenly, so that all its
-local shapes are those of an even split. Averages over the batch are then weighted by ``rows_r · n /
+local shapes are as in an even split. Averages over the batch are then weighted by ``rows_r · n /
 total``. This suffices if no other coordinate's rows are needed before the loss.
 """
 

@@ -38,8 +38,8 @@ SCHEDULE_TITLES = {
 class RankSummary:
     """Facts of one pipeline rank: its mesh, its ZeRO stage, and its blocks.
 
-    Of ``num_blocks`` blocks, ``num_full`` are recomputed in full and ``num_selective`` selectively.
-    ``shares`` are the samples that each coordinate of mesh axis 0 takes, () if they are equal.
+    ``num_full`` of its blocks are recomputed in full, ``num_selective`` selectively. ``shares``:
+    the samples that each coordinate of mesh axis 0 takes, () if they are equal.
     """
 
     mesh: Mesh

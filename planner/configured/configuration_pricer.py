@@ -2,8 +2,8 @@
 
 In: a graph, its blocks, a cluster, a configuration. Out: the ``Plan`` that the configuration
 describes, the costs of its stages, and its step. The layers of each stage are given. The layouts
-inside a stage are chosen by the search's integer program on the mesh of the given degrees. The
-prices are those of ``evaluate``, which also re-prices every plan of the search.
+inside a stage are chosen by the search's integer program on the mesh of the given degrees. Prices
+come from ``evaluate``, which also re-prices every plan of the search.
 
 Stage ``s`` of a chain has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline
 stages outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).

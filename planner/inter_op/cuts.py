@@ -53,7 +53,7 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Return, by cut, the number of leading classes equal to those of the previous cut."""
+        """Return, by cut, the number of leading classes that are equal at the previous cut."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)

@@ -83,7 +83,7 @@ class Table:
     """Input of the dynamic program: sizes of submeshes by first device, and stage costs.
 
     ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of seconds of the blocks
-    k to i − 1, infinite where impossible; ``stages_left`` counts the stages to the end.
+    k to i − 1, infinite where impossible; the first argument counts the stages to the end.
     """
 
     num_blocks: int
@@ -162,8 +162,7 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """Return the cached sweep for objective ``what`` and a bound, for up to ``num_stages`` or
-        more."""
+        """Return the cached sweep with a bound, for ``num_stages`` stages or more, if given."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):

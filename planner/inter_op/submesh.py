@@ -4,10 +4,10 @@ In: the positions and experts of a graph, a submesh, the rows of a micro-batch. 
 dp × tp. The free axis "tp" already splits positions or experts if that is best, so only meshes that
 it cannot represent are proposed, and only if they may win:
 
-- "cp" splits only what rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With dp·k and
-  cp/k instead, a rank has as many positions, no fewer parameters, and fewer keys and values to
-  gather. It is tried for sequences of ``LONG_POSITIONS``, and if the batch has fewer rows than
-  there are hosts (groups of ranks that "tp" stays in).
+- "cp" splits only the ranks that rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With
+  dp·k and cp/k instead, a rank has as many positions, no fewer parameters, and fewer keys and
+  values to gather. It is tried for sequences of ``LONG_POSITIONS``, and if the batch has fewer rows
+  than there are hosts (groups of ranks that "tp" stays in).
 - "ep" replaces sums of experts' gradients over D ranks by tokens that travel twice forward and
   twice backward. It is tried if a step's tokens are fewer bytes: 4·t against 2·g·(1 − 1/ep), with
   t the bytes of tokens that a rank exchanges in one direction, g the bytes of its experts'

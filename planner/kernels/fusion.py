@@ -1,7 +1,7 @@
 """Prediction of the ops that a compiler fuses into one kernel, and of their memory traffic.
 
 In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group has a
-``Fused``: which of its inputs, outputs and gradients pass through memory. Prices and memory of
+``Fused``: the inputs, outputs and gradients of it that pass through memory. Prices and memory of
 compiled blocks are computed from it.
 
 A group is a connected set of elementwise ops, normalizations, reductions, copies and views of one
@@ -10,7 +10,7 @@ members: they have the same ``depth``, the largest number of other ops on a path
 node. TorchInductor's scheduler makes one kernel of such a group (Ansel et al. 2024, "PyTorch 2",
 ASPLOS, section 4). The kernel reads each input of the group once and writes only values that are
 read outside the group; other values stay in registers. The backward of a group is one kernel as
-well, plus a second one if parameters get gradients, which are sums over rows.
+well, plus a second kernel if parameters get gradients, which are sums over rows.
 
 The values that a group keeps for its backward follow the min-cut partitioner (same source, section
 3.3): a value that a gradient reads is kept, or recomputed from the inputs of the group, whichever

@@ -73,7 +73,7 @@ class CostQueries:
     def transfer(
         self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
     ) -> None:
-        """Record a query of a collective or message ``what`` of ``num_bytes``."""
+        """Record a query of a collective or message, (kind, group, partition), of ``num_bytes``."""
         kind, group, partition = what
         entry = self.transfers.get((kind, group))
         if entry is None:
@@ -136,7 +136,7 @@ cast element with its share of the scales."""
 class CostAssumptions:
     """Assumptions about the training program whose cost is predicted.
 
-    ``policy``: bytes per parameter, if they differ from those of precision and optimizer.
+    ``policy``: bytes per parameter, if precision and optimizer do not determine them.
     ``recomputed``: the parts of a layer that selective recomputation reruns
     (``pricing.recomputed_parts``); by default this package's own selection. ``joint_states``: one
     collective shards a parameter's states, or sums its gradient, over all data-, expert- and

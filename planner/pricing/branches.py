@@ -4,9 +4,9 @@ In: the values that blocks read from each other. Out: the graph of a plan's stag
 of a model whose branches can be on separate devices: two towers, parallel encoders, the arms of a
 wide module.
 
-A value from stage 0 to stage 2 that passes stage 1 needs no edge of its own, so the edges are those
-of the transitive reduction. Stages that each depend on the stage before are a chain, the usual
-pipeline; otherwise schedule, simulator and runtime follow the edges
+A value from stage 0 to stage 2 that passes stage 1 needs no edge of its own, so the edges form the
+transitive reduction. Stages that each depend on the stage before are a chain, the usual pipeline;
+otherwise schedule, simulator and runtime follow the edges
 (``cost_model.simulator.actions.Schedule``).
 """
 

@@ -4,8 +4,8 @@ In: the graph, its blocks, a plan, where positions are, and the slice. Out: the 
 value cut to the slice, under the same names. Whole values (targets, tables of positions) are cut if
 an op needs only the slice's part. Causal attention takes its queries from the slice and its keys
 and values from all positions so far: a new input holds the keys or values of earlier slices, and
-the result is kept for the next slice. Random numbers equal those of the whole sequence. Source: Li
-et al. 2021, TeraPipe (arXiv:2102.07988), section 3.2.
+the result is kept for the next slice. Random numbers are the same as in the whole sequence. Source:
+Li et al. 2021, TeraPipe (arXiv:2102.07988), section 3.2.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def is_attention(node: Node) -> bool:
 def carried_bytes(
     node: Node, pair_bytes: float, slices: tuple[int, ...], *, again: bool = False
 ) -> float:
-    """Return the bytes that an attention keeps for slices in addition to those for whole sequences.
+    """Return the bytes that an attention keeps for slices, beyond the bytes for whole sequences.
 
     ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice that
     ends at e keeps the keys and values of e positions, and a mask of its queries by e keys in the

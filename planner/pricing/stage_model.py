@@ -245,7 +245,7 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """Return the layouts in which a stage may receive a value: those its first use may need."""
+        """Return the layouts in which a stage may receive a value: the needs of its first use."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:

@@ -8,7 +8,7 @@ are scaled like the others, so that a block measured only as a whole still gives
 blocks that were not measured get the mean factor of the measured blocks.
 
 A whole block is stored as an op case: ``BLOCK_OP`` on the block's inputs with the rows of one rank,
-its argument a hash of its computation. Of several cases of one kind the nearest in bytes is used.
+its argument a hash of its computation. If a kind has several cases, the nearest in bytes is used.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase
 
 
 def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str, ...]:
-    """Return which of ``families`` occur among the block's float32 ops."""
+    """Return the members of ``families`` to which some float32 op of the block belongs."""
     nodes = [graph[name] for name in block.nodes if graph[name].spec.dtype == "float32"]
     works = (default_rules.work(each, input_specs(each, graph), each.outputs) for each in nodes)
     return tuple(sorted({work.family for work in works} & set(families)))

@@ -115,8 +115,8 @@ class _Exploration:
     def _uniform(self, rows: int) -> Iterator[SearchNode]:
         """Yield nodes with stages of one size, unless their lower bound exceeds the cutoff.
 
-        Of S stages on D/S devices each, one takes at least W/D of a micro-batch's work W, and all
-        of them together S·W/D: N micro-batches take at least (N + S − 1)·W/D.
+        With S stages on D/S devices each, some stage takes at least W/D of a micro-batch's work W,
+        and all of them together S·W/D: N micro-batches take at least (N + S − 1)·W/D.
         """
         costs, count = self.context.costs(rows), self.context.num_microbatches(rows)
         work = self._work(rows) / count

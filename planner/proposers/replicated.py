@@ -1,8 +1,8 @@
 """Candidates under Chimera: every stage has a replica in a second, opposite pipeline.
 
 In: pipelines with an even number of equal ranks. Out: candidates in which stage ``s`` is on its own
-devices and on those of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the pipeline.
-Blocks are recomputed only if the two stages of a rank would not fit (``rank_memory``).
+devices and on the devices of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the
+pipeline. Blocks are recomputed only if the two stages of a rank would not fit (``rank_memory``).
 """
 
 from __future__ import annotations

@@ -205,8 +205,7 @@ def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
 def in_given_kinds(plan: Plan, blocks: Blocks, given: Blocks) -> Plan:
     """Convert a plan for ``blocks`` to a plan for ``given``, which distinguishes fewer kinds.
 
-    Layouts that differ from those of the given kind's template are stored under the nodes' own
-    names.
+    Layouts that the given kind's template does not have are stored under the nodes' own names.
     """
     if blocks is given:
         return plan

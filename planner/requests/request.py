@@ -312,7 +312,7 @@ class Request:
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """Return the allowed recomputation modes, those that keep more bytes first."""
+        """Return the allowed recomputation modes, in descending order of kept bytes."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 

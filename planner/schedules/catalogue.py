@@ -324,7 +324,7 @@ INFERENCE = (
 SCHEDULES: Mapping[str, ScheduleInfo] = {
     info.name: info for info in (*SYNCHRONOUS, *ASYNCHRONOUS, *INFERENCE)
 }
-"""All schedules by name. ``request`` lists those that ``plan --parallel schedule=`` accepts;
+"""All schedules by name. ``request`` lists the schedules for ``plan --parallel schedule=``;
 ``simulate`` accepts all that train."""
 
 LOOPED = tuple(name for name, info in SCHEDULES.items() if info.chunks[1] == MANY)

@@ -53,7 +53,7 @@ def one_forward_one_backward(
 ) -> Table:
     """Order actions as 1F1B; ``eager=2`` doubles the forwards of the warm-up.
 
-    ``depth`` has the depth of each stage, see ``depths``; by default that of a chain.
+    ``depth`` has the depth of each stage, see ``depths``; by default the stages form a chain.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
     (arXiv:2211.05322), section 4.

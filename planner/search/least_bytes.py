@@ -2,7 +2,7 @@
 
 In: the graph, the classes of runs, a number of devices D, the bytes per parameter. Out: for every
 class a lower bound per device: each tensor is split into at most D parts. A stage holds its states;
-for every block, the values that autograd keeps or, if the block is recomputed, those values from
+for every block, the values that autograd keeps or, if the block is recomputed, the values from
 other blocks that it is the first to read; in the backward of a block all its saved values,
 recomputed or not; and the inputs and outputs of its largest op. No tables are needed, so runs that
 cannot fit are excluded at no cost.

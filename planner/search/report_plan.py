@@ -125,7 +125,7 @@ def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternat
 def reason(best: Candidate, loser: Candidate) -> str:
     """Describe why ``loser`` lost: its largest additional costs, relative to the winner's step.
 
-    Each candidate's costs are those of its busiest stage. A faster loser lost to a simpler plan.
+    Each candidate's costs are counted on its busiest stage. A faster loser lost to a simpler plan.
     """
     if not loser.fits:
         return "does not fit"

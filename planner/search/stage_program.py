@@ -63,7 +63,7 @@ def stage_program(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> StageProgram:
-    """Build the program of stage ``index``; the memory limit is by default that of its devices.
+    """Build the program of stage ``index``; the memory limit defaults to its devices' memory.
 
     Raises UsageError AP332 for a missing stage, a stage with unequal shares of the batch (whose
     ranks have a program each), or an unknown objective.
@@ -117,7 +117,7 @@ def _checked(plan: Plan, index: int, minimized: str) -> StagePlan:
 
 
 def _beside(plan: Plan, index: int) -> float:
-    """Return the bytes, except transient ones, of other stages on the devices of a stage."""
+    """Return the bytes of other stages on a stage's devices, transient bytes excluded."""
     own = frozenset(plan.stages[index].devices)
     return float(
         sum(
