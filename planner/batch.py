@@ -163,8 +163,8 @@ def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
 
 
 class _Propagation:
-    """Propagation of the batch. ``labels``: placements on the virtual axis; none if all rows are
-    equal."""
+    """Propagation of the batch through a graph, as splits on a virtual mesh axis. ``labels`` holds
+    the placements; values without a label have equal rows."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -216,8 +216,8 @@ class _Propagation:
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Make a sum over batch data, an input of ``node``, a total; return False if there is
-        none."""
+        """Mark an input of ``node`` that is a sum over batch data as a total; return whether there
+        is any."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None

@@ -40,8 +40,7 @@ from .pricing.structure import Structure
 class StageFacts:
     """Facts that all blocks of a stage share. ``link`` is the link from the stage before.
 
-    ``slices``: lengths of sequence slices. ``splits``: the backward computes weight gradients
-    apart.
+    ``slices``: lengths of sequence slices. ``splits``: the backward defers weight gradients.
     """
 
     graph: Graph
@@ -197,8 +196,7 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """End the block, or each half of its backward, when device and host have; see
-        ``StageCost``."""
+        """End the block (or each half of a split backward) once both device and host have ended."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(
@@ -286,8 +284,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class BlockForms:
-    """Blocks by form, equal in cost under equal layouts. ``storages``: the owner of an output's
-    memory."""
+    """Blocks grouped by form: blocks of a form cost the same under equal layouts. ``storages`` maps
+    a value to the owner of its memory."""
 
     structure: Structure
     storages: Mapping[Key, Key]

@@ -91,8 +91,8 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """Return a device's peak bytes; ``activation_bytes`` by rank apply to replicas of
-        stages."""
+        """Return the peak bytes of the fullest device. ``activation_bytes`` by rank replace the
+        stages' activations if stages have replicas."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
     @property
@@ -225,7 +225,7 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Walk each stage; of unequal batch shares, return the walk with the most activation bytes.
+    """Walk each stage; with unequal batch shares, return the walk with the most activation bytes.
 
     ``graph`` is the result of ``at_microbatch``.
     """

@@ -119,7 +119,7 @@ def parts_tokens(node: Node, graph: Graph) -> bool:
 
 
 def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
-    """Return whether the second shape is the first one with its first two dimensions joined.
+    """Return whether shape ``joined`` is shape ``apart`` with its first two dimensions joined.
 
     >>> is_join((2, 3, 4), (6, 4)), is_join((2, 3, 4), (2, 12))
     (True, False)

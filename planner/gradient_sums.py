@@ -43,7 +43,7 @@ PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
 """Sizes that are tried as the maximum bytes of a sum under "priority"."""
 
 MOST_PARTS = 256
-"""Maximum sums of a step under "priority", besides one per block: large models get larger parts."""
+"""Maximum sums per step under "priority", plus a sum per block: large models get larger parts."""
 
 LEAST_GAIN = 0.02
 """Fraction of a step that "priority" must save to be chosen, as splitting sums costs host time."""
@@ -146,8 +146,8 @@ def _sum(
 
 
 def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
-    """Return a stage's cost with its sums by the plan's algorithms instead of the library's, in
-    backward order. The seconds of all its sums are scaled by the same factor."""
+    """Return a stage's cost with gradient sums in backward order by the plan's algorithms, instead
+    of the library's. The seconds of all its sums are scaled by the same factor."""
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost

@@ -1,8 +1,8 @@
 """Data model of the planned graph: tensors, nodes, and the blocks that stages are made of.
 
-Nodes are the forward of the model at one batch size, in topological order. A name
-is one that a user knows: a parameter's node is called by its fully qualified name, an
-input's by its key in the batch, an op's by its name in the captured program.
+Nodes are the forward of the model at one batch size, in topological order. Nodes have names that
+the user knows: a parameter's node is called by its fully qualified name, an input's by its key in
+the batch, an op's by its name in the captured program.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
     """Append the contents of ``value`` to ``parts`` in order, each ``Ref`` mapped by ``named``.
 
-    Two arguments are equal if their lists are, as types are listed: ``1`` and ``True`` differ.
+    Arguments with equal lists are equal. Types are listed, so ``1`` and ``True`` differ.
 
     >>> parts = []
     >>> flat_form((Ref("x"), [1]), lambda ref: 0, parts)
@@ -260,7 +260,7 @@ class Graph:
     ``batch_dims[name][i]`` is the dimension of output ``i`` that counts the batch, or None; a graph
     without ``batch_dims`` cannot be split into micro-batches. ``tied`` maps each further name of a
     tied parameter to the name of its node. ``updates`` maps each buffer that a forward changes to
-    its new value; the nodes read the old one.
+    its new value; the nodes read the old value.
     """
 
     nodes: tuple[Node, ...]

@@ -42,7 +42,7 @@ def describe_servers(plan: Plan) -> str:
 def server_plan(
     forced: Forced, cluster: Cluster, num_microbatches: int | None, global_batch: int
 ) -> ServerPlan:
-    """Assign roles to ranks: the last ``forced.servers`` are servers; beside workers, the first.
+    """Assign ranks to ``forced.servers``: the last ranks, or the first if they run beside workers.
 
     ``num_microbatches``: None selects the fewest possible. Raises UsageError AP950 for too few
     ranks, AP951 if micro-batches do not divide.

@@ -26,7 +26,7 @@ NUM_CANDIDATES = 12
 """Number of fastest candidates whose cases come before all others."""
 
 OTHERS = 1e-3
-"""Weight of cases outside these candidates, relative to cases in them."""
+"""Weight of a case of other candidates only, relative to a case of the fastest candidates."""
 
 
 @dataclass(frozen=True, slots=True)

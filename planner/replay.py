@@ -174,7 +174,8 @@ class _Replays:
 
     @cached_property
     def _products(self) -> frozenset[str]:
-        """Return the costly ops that save only their inputs, for which they need not run."""
+        """Return the costly ops that save only inputs, for which recomputation skips the op
+        itself."""
         costly = (name for name in self._reached if is_costly(self.nodes[name]))
         return frozenset(name for name in costly if name not in self._makes)
 

@@ -29,7 +29,7 @@ STALENESS = 2
 def with_offered_servers(
     best: Plan, graph: Graph, request: Request, price: Callable[[Request], Plan]
 ) -> Plan:
-    """Return the fastest plan with servers if faster than ``best`` by over the tolerance, else it.
+    """Return the fastest plan with servers if faster than ``best`` by the tolerance, else ``best``.
 
     ``price`` plans a request that forces servers. ``ssp`` and ``asp`` change the computation, so
     they are priced only if the features allow them by name.

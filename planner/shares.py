@@ -127,8 +127,8 @@ def best_shares(
 
     ``seconds(coordinate, rows)`` must not decrease with the rows; it is infinite for rows that do
     not fit. The first shares are in proportion to ``speeds``, rounded by largest remainder; then
-    rows of the slowest coordinate move to one that would still be faster. Without such a coordinate
-    the shares are optimal: any other would leave the slowest its rows, or give another too many.
+    rows of the slowest coordinate move to any coordinate that stays faster with them. Once there is
+    none, the shares are optimal: fewer rows for the slowest make another as slow.
 
     >>> best_shares(8, (3.0, 5.0), lambda rank, rows: rows / (3.0, 5.0)[rank])
     (3, 5)

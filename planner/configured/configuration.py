@@ -140,8 +140,8 @@ class Configuration:
 
 
 _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
-"""Suffix of the name of a block that belongs to a list of layers: index, perhaps a copy's
-number."""
+"""Suffix of a block's name if the block is in a list of layers: ".3", or ".3+1" for its second
+part."""
 
 
 def find_layers(blocks: Blocks) -> range:

@@ -250,8 +250,8 @@ class ConfigurationPricer:
         firsts: tuple[int, int],
         bounds: tuple[int, int],
     ) -> Mapping[str, NodeLayout]:
-        """Return the best layouts of a stage; ``firsts``: first ranks of the stage before, and of
-        it."""
+        """Return the best layouts of a stage; ``firsts``: first ranks of the previous stage and of
+        this."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"

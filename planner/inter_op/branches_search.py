@@ -67,7 +67,7 @@ def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> t
 
 
 def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: int) -> float:
-    """Return T; a stage's number of stages to the end is that on the longest path."""
+    """Return T; the costs of stages depend on the longest path, in stages, from each to the end."""
     before = [stage for stage in stages if stage.start < section.start]
     after = [stage for stage in stages if stage.start >= section.stop]
     branches = [
@@ -126,7 +126,7 @@ class _Bounded:
     masked: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def found(self) -> Iterator[Stages]:
-        """Yield the best pipeline for each last device of the branches and numbers of stages."""
+        """Yield the best pipelines by numbers of stages and end of the branches' devices."""
         num_blocks, devices = self.table.num_blocks, self.table.num_devices
         start, stop = self.section.start, self.section.stop
         for after in range(1, MOST_STAGES + 1):

@@ -31,7 +31,8 @@ from .cuts import Floats as Floats
 from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_cost
 
 HALVED = 1e-4
-"""Relative width of an interval of bounds from which on its upper end is lowered step by step."""
+"""Relative width to which an interval of bounds is halved; then its upper end is lowered in
+steps."""
 
 MOST_SWEEPS = 200
 
@@ -92,7 +93,7 @@ class Table:
     costs: Callable[[int, int, int], Floats]
 
     def tiling(self, most: int) -> Tiling:
-        """Return the tiling with every submesh as a move, each of its own place."""
+        """Return the tiling with every submesh as a move; each submesh is a separate place."""
         moves: list[Move] = []
         for first in range(self.num_devices):
             for size in self.sizes(first):

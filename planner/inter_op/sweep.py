@@ -288,13 +288,13 @@ def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
 
 
 def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return Σ q of a stage and the later stages ``after``."""
+    """Return Σ q, seconds that stages take once, of a stage and the later ``after``."""
     total: Floats = stage.once + after
     return total
 
 
 def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return max m of a stage and the later stages ``after``."""
+    """Return max m, further seconds of the slowest stage, of a stage and the later ``after``."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 

@@ -28,11 +28,11 @@ MOST_PROGRAMS = 2
 """Maximum number of integer programs solved to narrow the gap of a stage."""
 
 WINNERS_PROGRAMS = 256
-"""The same maximum for a stage of the chosen plan: more than the recomputation policies near its
-own."""
+"""Maximum number of integer programs for a stage of the chosen plan: more than the recomputation
+policies near the stage's."""
 
 PROGRAM_SECONDS = 1.0
-"""Time limit of such a program; afterwards the bound that it has proven is used."""
+"""Time limit of an integer program; afterwards the bound proven so far is used."""
 
 
 def priced_rates(

@@ -42,11 +42,11 @@ from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
 EXPOSED = (1.0, 0.5)
-"""Exposed fractions of the collectives of states (ZeRO gathers, gradient sums) in further
-solutions."""
+"""Exposed fractions of the collectives of states (ZeRO gathers, gradient sums) to solve stages
+for."""
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
-"""Values of λ for priced solutions, in multiples of a stage's seconds per device's bytes."""
+"""Prices λ of a byte to solve stages for, in multiples of a stage's seconds / a device's bytes."""
 
 HIGH_PRICES = (3e3, 1e6)
 """Higher λ, used if nothing fits otherwise: on slow links saved bytes cost that many seconds."""
@@ -242,8 +242,8 @@ class IntraOp:
     def _add_exposed(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for collectives of states that exceed the compute beside them, and so are
-        exposed; return whether any is new. Runs once per power of two of blocks."""
+        """Add solutions for collectives of states that exceed the compute beside them; return
+        whether any is new. Runs once per family, with blocks rounded to powers of two."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -269,8 +269,8 @@ class IntraOp:
     ) -> bool:
         """Add solutions for a binding memory limit; return whether any is new.
 
-        They are the best at each price of a byte, with the same recomputation in all blocks. Runs
-        once per family and per power of two of blocks and of micro-batches in flight.
+        The solutions are the best at each price of a byte, with the same recomputation in all
+        blocks. Runs once per family, with blocks and micro-batches in flight in powers of two.
         """
         in_flight = 1 << (in_flight.bit_length() - 1)
         return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)

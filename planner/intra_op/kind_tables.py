@@ -34,7 +34,7 @@ MOST_CELLS = 4_000_000
 
 
 MOST_SOLVED = 12
-"""Maximum number of cached solutions of a kind, one per rates; their tables are large."""
+"""Maximum number of rates for which solutions of a kind are cached, as their tables are large."""
 
 
 class TooWideError(Exception):
@@ -243,8 +243,8 @@ class KindTables:
         self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
-        """Return the variable for classes of a decision: the decision itself, or a new one tied to
-        it."""
+        """Return a variable over ``classes`` of a decision: the decision itself, or a further
+        variable tied to it."""
         size = int(classes.max()) + 1
         if size == len(classes):
             return decision

@@ -195,8 +195,8 @@ class Pool:
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """Return lower bounds of the seconds with enough recomputed to fit; infinite if nothing
-        is."""
+        """Return lower bounds of the seconds, recomputation to fit included; infinite if nothing
+        fits."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)

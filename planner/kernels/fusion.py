@@ -217,7 +217,7 @@ class _Group:
     def _forks(self, root: Ref) -> bool:
         """Return whether ops after the group also read ``root``.
 
-        The group's backward runs after theirs and adds its gradient of ``root`` to theirs.
+        The group's backward runs after the backward of these ops and adds to their gradient.
         """
         return any(
             user not in self.nodes and self._order.get(user, -1) > self._order[self.names[0]]

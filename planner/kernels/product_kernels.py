@@ -177,8 +177,8 @@ class _Block:
         return (last.pop(), frozenset(between)) if len(last) == 1 else None
 
     def _contracts(self, product: str, name: str) -> bool:
-        """Return whether a product has an operand made by ``name`` that its output is smaller
-        than."""
+        """Return whether a product's output is smaller than its only operand that ``name``
+        makes."""
         made = self.nodes[product].spec.numel
         read = [ref for ref in self._products[product] if ref.name == name]
         return len(read) == 1 and self._numel(read[0]) > made

@@ -38,7 +38,7 @@ RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD
 """Resources whose forward seconds recomputation may skip: device, host, collectives of ops."""
 
 DEVICE, HOST, SENT = range(len(RECOMPUTED))
-"""Columns of these seconds in ``skipped_seconds``."""
+"""Columns of the resources ``RECOMPUTED`` in ``skipped_seconds``."""
 
 MOST_COMPARED = 1 << 22
 """Maximum number of figures that are compared at once."""

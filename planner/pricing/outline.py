@@ -161,7 +161,7 @@ def merge_nodes(
 
 
 def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
-    """Return the decision that ``node`` may join: it must be a view that reads only this."""
+    """Return the decision that ``node``, a view, may join: the view must read nothing else."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
         return None

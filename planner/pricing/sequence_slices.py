@@ -209,7 +209,7 @@ class _Work:
         return replace(own, args=(own.args[0], made.dim, low + shift, high + shift), kwargs={})
 
     def _drawing(self, own: Node) -> Node:
-        """Return a random op that draws the numbers of the whole sequence for the slice."""
+        """Return a random op with the numbers that the whole sequence draws for the slice."""
         place = self.places.places.get(Ref(own.name))
         if place is None:
             return own

@@ -180,7 +180,7 @@ ISSUED = (
     (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
     (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
 )
-"""Per direction: the resource of the device's compute, and of the compute with its issue."""
+"""Per direction: the resource of the device's compute, and of the host's issue of kernels."""
 
 
 def _shares(values: Floats) -> tuple[float, ...]:
@@ -348,7 +348,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """Return the figures of one row or boundary as in ``RowCost.unrecomputed``."""
+        """Return the figures of a row or boundary as in ``RowCost.unrecomputed``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))

@@ -47,8 +47,8 @@ def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     """Return the starts of ``number`` runs of blocks with the heaviest run as light as possible.
 
-    Among equal cuts the least sum of squares wins, as far as each run extends the best cut before
-    it.
+    Among equal cuts the least sum of squared weights wins, but each run only extends the best cut
+    of the blocks before it.
 
     >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
     (0, 3, 4)

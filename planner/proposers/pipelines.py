@@ -170,7 +170,7 @@ class _Exploration:
     def _follow(
         self, nodes: list[SearchNode], *, until_first: bool = False, began: float | None = None
     ) -> None:
-        """Expand the nodes, the most promising first; ``began``: work from which to limit it."""
+        """Expand the nodes, most promising first, for limited work after ``began`` if given."""
         context, pool = self.context, self.pool
 
         def enough(estimate: float, found: list[PipelineProposal]) -> bool:

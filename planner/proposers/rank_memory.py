@@ -81,7 +81,7 @@ class RankStage:
 def recomputed_to_fit(
     stages: Sequence[RankStage], limit_bytes: float, modes: Sequence[Recompute]
 ) -> tuple[RecomputePolicy, ...]:
-    """Return a recomputation policy among ``modes`` for each stage; the smallest if nothing fits.
+    """Return a recomputation policy among ``modes`` for each stage; the least bytes if none fit.
 
     A single mode applies to every block.
     """

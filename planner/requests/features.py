@@ -40,7 +40,7 @@ masters and optimizer states in host memory.
 
 CHANGES = ("servers", "ssp", "asp")
 """Features that the search uses only if allowed by name: parameter servers, whose prices are less
-certain, and two that change the result of a step."""
+certain, and ``ssp`` and ``asp``, which change the result of a step."""
 
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name may be given to mean all their features."""

@@ -232,8 +232,8 @@ def stage_numbers(
 
 
 def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of stages that the devices of equal hosts divide into, each with a
-    block."""
+    """Return the numbers of stages to try: divisors of ``most`` if hosts are equal, else all up to
+    it; at most ``num_blocks``."""
     are_equal = len(set(_host_sizes(cluster))) == 1
     numbers = divisors(most) if are_equal else range(1, most + 1)
     return tuple(number for number in numbers if number <= num_blocks)

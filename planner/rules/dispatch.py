@@ -24,7 +24,7 @@ from .case import argument
 from .table import packet
 
 SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
-"""Labels of these strategies."""
+"""Labels of the strategies of ``sent_strategies``."""
 
 
 def sent_strategies(

@@ -17,7 +17,7 @@ from .table import packet
 _STATISTIC_BYTES = 4
 _INDEX_BYTES = 8
 _EXPERT_WIDTHS = 3
-"""Rows as wide as the first product's result that an expert keeps: this and its activation's."""
+"""Widths of the first product kept per (token, expert): its result and the activation's values."""
 
 OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
     "others",

@@ -52,7 +52,9 @@ def splits(name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) -> HalfPairs:
-    """Return the pairs of a stage that has ``depth`` stages to the end, itself included."""
+    """Return the non-dominated pairs (micro-batches before their backward, micro-batches with
+    deferred weight gradients) that a stage holds at some time; ``depth``: its stages to the end,
+    itself included."""
     if not splits(name):
         return ((in_flight(name, depth, num_stages, num_microbatches), 0),)
     if num_stages == 1:
@@ -66,7 +68,7 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
 def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[HalfPairs, ...]:
-    """Return the pairs of every stage, counted in the schedule's table."""
+    """Return the pairs of every stage as ``half_pairs`` does, counted in the schedule."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):

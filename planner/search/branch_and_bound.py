@@ -85,9 +85,9 @@ class SearchNode:
     def look(self, cutoff: float) -> None:
         """Find the best pipeline under the known bounds; ``estimate`` is infinite if there is none.
 
-        Nothing changes if nothing was priced since. The even cut or the last best pipeline gives a
-        cutoff. With very many blocks, stages of any size are first cut at few places, then near the
-        best cuts.
+        Does nothing if no stage was priced since the last call. The even cut or the last best
+        pipeline gives a cutoff. With very many blocks, stages of any size are first cut at few
+        places, then near the best cuts.
         """
         if self._seen == self.costs.version:
             return

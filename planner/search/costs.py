@@ -404,8 +404,8 @@ NEIGHBOURS = 2
 """Number of shorter and of longer runs of a series that are priced along with a run."""
 
 STEP = 0.03
-"""Distance between them as a fraction of the run, if more than a block: for very long runs close
-neighbours reveal little about the memory limit."""
+"""Distance between these runs as a fraction of their length, if more than a block: for very long
+runs close neighbours reveal little about the memory limit."""
 
 
 @dataclass(frozen=True)
