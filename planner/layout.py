@@ -280,7 +280,7 @@ the gradient, I→P and R→P the value).
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change of placement on one mesh axis."""
+    """Change of placement on one mesh axis."""
 
     axis: int
     source: Placement

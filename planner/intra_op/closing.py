@@ -42,8 +42,8 @@ def priced_rates(
     zeros: Sequence[int],
     prices: Sequence[float],
 ) -> Rates:
-    """Return the rates of problems for every ZeRO stage and every price of a byte, stages
-    outermost."""
+    """Return the rates of problems for every pair of a ZeRO stage and a price of a byte, by ZeRO
+    stage."""
     states = tuple(float(price) for _ in zeros for price in prices)
     return Rates(
         num_microbatches,

@@ -463,7 +463,7 @@ class StageTable:
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
-        """Group the run's blocks in order. A parameter of several counts with the first block."""
+        """Group the run's blocks in order. A parameter of several blocks counts with the first."""
         entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:

@@ -333,8 +333,8 @@ class Candidate:
 
     @property
     def is_pipeline(self) -> bool:
-        """Return whether it is a pipeline of one stage per rank, without replicas or slices: such a
-        pipeline can be the base of other candidates."""
+        """Return whether the candidate is a pipeline of one stage per rank, without replicas or
+        slices, which can be the base of other candidates."""
         return self.base is None and len(self.stages) > 1
 
     @property

@@ -85,7 +85,7 @@ class Known:
 
 @dataclass
 class MeshCosts:
-    """Costs on a mesh of a place: bounds and exact costs by class of runs.
+    """Costs of stages on one mesh: bounds and exact costs by class of runs.
 
     ``lower`` bounds the objective, ``once`` the q and ``slowest`` the m of every class.
     """
@@ -192,7 +192,7 @@ class Bounds:
 
 @dataclass
 class PlaceCosts:
-    """Costs on the submeshes of a place: the best over its meshes."""
+    """Costs of stages on a place (submeshes of equal cost): the best over its meshes."""
 
     meshes: list[MeshCosts]
     runs: Runs
@@ -313,7 +313,7 @@ class PlaceCosts:
         self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
-        """Yield solvers and answers of the meshes that can be the best for a class."""
+        """Yield solvers and answers of the meshes that may be the cheapest for class ``number``."""
         run, count = self.runs.run(number), self.runs.count
         least = np.inf
         for mesh in sorted(self.meshes, key=lambda mesh: mesh.solver.bound_seconds(run, count)):

@@ -25,7 +25,7 @@ MOST_POSITIONS = 64
 """Maximum positions at which stages of a mixed tiling may begin."""
 
 PlaceOf = Callable[[int, int], int]
-"""Function from (first device, number of devices) to the number of the place."""
+"""Function from (first device, number of devices) to the number of the submesh's cost class."""
 
 
 def uniform_tiling(cluster: Cluster, num_stages: int, place: PlaceOf) -> Tiling | None:
