@@ -1,9 +1,10 @@
-"""Asynchronous schedules: forced only, and never equal to one device's steps.
+"""Asynchronous pipeline schedules (PipeDream, PipeDream-2BW, AMPNet): checks and descriptions. They
+are only used when forced, as their steps differ from one device's.
 
-In: a request that forces one, or a plan of one. Out: the limits it sets on a plan, a description of
-its updates, and errors for plans it cannot run. The search treats them as it does other schedules:
-their order of forwards and backwards is that of 1F1B, and stages hold older versions of their
-weights (``pricing.weight_versions``).
+In: a request that forces such a schedule, or a plan with it. Out: the limits it sets on a plan, a
+description of its updates, and errors for plans it cannot run. The search treats them as it does
+other schedules: they order forwards and backwards as 1F1B does, and stages hold older versions of
+their weights (``pricing.weight_versions``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RULES = {
     "pipedream-2bw": "at weights that are one update old",
     "ampnet": "backwards with newer weights than their forwards",
 }
-"""Weights at which each schedule takes the gradient of an update."""
+"""Description, by schedule, of the weights that gradients are computed with."""
 
 
 def describe_updates(plan: Plan) -> str:
@@ -66,7 +67,7 @@ def check_forced(forced: Forced) -> None:
 
 
 def with_limits_of_schedule(request: Request) -> Request:
-    """Return the request with the limits that a forced asynchronous schedule sets on plans."""
+    """Return the request limited to plans that its forced asynchronous schedule can run."""
     forced = request.forced
     if not is_asynchronous(forced.schedule):
         return request
@@ -107,11 +108,11 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 
 
 def _copied_weight(stage: StagePlan, graph: Graph) -> str:
-    """Return a trained parameter of which a backward reads a copy; "" if there is none.
+    """Return the name of a trained parameter of which a backward reads a copy; "" if there is none.
 
-    A move between the two replicated layouts R and I copies nothing; any other change of layout
-    does. Values that are computed from split parameters alone, such as the parts of a fused
-    projection, are copies too. Biases are left out, as no backward reads them.
+    Converting between the replicated layouts R and I makes no copy; any other change of layout
+    does. Values computed from split parameters alone, such as the parts of a fused projection, are
+    copies too. Biases are ignored, as no backward reads them.
     """
     weights: dict[str, str] = {}
     copies: set[str] = set()
@@ -141,7 +142,7 @@ def _copied_weight(stage: StagePlan, graph: Graph) -> str:
 
 
 def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
-    """Return whether converting a value from one layout to the other makes a copy."""
+    """Return whether converting a value from layout ``held`` to ``wanted`` makes a copy."""
     return any(
         size > 1 and own != used and {own.kind, used.kind} != {"R", "I"}
         for own, used, size in zip(held, wanted, sizes, strict=True)
@@ -149,7 +150,8 @@ def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
-    """Return a trained parameter that several stages use, with two of these stages."""
+    """Return a trained parameter that two stages use, and these two stages; None if there is
+    none."""
     ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
     first: dict[str, int] = {}
     for index, (start, stop) in enumerate(pairwise(ends)):

@@ -46,12 +46,11 @@ _FILLS = frozenset(
 
 
 def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
-    """Return the batch dimension of each output of each node; None if there is none.
+    """Return the batch dimension of each output of each node; None if the batch cannot be followed.
 
-    Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant
-    gets a batch dimension only where its rows along it are provably equal, so that any
-    batch size can be had by repeating one. Returns None when the batch cannot be followed:
-    a row meets another one before the loss, or ``batch_size`` is below 2.
+    Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant gets a
+    batch dimension only if its rows along it are provably equal, so that repeating a row gives it
+    any batch size. Returns None if rows are mixed before the loss, or if ``batch_size`` is below 2.
     """
     found = find_batch(graph)
     return None if found is None else found[0]
@@ -60,10 +59,10 @@ def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None
 def find_batch(
     graph: Graph,
 ) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
-    """Return the batch dimensions and how losses of micro-batches add; see ``find_batch_dims``.
+    """Return the batch dimensions of ``find_batch_dims``, and how losses of micro-batches add up.
 
-    A sum over rows that depends on no parameter may be used as if it were whole: it is one
-    of ``Accumulation.totals``.
+    A sum over rows that depends on no parameter may be used like a whole value: it becomes one of
+    ``Accumulation.totals``.
     """
     if graph.batch_size < 2:
         return None
@@ -76,9 +75,9 @@ def find_batch(
 
 
 def rows_apart(graph: Graph) -> BatchDims:
-    """Return the batch dimensions of nodes before rows meet, as they do in a contrastive loss.
+    """Return the batch dimensions of nodes before rows are mixed, as in a contrastive loss.
 
-    Nodes that depend on several rows are left out: their outputs may be split in any way.
+    Nodes that depend on several rows are omitted: their outputs may be split along any dimension.
     """
     propagation = _Propagation(graph)
     met = propagation.run_apart() if graph.batch_size > 1 else set(graph.by_name)
@@ -86,7 +85,7 @@ def rows_apart(graph: Graph) -> BatchDims:
 
 
 def _dims(node: Node, labels: _Labels) -> tuple[int | None, ...]:
-    """The dimension in which each output counts the batch."""
+    """Return the batch dimension of each output of ``node``; None for outputs without one."""
     own = [labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
     return tuple(each.dim if each is not None and each.is_shard else None for each in own)
 
@@ -114,7 +113,7 @@ def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Acc
 
 
 def is_mean(node: Node) -> bool:
-    """Return whether a reduction divides by the number of elements it reduces."""
+    """Return whether a reduction divides by the number of elements that it reduces."""
     name = packet(node.op)
     if name in CLASS_LOSSES:
         return bool(argument(node, 3, "reduction", _MEAN) == _MEAN)
@@ -124,13 +123,13 @@ def is_mean(node: Node) -> bool:
 
 
 def _has_classes(graph: Graph, node: Node) -> bool:
-    """Return whether the targets of a class loss are class numbers, some of them ignored."""
+    """Return whether the targets of a class loss are class indices: some may then be ignored."""
     return graph.spec(node.inputs[1]).dtype not in FLOATS
 
 
 def is_data(graph: Graph, ref: Ref) -> bool:
-    """Return whether a value depends on the batch, constants and counted random numbers alone, and
-    has no gradient."""
+    """Return whether a value depends only on the batch, constants and counter-based random numbers,
+    and has no gradient."""
     return not any(
         node.kind == "parameter"
         or node.name in graph.updates
@@ -140,8 +139,8 @@ def is_data(graph: Graph, ref: Ref) -> bool:
 
 
 def is_steady(graph: Graph, ref: Ref) -> bool:
-    """Return whether a buffer gets the same value in every micro-batch of a step: a counter, a
-    power iteration. It depends on parameters, constants and such buffers alone."""
+    """Return whether the new value of a buffer is the same in every micro-batch of a step (a
+    counter, a power iteration): it depends on parameters, constants and such buffers alone."""
     return not any(
         node.kind == "input" or packet(node.op).startswith("counter_")
         for node in _sources(graph, ref)
@@ -149,7 +148,8 @@ def is_steady(graph: Graph, ref: Ref) -> bool:
 
 
 def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
-    """Iterate over the nodes that a value depends on, itself and new values of buffers included."""
+    """Iterate over the nodes that a value depends on, its own and new values of buffers
+    included."""
     pending, seen = [ref.name], set[str]()
     while pending:
         node = graph[pending.pop()]
@@ -163,7 +163,8 @@ def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
 
 
 class _Propagation:
-    """The labels of one graph; a value without a label is the same for every row."""
+    """Propagation of the batch through a graph, as splits on a virtual mesh axis. ``labels`` holds
+    the placements; values without a label have equal rows."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -211,11 +212,12 @@ class _Propagation:
         }
 
     def _used(self, ref: Ref) -> Placement | None:
-        """Return the label of a value for the nodes that use it; None for a total."""
+        """Return the label of ``ref`` as its users see it: None for a total."""
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Turn a sum over batch data that a node uses into a total; return False without a sum."""
+        """Mark an input of ``node`` that is a sum over batch data as a total; return whether there
+        is any."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None
@@ -226,7 +228,7 @@ class _Propagation:
         return self._strategies[self._form(node)]
 
     def _form(self, node: Node) -> int:
-        """Return the number of a node's form; the strategies of a form are computed once."""
+        """Return the number of the node's form; strategies are computed once per form."""
         number = self._forms.get(node.name)
         if number is None:
             found = len(self._strategies)
@@ -261,7 +263,7 @@ class _Propagation:
                 labels[Ref(node.name, index)] = placement
 
     def _demand_inputs(self, refs: tuple[Ref, ...], strategy: AxisStrategy, found: _Labels) -> bool:
-        """Return whether every input that the strategy splits is, or can be, split that way."""
+        """Return whether every input that the strategy splits is, or can be, split as it needs."""
         return all(
             self._demand(ref, placement, found)
             for ref, placement in zip(refs, strategy.inputs, strict=True)
@@ -269,7 +271,8 @@ class _Propagation:
         )
 
     def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
-        """Split a value that no input of the batch reaches; new labels go to ``found``."""
+        """Return whether ``ref`` is or can be labelled ``placement``; new labels go to
+        ``found``."""
         held = None if ref in self.totals else self.labels.get(ref, found.get(ref))
         if held is not None:
             return held == placement
@@ -292,7 +295,8 @@ class _Propagation:
         return False
 
     def _holds(self, node: Node) -> bool:
-        """Return whether some strategy agrees with all the labels around a node."""
+        """Return whether some strategy agrees with the labels of all inputs and outputs of
+        ``node``."""
         held = [self._used(ref) for ref in node.inputs]
         made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
         if not any(held) and not any(made):
@@ -314,7 +318,8 @@ class _Propagation:
         return self._equal_rows[key]
 
     def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
-        """Prove that parts are equal by an op that runs equally on each part, from equal inputs."""
+        """Prove that a constant's parts are equal: it is filled, repeated, or made of equal
+        parts."""
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
@@ -341,7 +346,7 @@ class _Propagation:
         return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
-        """Return whether an input is an index into equal rows: any index selects equal values."""
+        """Return whether input ``position`` indexes equal rows: any index selects equal values."""
         if packet(node.op) != "index" or position == 0:
             return False
         indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]

@@ -38,9 +38,9 @@ from .pricing.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """Facts that all blocks of a stage share; ``link`` is the link from the stage before.
+    """Facts that all blocks of a stage share. ``link`` is the link from the stage before.
 
-    ``splits``: the backward is split into two halves.
+    ``slices``: lengths of sequence slices. ``splits``: the backward defers weight gradients.
     """
 
     graph: Graph
@@ -55,9 +55,9 @@ class StageFacts:
 class Layouts:
     """Layouts of a block's nodes and of everything it reads, in the order of ``Reads``.
 
-    ``values``: the layout that the stage has already, or None for a value still to be received;
-    ``again`` marks values that an earlier block of the stage also reads and keeps. ``leaves``: the
-    layout in which a leaf is held, None where none is given.
+    ``values``: the layout in which the stage already holds a value, or None for a value still to be
+    received; ``again`` marks values that an earlier block of the stage also reads and keeps.
+    ``leaves``: the layout in which a leaf is held, None where none is given.
     """
 
     nodes: tuple[NodeLayout, ...]
@@ -69,11 +69,11 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds of a block and of the parameters that only it uses; bytes on a rank.
+    """Seconds of a block, and the bytes on a rank of the block and of parameters that only it uses.
 
-    ``late_seconds``: the second half of a split backward. ``late_bytes`` are kept for weight
-    gradients, ``gathered_bytes`` are gathered parameters and recomputed values; ``batch_bytes`` is
-    the part of the kept bytes that belongs to the batch. ``values``: the layouts of its
+    ``late_seconds``: the second half of a split backward, weight gradients. ``late_bytes`` are kept
+    for them; ``gathered_bytes`` are gathered parameters and recomputed values; ``batch_bytes`` is
+    the part of ``kept_bytes`` that belongs to the batch. ``values``: the layouts of
     ``Reads.values``.
     """
 
@@ -90,7 +90,7 @@ class BlockCost:
 
 
 def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:
-    """Price a block under ``layouts``, recomputed by ``mode``."""
+    """Return the cost of a block under ``layouts`` and recomputation mode ``mode``."""
     return _BlockWalk(reads, layouts, mode, setting).cost()
 
 
@@ -145,8 +145,8 @@ class _BlockWalk:
         self.seconds = self.seconds.plus(seconds)
 
     def _block(self) -> tuple[float, float]:
-        """Walk the nodes; return the bytes that the backward recomputes and the bytes kept for
-        weight gradients."""
+        """Add up the costs of all nodes; return the bytes that the backward recomputes and the
+        bytes kept for weight gradients."""
         graph, prices, mode = self.graph, self.prices, self.mode
         wanted: dict[Ref, dict[Layout, None]] = {}
         uses: dict[Ref, list[tuple[str, int]]] = {}
@@ -196,7 +196,7 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """End a block, or each half, when device and host are done with it; see ``StageCost``."""
+        """End the block (or each half of a split backward) once both device and host have ended."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(
@@ -218,7 +218,7 @@ class _BlockWalk:
             self._add(again)
 
     def _receive(self, ref: Ref, target: Layout) -> None:
-        """Receive a value of an earlier stage in the layout of its first use."""
+        """Receive a value of an earlier stage in the layout that its first use needs."""
         if ref in self.made or self.graph[ref.name].kind != "op":
             return
         layout = boundary_layout(target)
@@ -228,7 +228,7 @@ class _BlockWalk:
         self.receive[1] += backward
 
     def _is_repeated(self, ref: Ref, uses: Sequence[tuple[str, int]]) -> bool:
-        """Return whether a value with these uses is converted again when the block recomputes."""
+        """Return whether the conversions of a value with these uses run again in recomputation."""
         if self.mode == "none":
             return False
         kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
@@ -250,7 +250,8 @@ class _BlockWalk:
         self._add(Seconds(forward_communication=forward, backward_communication=backward + again))
 
     def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
-        """Return the bytes of the keys and values that an attention reads on a rank."""
+        """Return the bytes on a rank of keys and values that an attention reads; 0 without
+        slices."""
         if not self.setting.slices or not is_attention(node):
             return 0
         pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)
@@ -266,11 +267,11 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """A block and the values it reads from elsewhere, each once and in the order of first use.
+    """A block and the values it reads from outside, each listed once in the order of first use.
 
-    ``values`` are other blocks', ``leaves`` inputs, constants and buffers; ``shared`` marks
-    ``parameters`` that other blocks use too. ``sends``: its values that later blocks read, each
-    with the place of its node in the block and the position of the last reader.
+    ``values`` are outputs of other blocks; ``leaves`` are inputs, constants and buffers; ``shared``
+    marks ``parameters`` that other blocks use too. ``sends``: (value, place of its node in the
+    block, position of the last block that reads it) for each value that later blocks read.
     """
 
     block: Block
@@ -283,7 +284,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class BlockForms:
-    """Blocks of a graph grouped by form. ``storages``: the output that owns an output's memory."""
+    """Blocks grouped by form: blocks of a form cost the same under equal layouts. ``storages`` maps
+    a value to the owner of its memory."""
 
     structure: Structure
     storages: Mapping[Key, Key]
@@ -303,7 +305,7 @@ class BlockForms:
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """Map each block to the first block of its form."""
+        """Map each block's position to the position of the first block of its form."""
         first: dict[tuple[Any, ...], int] = {}
         return tuple(
             first.setdefault(self._form(reads), position)
@@ -338,7 +340,7 @@ class BlockForms:
 
     @cached_property
     def _sends(self) -> list[tuple[tuple[Ref, int, int], ...]]:
-        """Return for each block the values that later blocks read, in the order they are made."""
+        """Return, for each block, the values that later blocks read, in the order they are made."""
         found: list[list[tuple[Ref, int]]] = [[] for _ in self.blocks.blocks]
         for ref, made, last in self.structure.crossing:
             found[made].append((ref, last))
@@ -350,7 +352,7 @@ class BlockForms:
         return sends
 
     def _form(self, reads: Reads) -> tuple[Any, ...]:
-        """Return a key of the facts, besides layouts and kind, that determine a block's figures."""
+        """Return the key of a block's form: all facts but layouts that determine its costs."""
         graph, inside = self.graph, set(reads.block.nodes)
         numbers: dict[Key, int] = {}
         parts: list[Any] = [reads.block.kind, bool(reads.block.parameters), reads.shared]
@@ -382,12 +384,12 @@ class BlockForms:
 
     @staticmethod
     def _place(key: Key, numbers: Mapping[Key, int], places: Mapping[str, int]) -> tuple[int, int]:
-        """Identify a value by its place in the block, or by its number if it is from elsewhere."""
+        """Identify a value by its node's place in the block, or by number if it is from outside."""
         return (numbers[key] if key in numbers else places[key[0]]), key[1]
 
     @cached_property
     def of_parameters(self) -> dict[str, bool]:
-        """Map each node to whether its values are computed from parameters alone."""
+        """Map each node to whether it is a parameter or computed from parameters alone."""
         known: dict[str, bool] = {}
         for node in self.graph:
             known[node.name] = node.kind == "parameter" or (

@@ -1,7 +1,7 @@
-"""Time limit and time spent of planning: the only clock of the planner.
+"""Time limit and time spent of planning; the only module of the planner that reads a clock.
 
-Work is counted beside it: shares of counted work are the same on any machine, however busy, so
-plans do not depend on the machine unless the time limit ends the search.
+Work is counted as well: shares of counted work are the same on any machine, however busy, so plans
+do not depend on the machine unless the time limit ends the search.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 STEPS_PER_PROBLEM = 20
-"""Steps of the recurrence over stages that take about as long as one solved problem."""
+"""Number of steps of the inter-op dynamic program that take about as long as one stage problem."""
 
 SOLVING = ("costs", "ilp")
-"""Phases of the stage solvers, which run inside other phases."""
+"""Phases of the stage solvers; their time is not counted again in the phases that call them."""
 
 
 @dataclass
 class Budget:
-    """A deadline, seconds by phase, and counted work."""
+    """Budget of a search: its deadline, the seconds spent by phase, and counted work."""
 
     deadline: float
     began: float
@@ -30,13 +30,14 @@ class Budget:
 
     @staticmethod
     def of(limit_seconds: float) -> Budget:
-        """Start a budget now."""
+        """Start a budget of ``limit_seconds`` now."""
         now = time.perf_counter()
         return Budget(now + limit_seconds, now)
 
     @property
     def work(self) -> float:
-        """The solved problems and their equivalents: each takes about a hundredth of a second."""
+        """Counted work, in solved problems of about a hundredth of a second; steps are
+        converted."""
         return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
 
     @property
@@ -50,12 +51,12 @@ class Budget:
         return time.perf_counter() - self.began
 
     def end_in(self, seconds: float) -> None:
-        """Set the deadline."""
+        """Set the deadline to ``seconds`` from now."""
         self.deadline = time.perf_counter() + seconds
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Context manager: add the elapsed time to a phase, without nested time of solvers."""
+        """Add the time of a ``with`` block to ``phase``, without the nested time of the solvers."""
         began, solved = time.perf_counter(), self._solving_seconds
         try:
             yield
@@ -66,7 +67,7 @@ class Budget:
             self.record_time(phase, spent)
 
     def record_time(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase."""
+        """Add ``seconds`` to the time of ``phase``."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @property

@@ -11,7 +11,7 @@ Ints = NDArray[np.int64]
 
 
 def classes_of(keys: Sequence[object]) -> tuple[Ints, Ints]:
-    """Return the class of each key, and the position of the first key of each class.
+    """Return the class number of each key, and the position of the first key of each class.
 
     >>> [found.tolist() for found in classes_of("abca")]
     [[0, 1, 2, 0], [0, 1, 2]]

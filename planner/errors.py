@@ -1,4 +1,4 @@
-"""The tree of all errors.
+"""The tree of all exception classes of the package.
 
 ::
 
@@ -16,7 +16,7 @@
         ├── HangError         exit 21
         └── DeviceMemoryError exit 22
 
-Each states the event, its cause, its place and a remedy.
+Each error states the event, its cause, its place and a remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 
 class AutoparallelError(Exception):
-    """The root of the tree. ``code`` is stable and documented in docs/errors.md.
+    """Root of the tree. ``code`` is stable and documented in docs/errors.md.
 
     ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module path or
     option; ``fix`` a remedy to try.

@@ -1,8 +1,8 @@
-"""Independent price of a plan, walked node by node: the check on the results of the solvers.
+"""Independent price of a plan, computed node by node: the check on the results of the solvers.
 
 In: the graph, its blocks, a plan, the cluster. Out: seconds and bytes of every stage and of the
 step. Every block is walked with the layouts of its own stage (``stage_walk``), equivalent blocks
-are walked once; nothing is taken from the solvers' tables but the unit prices.
+once; only the unit prices are shared with the solvers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .stage_walk import StageWalk, Walked, walked_none
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Re-computed figures of a plan. ``objective_seconds``: the minimized objective, by stage."""
+    """Recomputed figures of a plan. ``objective_seconds``: the ILP's objective, by stage."""
 
     step_seconds: float
     bubble_fraction: float
@@ -52,15 +52,15 @@ def evaluate(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Evaluation:
-    """Price a plan again. Raises ``PlanError`` if it does not fit the graph.
+    """Price a plan independently of the solvers. Raises ``PlanError`` if it does not fit the graph.
 
-    ``graph`` may be at any batch size: it is brought to the plan's micro-batch.
+    ``graph`` may be at any batch size; it is scaled to the plan's micro-batch.
     """
     return Evaluator(graph, blocks, rules, basis).evaluation(plan, cluster)
 
 
 def at_microbatch(graph: Graph, plan: Plan) -> Graph:
-    """Return the graph at the plan's precision and micro-batch."""
+    """Return the graph at the plan's precision and micro-batch size."""
     graph = with_precision(graph, plan.model.precision)
     if graph.batch_size != plan.microbatch_size:
         graph = graph.with_batch_size(plan.microbatch_size)
@@ -69,7 +69,7 @@ def at_microbatch(graph: Graph, plan: Plan) -> Graph:
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with the costs of its stages."""
+    """A plan with the costs of its stages, before its schedule is simulated."""
 
     plan: Plan
     costs: Sequence[StageCost]
@@ -78,7 +78,7 @@ class Staged:
 
     @property
     def least_seconds(self) -> float:
-        """Return a lower bound on the step: the busiest rank runs all of its own stages.
+        """Return a lower bound on the step: the busiest rank runs all micro-batches of its stages.
 
         It does not hold for schedules with replicas of stages.
         """
@@ -91,12 +91,13 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """Return a device's peak bytes; ``activation_bytes`` applies to ranks with replicas."""
+        """Return the peak bytes of the fullest device. ``activation_bytes`` by rank replace the
+        stages' activations if stages have replicas."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
     @property
     def pipeline(self) -> Pipeline:
-        """The schedule of the plan's stages; one stage is a pipeline of one."""
+        """The plan's pipeline schedule; a plan of one stage is a pipeline of length one."""
         plan = self.plan
         return Pipeline(
             plan.schedule,
@@ -107,19 +108,20 @@ class Staged:
         )
 
     def timeline(self) -> Timeline:
-        """Simulate the step with all its events."""
+        """Simulate the step and return the timeline with all its events."""
         message = message_seconds(self.plan.cluster)
         return simulate_stages(self.pipeline, self.costs, message=message)
 
     def evaluation(self) -> Evaluation:
-        """Simulate the step and return all figures."""
+        """Simulate the step and return all figures of the plan."""
         timeline = self.timeline()
         peak = self.peak_bytes(timeline.peak_activation_bytes)
         figures = self.figures(timeline.step_seconds, timeline.bubble_fraction, peak)
         return figures if self.plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
-        """The figures of a single-stage plan whose last gradient sums overlap the next forward."""
+        """Return the figures of a one-stage plan whose last gradient sums overlap the next
+        forward."""
         gain = order_gain(self.plan, self.costs[0])
         (stage,) = figures.stages
         exposed = max(0.0, stage.seconds["exposed_sync"] - gain)
@@ -130,7 +132,7 @@ class Staged:
         )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
-        """Assemble all figures from the step and the peak memory."""
+        """Assemble the evaluation from given step time, bubble fraction and peak memory."""
         sends = send_seconds(self.costs, self.edges)
         return Evaluation(
             step_seconds,
@@ -145,7 +147,7 @@ class Staged:
 class Evaluator:
     """Pricer of plans of one graph, which may be at any batch size.
 
-    Walks of one plan are kept for the next.
+    The walks of a plan are cached for later plans.
     """
 
     graph: Graph
@@ -155,13 +157,13 @@ class Evaluator:
     _walked: dict[tuple[Precision, int], Walked] = field(default_factory=dict, repr=False)
 
     def evaluation(self, plan: Plan, cluster: Cluster) -> Evaluation:
-        """Price a plan on a cluster."""
+        """Return the evaluation of a plan on a cluster."""
         if plan.servers is not None:
             return self._served(replace(plan, cluster=cluster))
         return self.staged(plan, cluster).evaluation()
 
     def _served(self, plan: Plan) -> Evaluation:
-        """Price a plan with parameter servers: its one stage, on every worker."""
+        """Price a plan with parameter servers: its only stage is priced on every worker."""
         assert plan.servers is not None
         (stage,) = plan.stages
         known: dict[str, Staged] = {}
@@ -182,7 +184,7 @@ class Evaluator:
         return each[0].figures(seconds, waits, served_peak_bytes(plan, costs))
 
     def staged(self, plan: Plan, cluster: Cluster) -> Staged:
-        """Price the stages of a plan on a cluster, without simulating the step."""
+        """Return a plan with its stages priced on ``cluster``, without simulating the step."""
         plan, walked = replace(plan, cluster=cluster), self._at(plan)
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
@@ -204,7 +206,7 @@ class Evaluator:
         return Staged(plan, costs, edges, slices)
 
     def _at(self, plan: Plan) -> Walked:
-        """Return the cached walk at the plan's precision and micro-batch."""
+        """Return the cached walk of the graph at the plan's precision and micro-batch size."""
         key = plan.model.precision, plan.microbatch_size
         if key not in self._walked:
             graph = at_microbatch(self.graph, plan)
@@ -215,7 +217,7 @@ class Evaluator:
 def priced_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
-    """Return the cost of each stage. ``graph`` is ``at_microbatch``, or a slice of that."""
+    """Return the cost of each stage. ``graph`` is an ``at_microbatch`` graph, or a slice of it."""
     walked = walked_none(graph, blocks, rules)
     return _stages(walked, plan, _edges(walked, plan), rules=rules, basis=basis)
 
@@ -223,9 +225,9 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Walk each stage; of unequal shares of the batch, keep the walk with the most activations.
+    """Walk each stage; with unequal batch shares, return the walk with the most activation bytes.
 
-    ``graph`` is ``at_microbatch``.
+    ``graph`` is the result of ``at_microbatch``.
     """
     walked = walked_none(graph, blocks, default_rules)
     walks = _walks(walked, plan, _edges(walked, plan), rules=default_rules, basis=basis)
@@ -235,8 +237,8 @@ def walked_stages(
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
 ) -> Sequence[HalfPairs]:
-    """Return the micro-batches that each stage holds at once, by remaining part of their
-    backward."""
+    """Return the micro-batches that each stage holds at once, counted by how much of their backward
+    remains."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
     return _held(plan, _edges(walked, plan))
 
@@ -256,7 +258,7 @@ def _stages(
 def _walks(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> Iterator[list[StageWalk]]:
-    """Yield for each stage its walks, one per share of the batch."""
+    """Yield the walks of each stage: one walk per different share of the batch."""
     held = _held(plan, edges)
     start = 0
     for index, stage in enumerate(plan.stages):
@@ -275,8 +277,8 @@ def _walks(
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
-    """Return the micro-batches that each stage holds at once, by remaining part of their
-    backward."""
+    """Return the micro-batches that each stage holds at once, counted by how much of their backward
+    remains."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
         return stage_half_pairs(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
@@ -287,10 +289,10 @@ def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
 def _rank_bytes(
     plan: Plan, costs: Sequence[StageCost], activation_bytes: Sequence[int]
 ) -> Iterable[float]:
-    """Return the bytes on the devices of each pipeline rank, over all its stages.
+    """Return the peak bytes per device of each pipeline rank, over all stages of the rank.
 
-    Transient bytes count once, as one stage computes at a time. Ranks with replicas of stages have
-    ``activation_bytes`` as their peak activations.
+    Transient bytes count once, as one stage computes at a time. ``activation_bytes`` are the peak
+    activations of ranks that hold replicas of stages.
     """
     if plan.schedule == "chimera":
         totals_of = zip(costs, reversed(costs), activation_bytes, strict=True)
@@ -321,7 +323,8 @@ def _brief_bytes(cost: StageCost) -> float:
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The batch sizes at which a stage's ranks run, with the ranks: one entry per unequal share."""
+    """Return (batch size, ranks) of each unequal share of the batch; a single entry without
+    shares."""
     if not stage.shares:
         return [(batch_size, ())]
     return [
@@ -339,7 +342,7 @@ def stage_prices(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Prices:
-    """Return the prices of ops on a stage's devices, or on ``ranks`` with a share of their own."""
+    """Return the op prices on a stage's devices, or on ``ranks`` that have a share of their own."""
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(

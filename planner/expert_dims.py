@@ -1,14 +1,15 @@
 """Weights of experts, and dimensions of values that count experts.
 
 In: a graph, the strategies of its ops on an axis. Out: for each value the dimensions that count
-experts. An expert's weight has three dimensions, of which the first counts experts: a product
-keeps it apart (``egcm, emh -> egch``), as does the layer of experts that captures make one op
-(``passes/ops/experts.py``, whose biases count them too). From there it descends as positions do
-(``positions``): to views of weights, and to values until a sum over experts.
+experts. An expert's weight has three dimensions, of which the first counts experts: a product keeps
+it apart (``egcm, emh -> egch``), as does the layer of experts that captures fuse into one op
+(``passes/ops/experts.py``, whose biases count experts too). From the weights the dimension is
+followed through ops as positions are (``positions``): to views of weights, and to values until a
+sum over experts.
 
-An axis "ep" splits these weights so and everything else by rows, as data parallelism does; the
+An axis "ep" splits these dimensions, and everything else by rows, as data parallelism does; the
 conversions between the two are the all-to-alls of GShard (Lepikhin et al. 2020, arXiv:2006.16668,
-section 3.3). Its size divides the number of experts, or the axis has no expert strategies.
+section 3.3). Its size must divide the number of experts; otherwise it has no expert strategies.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ FIRST_WEIGHT = 3
 
 
 def is_expert_layer(node: Node) -> bool:
-    """Return whether a node is a layer of experts that a capture made one op."""
+    """Return whether a node is a whole layer of experts that the capture made a single op."""
     return node.op.startswith(LAYER)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertDims:
-    """``weights``: the number of experts of each parameter. ``views``: these, and values made of
-    one alone. ``dims``: the expert dimensions of all values, the views' included."""
+    """Dimensions that count experts. ``weights``: number of experts by parameter. ``views``: these
+    parameters and values made of a single one. ``dims``: expert dimensions of all values."""
 
     weights: Mapping[str, int]
     views: frozenset[Ref]
@@ -49,7 +50,7 @@ class ExpertDims:
 
 
 def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
-    """Find the weights of experts and all dimensions that count experts."""
+    """Return the weights of experts and all dimensions that count experts."""
     views = _views(graph, strategies)
     weights: dict[str, int] = {}
     dims: dict[Ref, frozenset[int]] = {}
@@ -68,14 +69,14 @@ def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
 
 
 def experts_of_layers(graph: Graph) -> tuple[int, ...]:
-    """Return the different numbers of experts that the layers of a graph have."""
+    """Return the distinct numbers of experts of the expert layers in a graph."""
     layers = filter(is_expert_layer, graph)
     return tuple(sorted({graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] for node in layers}))
 
 
 def token_nodes(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes around layers of experts that have rows and positions joined in
-    one dimension of tokens, from the views that join them to the views that part them again.
+    """Return the names of the nodes around expert layers whose rows and positions are joined in one
+    dimension of tokens: from the views that join them to the views that split them again.
 
     Parameters that only such nodes read, such as a router's, are included; the weights of experts
     are not.
@@ -118,7 +119,7 @@ def parts_tokens(node: Node, graph: Graph) -> bool:
 
 
 def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
-    """Return whether the second shape is the first one with its first two dimensions joined.
+    """Return whether shape ``joined`` is shape ``apart`` with its first two dimensions joined.
 
     >>> is_join((2, 3, 4), (6, 4)), is_join((2, 3, 4), (2, 12))
     (True, False)
@@ -136,7 +137,8 @@ def _counts_rows(node: Node, graph: Graph) -> bool:
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
-    """Map weights that may be experts', and values made of one, to their expert dimensions."""
+    """Map possible expert weights, and values made of one weight, to (weight, expert
+    dimensions)."""
     found: dict[Ref, tuple[str, frozenset[int]]] = {
         Ref(node.name): (node.name, frozenset({0}))
         for node in graph
@@ -153,7 +155,7 @@ def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozens
 def _read_by(
     node: Node, strategies: Strategies, views: Mapping[Ref, tuple[str, frozenset[int]]]
 ) -> tuple[Ref, ...]:
-    """Return the weights of experts that an op computes with."""
+    """Return the weights of experts, or views of them, that an op computes with."""
     if is_expert_layer(node):
         return tuple(ref for ref in node.inputs[FIRST_WEIGHT:] if ref in views)
     if not node.op.startswith(PRODUCTS):
@@ -168,7 +170,8 @@ def _read_by(
 
 
 def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
-    """Return whether a product splits the experts of a weight, its other operand and its result."""
+    """Return whether a strategy splits the experts of a weight, the other operand and the
+    result."""
     own = strategy.inputs[position]
     every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
     return every and own.dim in dims
@@ -177,7 +180,7 @@ def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) ->
 def _descended(
     node: Node, strategies: Sequence[AxisStrategy], known: Mapping[Ref, frozenset[int]]
 ) -> dict[Ref, frozenset[int]]:
-    """Return the dimensions of results that are split where the known dimensions of inputs are."""
+    """Return the dimensions of outputs that are split when known dimensions of inputs are."""
     fitting = [
         strategy
         for strategy in strategies
@@ -200,7 +203,7 @@ def by_experts(
     by_rows: tuple[AxisStrategy, ...],
     found: ExpertDims,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an op on an axis "ep".
+    """Return the strategies of an op on an axis "ep", chosen from ``strategies`` and ``by_rows``.
 
     Ops that read experts' weights are split by experts, other ops by rows; values that count
     experts may be split by either.

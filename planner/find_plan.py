@@ -1,8 +1,8 @@
-"""Search for the plan of a graph, a cluster and a request.
+"""Search for the best plan of a graph on a cluster under a request: the entry of the planner.
 
-The search is a tuple of proposers. Each takes the context of the search and the pool of candidates
-so far, and makes candidates; the pool keeps all that fit and the fastest. The winner becomes a
-plan, which ``evaluate`` prices again, node by node: both must agree.
+The search runs a tuple of proposers in order. A proposer takes the search context and the pool of
+candidates so far, and yields new candidates; the pool keeps all that fit, and knows the fastest.
+The winner becomes a plan, which ``evaluate`` prices again, node by node: both must agree.
 
 The time limit, or Ctrl-C, ends the search early with the best plan so far.
 """
@@ -68,7 +68,7 @@ PROPOSERS: tuple[Proposer, ...] = (
     replicated,  # Chimera
     sliced,  # TeraPipe
 )
-"""The whole search, in order."""
+"""All proposers of the search, in the order in which they run."""
 
 ONE_STAGE_PER_RANK = PROPOSERS[:6]
 OTHER_SCHEDULES = PROPOSERS[6:]
@@ -76,11 +76,11 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """Options of a search.
+    """Options of a search: which proposers run, where, and whether the result is bounded.
 
-    ``proposers`` make the candidates, ``start_workers`` starts the searches of parts of the
-    micro-batch sizes, ``is_bounded`` adds a lower bound, which about doubles the time. ``tables``
-    of earlier searches of the same graphs by the same rules may be shared.
+    ``start_workers`` starts the processes that search parts of the micro-batch sizes.
+    ``is_bounded`` adds a lower bound on the step, which about doubles the time. ``tables`` may
+    share tables with earlier searches of the same graphs by the same rules.
     """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
@@ -90,13 +90,13 @@ class SearchMethod:
 
 
 COARSE = SearchMethod((dynamic_program,), one_worker, is_bounded=False)
-"""Method for a first answer: pipelines of one stage per rank, without a bound."""
+"""Method for a quick first answer: pipelines of one stage per rank only, without a lower bound."""
 
 
 DEFAULT_METHOD = SearchMethod()
 
 SAME = 1e-6
-"""Relative difference that rounding explains between figures of the search and of ``evaluate``."""
+"""Relative difference up to which the search and ``evaluate`` agree: rounding explains it."""
 
 
 def plan(
@@ -110,13 +110,13 @@ def plan(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> Plan:
-    """Find the fastest plan that fits.
+    """Find the fastest plan that fits in memory.
 
-    Raises ``UsageError`` for a request that cannot be met (AP170 where times must be measured
-    and are not, AP546 and AP158 for a forced schedule that an option excludes, AP196 and
-    AP197 for sums of gradients that the plan cannot run),
-    ``InfeasibleError`` (AP301) if nothing fits in memory, ``TimeLimitError`` (AP701) if nothing
-    was found in time, ``InternalError`` (AP999) if the two prices of the plan differ.
+    Raises ``UsageError`` for a request that cannot be met (AP170 if times must be measured but are
+    not, AP546 and AP158 for a forced schedule that an option excludes, AP196 and AP197 for gradient
+    sums that the plan cannot run), ``InfeasibleError`` (AP301) if nothing fits in memory,
+    ``TimeLimitError`` (AP701) if nothing was found in time, ``InternalError`` (AP999) if the two
+    prices of the plan differ.
     """
     check_forced(request.forced)
     check_forced_servers(request.forced, cluster)
@@ -125,7 +125,7 @@ def plan(
     method = replace(method, tables=method.tables or SharedTables())
 
     def served(request: Request, observe: Observe = ignore) -> Plan:
-        """Plan one worker alone, and return its plan on all of them with the forced servers."""
+        """Plan a single worker, and return its plan on all workers with the forced servers."""
         check_served_model(graph, request.precision)
         servers, of_worker = split_request(request, cluster)
         alone = plan(
@@ -170,9 +170,9 @@ def _offloaded(
     failure: InfeasibleError,
     searched: Callable[[Request], SearchResult],
 ) -> SearchResult:
-    """Search again with the optimizer's states in host memory, after nothing fitted without.
+    """Search again with optimizer states in host memory, after no plan fitted without offloading.
 
-    Raises ``failure`` if offloading is not allowed or does not help; it helps GPUs only.
+    Raises ``failure`` if offloading is not allowed or does not help; only GPUs can offload.
     """
     may_offload = (
         request.forced.offload is None
@@ -200,7 +200,7 @@ def search(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> SearchResult:
-    """Search every order of the hosts; return the best one's candidates. Raises as ``plan``."""
+    """Search every order of the hosts; return the result of the best order. Raises as ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
@@ -242,7 +242,7 @@ def search(
 def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
-    """Run the proposers and return their pool, also after Ctrl-C. Raises as ``plan``."""
+    """Run the proposers and return their pool, even after Ctrl-C. Raises as ``plan``."""
     context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
@@ -268,7 +268,7 @@ def run_proposers(
 
 
 def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
-    """Replace the dynamic program by the placer's pipelines if the request has a placer."""
+    """Return the proposers; a request's placer replaces the dynamic program."""
     if request.placer is None:
         return proposers
     of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)
@@ -279,8 +279,8 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
 class SearchResult:
     """Result of a search, for the best order of the hosts.
 
-    ``pool`` belongs to the best order, ``others`` are the candidates of the other orders;
-    ``contexts`` has every order that can be bounded.
+    ``pool`` has the candidates of the best order, ``others`` the candidates of the other orders;
+    ``contexts`` has the context of every order, or nothing if no lower bound can be computed.
     """
 
     graph: Graph
@@ -294,8 +294,8 @@ class SearchResult:
     contexts: tuple[SearchContext, ...]
 
     def best_plan(self) -> Plan:
-        """Return the simplest plan within the tolerance of the fastest, its layouts proven, with
-        the losing alternatives and its gap."""
+        """Return the simplest plan within the tolerance of the fastest, with its layout gap
+        tightened, its lower bound, and the losing alternatives."""
         context, pool = self.context, self.pool
         pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
         tolerance = self.request.tolerance
@@ -318,7 +318,8 @@ class SearchResult:
         return replace(found, solver=replace(self._solver_info(found), simplest=why))
 
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
-        """Build the plan of a candidate, in the given ranks and kinds."""
+        """Build the plan of a candidate, in ranks of the given cluster and kinds of the given
+        blocks."""
         order, request, context = self.order, self.request, self.context
         found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
         found = in_given_ranks(found, order, self.cluster)
@@ -327,10 +328,10 @@ class SearchResult:
         return in_given_kinds(found, pinned, self.blocks)
 
     def _solver_info(self, plan: Plan) -> SolverInfo:
-        """Return the plan's gap, the effort of the search, and the cause of an early end.
+        """Return the plan's gap, the effort of the search, and the cause of an early end if any.
 
-        Slices skip masked pairs of attention, which the bound counts, and asynchronous schedules
-        update more often: there is no bound for these.
+        There is no lower bound for plans with sequence slices, which skip masked pairs of attention
+        that the bound counts, nor for asynchronous schedules, which update more often.
         """
         step_seconds, layouts_gap = plan.prediction.step_seconds, plan.solver.layouts_gap
         bound = 0.0
@@ -355,7 +356,7 @@ class SearchResult:
 def check_prediction(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis
 ) -> None:
-    """Raise ``InternalError`` if ``evaluate`` does not reproduce the plan's figures."""
+    """Raise ``InternalError`` if ``evaluate`` does not reproduce the plan's seconds and bytes."""
     found = evaluate(graph, blocks, plan, plan.cluster, rules=rules, basis=basis)
     pairs = {
         "seconds of a step": (plan.prediction.step_seconds, found.step_seconds),
@@ -382,7 +383,7 @@ def _ended_early(by: str) -> TimeLimitError:
 
 
 def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelError:
-    """Return the error that explains why there is no plan."""
+    """Return the error that explains why the search found no plan."""
     request = context.request
     if not pool.known and not pool.rejected:
         failure = context.failure(is_proven=not pool.is_open)

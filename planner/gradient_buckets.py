@@ -1,12 +1,12 @@
-"""Buckets of a stage: which gradients are summed together.
+"""Buckets of a stage: groups of gradients that are summed by one all-reduce.
 
 In: the rank's part of each trained parameter whose gradient is summed over mesh axes. Out: the
-buckets, in the order in which a backward fills them. The planner makes them to price each one's
-all-reduce; the runtime makes the same ones to run it. Their size is a number of elements, whatever
-the dtype, so that a run in float64 that verifies a plan sums as the plan says.
+buckets, in the order in which a backward completes them. The planner uses the buckets to price
+their all-reduces; the runtime makes the same buckets to run them. Their size is a number of
+elements, whatever the dtype, so that a float64 run that verifies a plan has the same buckets.
 
-A bucket is of one block or of several small ones, as every sum costs a latency; with ``by_block``
-of one block always, so that a forward waits for no gradients but those of its own blocks.
+A bucket holds gradients of one block, or of several small blocks, as every sum costs a latency;
+with ``by_block`` always of one block, so that a forward waits only for gradients of its own blocks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .plan import Plan
 
 BUCKET_SIZE = 8_000_000
 FULL_SIZE = 5_000_000
-"""Elements above which a bucket takes no further block. Of 8, 20 and 30 MB of float32, 20 MB was
-the fastest on two CPU ranks with 19 M parameters; DistributedDataParallel has 25 MB."""
+"""Elements above which a bucket takes no further block. Measured: of 8, 20 and 30 MB of float32, 20
+MB was the fastest on two CPU ranks with 19 M parameters; DistributedDataParallel uses 25 MB."""
 BUCKETS, LEAST_SIZE = 8, 250_000
-"""Number of buckets to fill with at least ``LEAST_SIZE`` elements each: the last bucket's sum
-overlaps no compute."""
+"""Number of buckets aimed at, if each gets ``LEAST_SIZE`` elements: the sum of the last bucket
+overlaps no compute, so it should be small."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldGradient:
     """A trained parameter's gradient on one rank, to be summed over ``axes`` of the mesh.
 
-    ``block`` is the position of the only block of the stage that uses it, None where there are
-    several. ``fully_sharded``: ZeRO shards it over axis "dp".
+    ``block`` is the position in the stage of the only block that uses the parameter, None if there
+    are several. ``fully_sharded``: ZeRO shards it over axis "dp".
     """
 
     name: str
@@ -53,7 +53,8 @@ class HeldGradient:
 
 @dataclass(frozen=True, slots=True)
 class BucketContents:
-    """Gradients summed together over ``axes``, complete when the backward of ``block`` is done."""
+    """Gradients that one all-reduce sums over ``axes``; the backward of ``block`` completes
+    them."""
 
     axes: tuple[int, ...]
     block: int
@@ -64,10 +65,10 @@ class BucketContents:
 def make_buckets(
     gradients: Iterable[HeldGradient], *, by_block: bool = False
 ) -> tuple[BucketContents, ...]:
-    """Group gradients with equal axes into buckets, the last block's first: the backward's order.
+    """Group gradients with equal axes into buckets, in the order in which the backward fills them.
 
-    Gradients that several blocks share, and those that ZeRO shards, have buckets of their own,
-    which come last. No bucket holds complex and real gradients.
+    Gradients shared by several blocks and gradients sharded by ZeRO have separate buckets, which
+    come last. No bucket mixes complex and real gradients.
     """
     groups: dict[tuple[Any, ...], list[HeldGradient]] = {}
     for gradient in sorted(gradients, key=lambda each: each.done_with, reverse=True):
@@ -108,7 +109,7 @@ def _contents(members: list[HeldGradient]) -> BucketContents:
 def held_gradients(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> tuple[HeldGradient, ...]:
-    """Return the gradients of a stage that shards no states, in the order in which its ops first
+    """Return the gradients of a stage without sharded states, in the order in which its ops first
     read the parameters."""
     stage = plan.stages[stage_index]
     start = sum(len(each.blocks) for each in plan.stages[:stage_index])
@@ -134,5 +135,5 @@ def held_gradients(
 
 
 def summed_bytes(plan: Plan) -> int:
-    """Return the bytes of a gradient's element as it is summed."""
+    """Return the bytes per element of gradients while they are summed."""
     return policy(plan.model.precision, plan.model.optimizer, plan.states).gradient_bytes

@@ -1,7 +1,7 @@
-"""The last decision of a plan: how its gradients are summed, and the effect on the step.
+"""Choice of the gradient sums of a plan, its last decision, and their effect on the step.
 
-In: a plan whose stages are decided. Out: the plan with the algorithm of each all-reduce of
-gradients, their order, and predictions that count both (``gradient_sums``).
+In: a plan whose stages are decided. Out: the plan with the algorithm of each gradient all-reduce,
+their order, and predictions that count both (``gradient_sums``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .requests.request import Forced
 def with_sums(
     plan: Plan, graph: Graph, blocks: Blocks, forced: Forced, *, rules: Rules, basis: Basis
 ) -> Plan:
-    """Return the plan with its sums of gradients, the cheapest or the forced ones.
+    """Return the plan with its gradient sums: the cheapest, or the forced sums.
 
     Raises UsageError AP196 for an algorithm that cannot run, AP197 if "priority" is not possible.
     """
@@ -53,7 +53,7 @@ def with_sums(
 
 
 def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
-    """Return the plan with the predictions of ``evaluate``."""
+    """Return the plan with the predictions that ``evaluator`` computes for it."""
     found, before = evaluator.evaluation(plan, plan.cluster), plan.prediction
     faster = before.step_seconds / found.step_seconds
     stages = tuple(

@@ -1,9 +1,9 @@
-"""Sums of a plan's gradients: the algorithm of each all-reduce, and their order.
+"""Gradient sums of a plan: the algorithm of each all-reduce, and the order in which they start.
 
 In: a finished plan. Out: the plan with ``gradient_sums`` in each stage that shards no states, and
 ``gradient_order``; and their effect on the predicted step, which ``evaluate`` computes from the
-plan alone. The search prices gradients block by block, by the library, in backward order, and so
-does a plan whose sums are all of that kind.
+plan alone. The search itself assumes sums by the library, block by block, in backward order; it
+prices plans with only such sums correctly.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ Place = tuple[Group, tuple[int, ...]]
 """A group of ranks, and the number of them on each host."""
 
 PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
-"""Maximum bytes of a sum under "priority", each of which is tried."""
+"""Sizes that are tried as the maximum bytes of a sum under "priority"."""
 
 MOST_PARTS = 256
-"""Maximum sums of a step under "priority", besides one per block: large models have large parts."""
+"""Maximum sums per step under "priority", plus a sum per block: large models get larger parts."""
 
 LEAST_GAIN = 0.02
-"""Share of a step that "priority" must save to be chosen: parts of a sum also cost host time."""
+"""Fraction of a step that "priority" must save to be chosen, as splitting sums costs host time."""
 
 
 @dataclass
 class SumPrices:
-    """Prices of a stage's sums. ``places``: its groups along each axis, one of each kind."""
+    """Prices of a stage's gradient sums. ``places``: the distinct groups along each mesh axis."""
 
     places: Mapping[str, Sequence[Place]]
     _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class SumPrices:
         return SumPrices({name: tuple(own) for name, own in found.items()})
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
-        """Return the seconds of a sum by an algorithm, over its axes in turn."""
+        """Return the seconds of sum ``own`` by ``algorithm``, over its axes in turn."""
         key = algorithm, own.num_bytes, own.axes
         if key not in self._known:
             self._known[key] = sum(
@@ -81,7 +81,7 @@ class SumPrices:
         return self._known[key]
 
     def best(self, num_bytes: int, axes: tuple[str, ...]) -> str:
-        """Return the cheapest algorithm if all groups agree on it, else the library's."""
+        """Return the cheapest algorithm if it is the same for all groups, else the library's."""
         key = num_bytes, axes
         if key not in self._best:
             places = (place for name in axes for place in self.places[name])
@@ -90,7 +90,7 @@ class SumPrices:
         return self._best[key]
 
     def check(self, algorithm: str, axes: tuple[str, ...]) -> None:
-        """Raise UsageError AP196 if an algorithm cannot run a sum over these axes."""
+        """Raise UsageError AP196 if ``algorithm`` cannot run a sum over ``axes``."""
         for group, hosts in (place for name in axes for place in self.places[name]):
             known = algorithms_of(group, hosts)
             if algorithm in known:
@@ -111,9 +111,8 @@ class SumPrices:
 
 
 def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
-    """Return the plan with its sums in backward order, by ``algorithm`` or else the cheapest.
-    Raises UsageError AP196 if ``algorithm`` cannot run a sum.
-    """
+    """Return the plan with sums in backward order, by ``algorithm`` or else by the cheapest each.
+    Raises UsageError AP196 if ``algorithm`` cannot run a sum."""
     stages = []
     for index, stage in enumerate(plan.stages):
         sums: tuple[GradientSum, ...] = ()
@@ -147,8 +146,8 @@ def _sum(
 
 
 def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
-    """Return a stage's cost with its sums by the plan's algorithms instead of the library's, in
-    backward order. All sums of the stage are shortened by the same factor."""
+    """Return a stage's cost with gradient sums in backward order by the plan's algorithms, instead
+    of the library's. The seconds of all its sums are scaled by the same factor."""
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost
@@ -169,7 +168,7 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
 def only_library(plan: Plan) -> bool:
     """Return whether the library runs every sum, so that the prices of the search hold.
 
-    That is always so with NCCL.
+    This is always true with NCCL.
     """
     on_gpus = any(host.device.kind == "cuda" for host in plan.cluster.hosts)
     sums = (own for stage in plan.stages for own in stage.gradient_sums)
@@ -200,8 +199,9 @@ def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
 def with_priority(
     plan: Plan, graph: Graph, blocks: Blocks, cost: StageCost, algorithm: str | None
 ) -> Plan:
-    """Return the plan with its sums in the order in which the next forward needs them, in parts of
-    the best size. ``cost`` belongs to its only stage; ``why_not_priority`` must be empty."""
+    """Return the plan with its sums in the order in which the next forward needs them, split into
+    parts of the best size. ``cost`` belongs to its only stage; ``why_not_priority`` must be
+    empty."""
     (stage,) = plan.stages
     prices, size = SumPrices.of(plan.cluster, stage), summed_bytes(plan)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
@@ -223,7 +223,7 @@ def with_priority(
 
 def overlapped_seconds(plan: Plan, cost: StageCost) -> float:
     """Return the seconds of a step whose last sums overlap the next forward. ``cost`` belongs to
-    the only stage, with sums by the library."""
+    the plan's only stage, with sums by the library."""
     sums = _priced(plan, cost, plan.stages[0].gradient_sums)
     return step_seconds(_blocks(plan, cost), sums, overlaps_steps=True)
 
@@ -231,7 +231,7 @@ def overlapped_seconds(plan: Plan, cost: StageCost) -> float:
 def order_gain(plan: Plan, cost: StageCost) -> float:
     """Return the seconds of a step that "priority" saves. ``cost`` as for ``overlapped_seconds``.
 
-    Both orders are simulated over blocks; a step in backward order sums each block's gradients.
+    Both orders are simulated block by block; in backward order each block's gradients are a sum.
     """
     groups = cost.issued_groups
     own = np.repeat(groups.seconds[:, Resource.GRADIENT_SYNC], groups.counts)
@@ -241,8 +241,8 @@ def order_gain(plan: Plan, cost: StageCost) -> float:
 
 
 def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
-    """Return the seconds of each sum. If the stage's sums were measured, scale all by the ratio of
-    measured to predicted buckets."""
+    """Return the seconds of each sum, scaled so that the library's sums of whole buckets take the
+    time in ``cost``, which may be measured."""
     prices = SumPrices.of(plan.cluster, plan.stages[0])
     whole = {own.bucket: replace(own, num_bytes=own.num_bytes * own.num_parts) for own in sums}
     library = sum(prices.seconds(LIBRARY, own) for own in whole.values())

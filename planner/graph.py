@@ -1,8 +1,8 @@
-"""The graph that is planned: tensors, nodes, and the blocks they form.
+"""Data model of the planned graph: tensors, nodes, and the blocks that stages are made of.
 
-Nodes are the forward of the model at one batch size, in topological order. A name
-is one that a user knows: a parameter's node is called by its fully qualified name, an
-input's by its key in the batch, an op's by its name in the captured program.
+Nodes are the forward of the model at one batch size, in topological order. Nodes have names that
+the user knows: a parameter's node is called by its fully qualified name, an input's by its key in
+the batch, an op's by its name in the captured program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape (global), dtype by name (``"float32"``), and whether a gradient flows through it."""
+    """Global shape of a tensor, dtype by name (``"float32"``), and whether it has a gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -63,7 +63,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A use of a node's ``index``-th output as an argument."""
+    """Reference to a node's ``index``-th output, used as an argument of another node."""
 
     name: str
     index: int = 0
@@ -71,7 +71,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """Splitting rule of an op that the user registered; it travels with the op's nodes.
+    """Sharding rule of an op that the user registered; it is stored with the nodes of that op.
 
     ``annotation`` is in the grammar of ``planner.rules.annotation``. ``flops`` computes the
     forward's FLOPs from the (local) shapes of the input tensors; ``saved_bytes``, from the same
@@ -85,15 +85,16 @@ class OpRule:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Memory traffic of an op that is part of a fused kernel (``planner.kernels.fusion``).
+    """Memory traffic of an op that is part of a fused kernel (found by ``planner.kernels.fusion``).
 
-    Positions among its inputs, or indices among its outputs: ``reads`` and ``writes`` of the kernel
-    at this op in the forward; ``reads_gradients``, the outputs whose gradient its backward reads;
-    ``gradients``, the inputs whose gradient it writes (twice where it adds to another part);
-    ``keeps_*``, kept for the backward. ``kernels_*``: number of kernels counted here.
+    Fields hold positions among the op's inputs or indices of its outputs: ``reads`` and ``writes``
+    of the kernel at this op in the forward; ``reads_gradients``, the outputs whose gradient its
+    backward reads; ``gradients``, the inputs whose gradient it writes (twice where it adds to
+    another part); ``keeps_*``, kept for the backward. ``kernels_*``: number of kernels counted at
+    this op.
 
     ``in_product_kernel`` marks the ops of a kernel over products (``kernels.product_kernels``).
-    ``share`` is the part of their FLOPs that is computed, after masks and repeated operands;
+    ``share`` is the fraction of their FLOPs that is computed, after masks and repeated operands;
     ``again`` marks products that the backward recomputes, ``is_attention`` the ops of a kernel with
     a softmax, and ``product_dtype`` is the format of a product's operands.
     """
@@ -118,22 +119,22 @@ NodeKind = Literal["input", "parameter", "buffer", "constant", "op"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value of the graph and how it is made.
+    """A node of the graph: the op, or the leaf, that makes one or several tensors.
 
     ``kind``:
       - ``input``: a tensor of the batch; ``parameter``: trained; ``buffer``: a state that
         an op reads or writes in training;
       - ``constant``: depends on no input and no parameter (rotary tables, masks). It is
-        evaluated once per process, may take any layout for nothing, and has no gradient.
-        ``op``/``args`` say how; its ancestors are constants or buffers;
+        evaluated once per process, may take any layout at no cost, and has no gradient.
+        ``op``/``args`` compute it; its ancestors are constants or buffers;
       - ``op``: everything else.
 
     ``op`` is a ``torch.ops`` path such as ``"aten.linear.default"`` (empty for leaves).
     ``args``/``kwargs`` hold literals, ``Ref``s and lists of them, as the op is called. ``outputs``
     has one spec per output. ``module`` is the module path that made the node, ``source`` the user's
     ``file:line``. ``rule`` belongs to an op that the user registered; ``fused`` is the traffic that
-    a compiler leaves an op, None where it is a kernel of its own. ``product_dtype``: the format
-    that a product casts its factors to; empty if it casts none.
+    the op causes inside a fused kernel, None where it is a kernel of its own. ``product_dtype``:
+    the format that a product casts its factors to; empty if it casts none.
     """
 
     name: str
@@ -156,7 +157,7 @@ class Node:
 
     @property
     def inputs(self) -> tuple[Ref, ...]:
-        """Return every ``Ref`` among the arguments, in call order (repeated uses repeated)."""
+        """Return every ``Ref`` among the arguments in call order, repeated uses repeated."""
         if self._inputs is None:
             refs: list[Ref] = []
             _collect(self.args, refs)
@@ -166,7 +167,7 @@ class Node:
         return self._inputs or ()
 
     def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> Node:
-        """Return the same node with other outputs."""
+        """Return a copy of the node with other output specs."""
         made = Node(
             self.name,
             self.kind,
@@ -207,9 +208,9 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 
 
 def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
-    """Append the contents of arguments to ``parts`` in order; ``named`` maps each ``Ref``.
+    """Append the contents of ``value`` to ``parts`` in order, each ``Ref`` mapped by ``named``.
 
-    Equal lists then mean equal arguments: ``1``, ``1.0`` and ``True`` differ.
+    Arguments with equal lists are equal. Types are listed, so ``1`` and ``True`` differ.
 
     >>> parts = []
     >>> flat_form((Ref("x"), [1]), lambda ref: 0, parts)
@@ -233,14 +234,14 @@ def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """The losses of micro-batches, and how they make up the loss of the batch.
+    """Rules by which the losses of micro-batches make up the loss of the whole batch.
 
     The batch's loss, and its gradient, is the mean over the micro-batches if in each of them
       - the results of the nodes ``sums`` (sums over the rows) are multiplied by their number;
       - the class losses ``counted`` divide by the mean of all micro-batches' counts of
         targets, where each would divide by its own;
       - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is
-        replaced, for its users, by its sum over all micro-batches.
+        replaced, for the nodes that use it, by its sum over all micro-batches.
     ``mixing`` are nodes in which rows see each other (``batch_norm``): with several
     micro-batches rows see rows of their micro-batch only, as in gradient accumulation.
     """
@@ -253,13 +254,13 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Graph:
-    """The nodes in topological order and the loss they lead to.
+    """The captured model: its nodes in topological order and the loss that they compute.
 
-    ``loss`` is a scalar. ``batch_size`` is the batch that the shapes are for.
-    ``batch_dims[name][i]`` is the dimension of output ``i`` that counts the batch, or None;
-    a graph without ``batch_dims`` cannot be split into micro-batches.
-    ``tied`` maps each further name of a tied parameter to the name of its node. ``updates``
-    maps each buffer that a forward changes to its new value; the nodes read the old one.
+    ``loss`` is a scalar. ``batch_size`` is the number of rows that the shapes are for.
+    ``batch_dims[name][i]`` is the dimension of output ``i`` that counts the batch, or None; a graph
+    without ``batch_dims`` cannot be split into micro-batches. ``tied`` maps each further name of a
+    tied parameter to the name of its node. ``updates`` maps each buffer that a forward changes to
+    its new value; the nodes read the old value.
     """
 
     nodes: tuple[Node, ...]
@@ -302,10 +303,10 @@ class Graph:
         return tuple(node for node in self.nodes if node.kind == "input")
 
     def with_batch_size(self, batch_size: int) -> Graph:
-        """Return the same graph for another batch size, with every batch dimension scaled. Cached.
+        """Return the same graph with every batch dimension scaled to ``batch_size``. Cached.
 
-        Size arguments of ops (``view``, ``expand``) keep the captured numbers; whoever
-        runs the graph takes them from the output's shape.
+        Size arguments of ops (``view``, ``expand``) keep the captured numbers; code that runs the
+        graph takes sizes from the output's shape instead.
         """
         if batch_size == self.batch_size:
             return self
@@ -320,7 +321,7 @@ class Graph:
         return self._at_batch[batch_size]
 
     def _scaled(self, batch_size: int) -> tuple[Node, ...]:
-        """Scale the nodes to another batch size; equal outputs are scaled once."""
+        """Return the nodes with outputs scaled to ``batch_size``; equal outputs are scaled once."""
         known: dict[object, tuple[TensorSpec, ...]] = {}
         by_id: dict[object, tuple[TensorSpec, ...]] = {}
         found = []
@@ -378,9 +379,9 @@ def _scaled(spec: TensorSpec, dim: int | None, target: int, source: int) -> Tens
 class Block:
     """A run of nodes that is never cut: the unit of stages, ZeRO gathering and recomputation.
 
-    ``nodes`` are its op nodes in order, then ``parameters`` lists its own parameters and buffers.
-    Equal blocks have one ``kind`` and their nodes correspond by position. A parameter used by
-    several blocks is listed by the first and is ``shared``.
+    ``nodes`` names its op nodes in order; ``parameters`` its parameters and buffers. Equal blocks
+    have the same ``kind``, and their nodes correspond by position. A parameter that several blocks
+    use is listed by the first of them only and is called shared.
     """
 
     name: str
@@ -391,13 +392,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The graph cut into blocks, in topological order: every edge stays or goes forward."""
+    """The graph cut into blocks in topological order: an edge never leads to an earlier block."""
 
     blocks: tuple[Block, ...]
 
     @cached_property
     def kinds(self) -> dict[str, Block]:
-        """Map each kind to its first block, whose node names stand for the kind's."""
+        """Map each kind to its first block, the template whose node names stand for the kind's."""
         kinds: dict[str, Block] = {}
         for block in self.blocks:
             kinds.setdefault(block.kind, block)
@@ -414,15 +415,15 @@ class Blocks:
         return mapping
 
     def entry(self, table: Mapping[str, T], name: str) -> T | None:
-        """Return a node's entry in a table, under its own name or else its counterpart's."""
+        """Return a node's entry in ``table``: under its own name, or else its template's."""
         found = table.get(name)
         return table.get(self.template.get(name, name)) if found is None else found
 
     def split_kinds(self, signature: Callable[[Block], object]) -> Blocks:
-        """Split kinds so that blocks of different signatures have different kinds.
+        """Split kinds so that blocks with different values of ``signature`` have different kinds.
 
-        Blocks with the signature of their kind's first block keep the kind. For each other
-        signature "@" and a number follow the kind's name.
+        Blocks with the signature of their kind's first block keep the kind. Each other signature
+        gets a new kind: the old name followed by "@" and a number.
         """
         taken = set(self.kinds)
         names: dict[str, dict[object, str]] = {}

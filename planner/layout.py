@@ -32,7 +32,7 @@ Kind = Literal["S", "R", "I", "P"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """A tensor's distribution along one mesh axis.
+    """Placement of a tensor along one mesh axis; ``dim`` is the dimension that S splits.
 
     >>> str(Placement("S", 1)), str(Placement("R"))
     ('S(1)', 'R')
@@ -96,12 +96,12 @@ def format_layout(layout: Layout) -> str:
 
 
 def held_layout(layout: Layout) -> Layout:
-    """Return the layout with R written as I: without a gradient they are the same."""
+    """Return the layout with R replaced by I: without a gradient the two are the same."""
     return tuple(INVARIANT if each.kind == "R" else each for each in layout)
 
 
 def boundary_layout(layout: Layout) -> Layout:
-    """Return the layout of a value between stages: dimensions that are not split are whole."""
+    """Return the layout in which stages exchange a value: splits are kept, all else becomes I."""
     return tuple(each if each.is_shard else INVARIANT for each in layout)
 
 
@@ -171,7 +171,7 @@ class Mesh:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a rank's part. Every split must divide its dimension.
+    """Return the shape of a rank's part of a tensor. Every split must divide its dimension.
 
     >>> local_shape((8, 6), (shard(0), shard(1)), (2, 3))
     (4, 2)
@@ -199,7 +199,7 @@ def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> 
 
 
 Region = tuple[tuple[int, int], ...]
-"""A box of a tensor: from where to before where it goes along each dimension."""
+"""Box of a tensor: (start, stop) along each dimension, the stop excluded."""
 
 
 def whole_region(shape: Sequence[int]) -> Region:
@@ -213,7 +213,7 @@ def region_shape(region: Region) -> tuple[int, ...]:
 
 
 def region_slices(region: Region, frame: Region | None = None) -> tuple[slice, ...]:
-    """Return the slices that cut a box out of a tensor that holds ``frame``, by default the whole.
+    """Return the slices that cut ``region`` out of a tensor that holds ``frame``, or the whole.
 
     >>> region_slices(((2, 4),), ((2, 6),))
     (slice(0, 2, None),)
@@ -226,7 +226,7 @@ def region_slices(region: Region, frame: Region | None = None) -> tuple[slice, .
 
 
 def intersect(first: Region, second: Region) -> Region | None:
-    """Return the box that two boxes share, None where they share nothing.
+    """Return the intersection of two boxes; None if it is empty.
 
     >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
     ((2, 4), (0, 2))
@@ -253,7 +253,8 @@ def local_region(
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "dispatch"]
-"""Kinds of collectives. In a swap, ranks r and n - 1 - r exchange a tensor; no conversion does."""
+"""Kinds of collectives. In a swap, ranks r and n - 1 - r exchange a tensor: balanced attention
+only."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
@@ -270,7 +271,7 @@ CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]
     ("P", "R"): ("all_reduce", "all_reduce"),
     ("P", "S"): ("reduce_scatter", "all_gather"),
 }
-"""The collectives of each change of placement: (in the forward, in the backward).
+"""Collectives of each change of placement: (in the forward, in the backward).
 
 ``None`` is local work only: a slice, zero padding, or a scale by 1/n (R→I scales
 the gradient, I→P and R→P the value).
@@ -279,7 +280,7 @@ the gradient, I→P and R→P the value).
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change of placement on one mesh axis."""
+    """Change of placement on one mesh axis."""
 
     axis: int
     source: Placement
@@ -324,7 +325,7 @@ def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _lifted_axes(source: Layout, target: Layout) -> set[int]:
-    """Return the axes inside the split of a dimension that an outer axis is changing."""
+    """Return the axes that split a dimension whose split on an outer axis changes."""
     lifted: set[int] = set()
     disturbed: set[int] = set()
     for axis, (before, after) in enumerate(zip(source, target, strict=True)):
@@ -338,11 +339,11 @@ def _lifted_axes(source: Layout, target: Layout) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """A collective that an op itself needs when split, e.g. vocabulary-parallel loss.
+    """A collective that a split op itself performs, as a vocabulary-parallel loss does.
 
-    ``num_bytes`` is the size of the tensor reduced or gathered, local to a rank's other axes;
-    ``backward`` is the direction. ``copies``: sent copies of each row; ``limit``: (groups of
-    receivers, groups that a row is sent to), where that matters.
+    ``num_bytes`` is the size on a rank of the tensor that is reduced or gathered; ``backward`` is
+    true if it runs in the backward. For the dispatch to experts, ``copies`` is the number of copies
+    sent of each row and ``limit`` is (groups of receivers, groups that a row is sent to).
     """
 
     kind: Collective
@@ -354,13 +355,13 @@ class InnerCollective:
 
 @dataclass(frozen=True, slots=True)
 class AxisStrategy:
-    """An execution of an op on one mesh axis.
+    """A way to execute an op on one mesh axis: a placement of each input and output on that axis.
 
     ``inputs`` has a placement for each of the node's ``inputs`` (in call order, a tensor used twice
     listed twice), ``outputs`` one for each output. ``label`` is the letter of the dimension
     annotation that is split (``"b"``), or ``"R"``/``"I"``/``"P"`` when the op runs on whole or
-    partial tensors. ``groups``, unless 0, is the number of groups of the dimension that must stay
-    whole.
+    partial tensors. ``groups``, unless 0, is the number of groups that the split dimension consists
+    of; a split must leave each group whole.
     """
 
     label: str
@@ -372,9 +373,9 @@ class AxisStrategy:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """The chosen layouts of a node: of each input after conversion, and of each output.
+    """The chosen layouts of a node: each input's after conversion, and each output's.
 
-    A parameter, input or constant has no inputs; its output layout is how it is held.
+    A parameter, input or constant has no inputs; its output layout is how it is stored.
     """
 
     inputs: tuple[Layout, ...]
@@ -383,7 +384,8 @@ class NodeLayout:
 
 
 BALANCED = "balanced"
-"""The label of causal attention whose ranks swap queries: see ``rules.balanced_attention``."""
+"""Label of causal attention with balanced queries, half swapped: see
+``rules.balanced_attention``."""
 
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
@@ -394,8 +396,8 @@ def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
 
 
 def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
-    """Return the key of a node's layout that determines its compute and kept bytes: by tensor and
-    axis the split dimension (-1 for none), then the axes that balance attention."""
+    """Return the key of a node's layout that determines its compute and kept bytes: for each tensor
+    the dimension split on each axis (-1 for none), then the axes that balance attention."""
     dims = [
         tuple([placement.dim for placement in each]) for each in (*layout.inputs, *layout.outputs)
     ]
@@ -412,7 +414,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Return whether axes of these sizes split grouped dimensions between groups only."""
+    """Return whether splits on ``axes`` of ``sizes`` cut grouped dimensions only between groups."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

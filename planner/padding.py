@@ -1,14 +1,14 @@
 """Padding of sequences that are shorter than planned, where it does not change the result.
 
-In: a graph. Out: the padding of each input, such that the loss and all gradients are those of the
-shorter sequences. That is so where
+In: a graph. Out: the padding of each input that leaves the loss and all gradients as they are for
+the shorter sequences. This holds if
 
-- no position depends on a later one, as slices of sequences
+- no position depends on a later one, as sequence slices
   require, too (``sequence_places``), and nothing divides by the number of positions;
-- the loss adds up over positions, and ignores positions with certain targets, which padding gets.
-  A mean is then over the targets that count (``Graph.accumulation``).
+- the loss adds up over positions and ignores positions with certain targets; padding gets such a
+  target. A mean then is over the targets that count (``Graph.accumulation``).
 
-Numbers that the model's Python code computes from the length are fixed at the planned length. The
+Numbers that the model's Python code computes from the length stay at the planned length. The
 gradient of trailing positions without a target is exactly zero.
 """
 
@@ -25,7 +25,7 @@ from .rules.case import argument
 from .sequence_places import CLASS_LOSSES, MEAN, SeqDims, find_places
 
 _IGNORED = -100
-"""Default target that class losses ignore."""
+"""Default value of ``ignore_index`` in class losses."""
 
 _KEEPING = frozenset(
     f"aten.{name}"
@@ -45,19 +45,19 @@ _KEEPING = frozenset(
         "constant_pad_nd",
     )
 )
-"""Ops whose results are entries of their input in the same order, perhaps padded."""
+"""Ops that keep the entries of their input in order, cut out or padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Input ``name`` may be padded with ``value`` in ``dims``."""
+    """Padding of an input: dimensions ``dims`` may be extended, filled with ``value``."""
 
     dims: tuple[int, ...]
     value: int
 
 
 def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
-    """Return the planned length, and the padding of each input along positions.
+    """Return the planned length, and the padding by input name along positions.
 
     Raises PlanError AP560 if padding would change the result.
     """
@@ -83,7 +83,7 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
 
 
 def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
-    """Return the inputs that hold the losses' targets, each with its ignored target."""
+    """Return the inputs that hold targets of losses, each with the target that its loss ignores."""
     found = []
     for name in sorted(places.sums):
         node = graph[name]
@@ -99,7 +99,7 @@ def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
 
 
 def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
-    """The input that holds the targets of ``loss``, at the positions of its scores or later."""
+    """Return the input that holds the targets of ``loss``; raise PlanError if it has no padding."""
     scores = places.places[loss.inputs[0]]
     at, first = loss.inputs[1], 0
     reader = loss.name
@@ -124,7 +124,7 @@ def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
 
 
 def _first(graph: Graph, node: Node) -> int:
-    """Return the first position of a slice of targets; 0 if it takes rows whole."""
+    """Return the first position of a slice of targets; 0 if it cuts no positions."""
     dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", None) or 0
     shape = graph.spec(node.inputs[0]).shape
     if shape[dim] == node.spec.shape[dim]:
@@ -137,7 +137,7 @@ def _first(graph: Graph, node: Node) -> int:
 
 
 def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
-    """Check that a padding of targets follows them and is ignored."""
+    """Check that an op pads targets at their end only, with the ignored value."""
     pads = tuple(argument(node, 1, "pad", ()))
     mode = "constant" if is_plain else argument(node, 2, "mode", "constant")
     value = argument(node, 2 if is_plain else 3, "value", 0)
@@ -146,7 +146,7 @@ def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
 
 
 def unpaddable(node: Node, why: str) -> PlanError:
-    """Return the error of an op that does not allow shorter sequences."""
+    """Return the error for an op that does not allow shorter sequences."""
     name = f"{node.op or 'input'} of {node.module}" if node.module else node.op or node.name
     return _refused(f"{name} cannot be padded", why, node.source or node.module)
 

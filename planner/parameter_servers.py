@@ -1,8 +1,8 @@
-"""Parameter servers in a plan: roles of ranks, seconds of a step, and refused combinations.
+"""Parameter servers in a plan: the ranks' roles, seconds of a step, and refused combinations.
 
 In: a plan of one stage on one device, which every worker runs on its micro-batches, and a
-``ServerPlan``. Out: the step's seconds and the bytes of the fullest rank. ``evaluate`` and the
-search both price with it.
+``ServerPlan``. Out: the step's seconds and the bytes of the fullest rank. Both ``evaluate`` and the
+search use these prices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .requests.request import Forced, Request, divisors
 from .server_shards import elements_of, shards_of
 
 ITERATIONS = 12
-"""Simulated iterations: the first iterations have nothing to wait for."""
+"""Simulated iterations per worker; more than one, as the first iterations wait for nothing."""
 
 MEANINGS = {
     "bsp": "equal to one device: every step sums the gradients of all workers",
@@ -33,7 +33,7 @@ MEANINGS = {
 
 
 def describe_servers(plan: Plan) -> str:
-    """Describe the updates of a plan with servers in words; return "" for other plans."""
+    """Describe the updates of a plan with parameter servers in words; return "" for other plans."""
     if plan.servers is None:
         return ""
     return MEANINGS[plan.servers.consistency].format(staleness=plan.servers.staleness)
@@ -42,10 +42,10 @@ def describe_servers(plan: Plan) -> str:
 def server_plan(
     forced: Forced, cluster: Cluster, num_microbatches: int | None, global_batch: int
 ) -> ServerPlan:
-    """Assign the roles of a cluster's ranks: the last are servers, or the first beside workers.
+    """Assign ranks to ``forced.servers``: the last ranks, or the first if they run beside workers.
 
-    ``num_microbatches``: None takes the fewest possible. Raises UsageError AP950 for too few ranks,
-    AP951 if micro-batches do not divide.
+    ``num_microbatches``: None selects the fewest possible. Raises UsageError AP950 for too few
+    ranks, AP951 if micro-batches do not divide.
     """
     assert forced.servers is not None
     total, count = cluster.num_devices, forced.servers
@@ -87,7 +87,7 @@ def server_plan(
 
 
 def split_request(request: Request, cluster: Cluster) -> tuple[ServerPlan, Request]:
-    """Return the forced servers of a request, and the request of one worker alone."""
+    """Return the forced servers of a request, and the request for planning one worker alone."""
     forced, count = request.forced, request.forced.num_microbatches
     if count is None and request.microbatch_size is not None:
         count = request.global_batch // request.microbatch_size
@@ -108,13 +108,13 @@ def split_request(request: Request, cluster: Cluster) -> tuple[ServerPlan, Reque
 
 
 def one_device(cluster: Cluster) -> Cluster:
-    """Return a cluster of the first device alone."""
+    """Return a cluster of only the first device of ``cluster``."""
     host = cluster.hosts[0].part(1)
     return replace(cluster, hosts=(host,), name=f"1 of {cluster.name}")
 
 
 def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
-    """Raise UsageError AP952 for options that exclude servers, AP953 for GPUs."""
+    """Raise UsageError AP952 if options exclude the forced servers, AP953 for GPUs."""
     if forced.servers is None:
         return
     others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "chunks": 1}
@@ -146,7 +146,7 @@ def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
 
 
 def check_not_served(plan: Plan | None) -> None:
-    """Raise UsageError AP961 for a plan with parameter servers."""
+    """Raise UsageError AP961 if the plan has parameter servers, which scripts cannot run."""
     if plan is not None and plan.servers is not None:
         raise UsageError(
             "AP961",
@@ -157,7 +157,7 @@ def check_not_served(plan: Plan | None) -> None:
 
 
 def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
-    """Raise InfeasibleError AP301 if a rank has too little memory for its part."""
+    """Raise InfeasibleError AP301 if the fullest rank of a served plan exceeds its memory."""
     assert plan.servers is not None
     ranks = sorted({*plan.servers.workers, *plan.servers.servers})
     limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
@@ -205,7 +205,7 @@ def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
 
 
 def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks) -> ServerJob:
-    """Build the job to simulate; ``costs`` are the costs of a micro-batch on each worker."""
+    """Build the job to simulate; ``costs`` are the costs of a micro-batch, by worker."""
     servers, cluster = plan.servers, plan.cluster
     assert servers is not None
     count = len(servers.servers)
@@ -243,7 +243,7 @@ def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blo
 
 
 def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[float, ...]:
-    """Return the seconds of a pass, block by block."""
+    """Return the seconds of a forward or backward pass, block by block."""
     seconds = cost.forward_seconds if is_forward else cost.backward_seconds
     shares = cost.buckets.forward if is_forward else cost.buckets.backward
     if len(shares) != num_blocks:
@@ -254,16 +254,16 @@ def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[fl
 def served_step_seconds(
     plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks
 ) -> float:
-    """Return the seconds in which all workers together compute a global batch."""
+    """Return the seconds of a step: all workers together compute a global batch."""
     job = server_job(plan, costs, graph, blocks)
     return len(job.worker_ranks) / simulate_servers(job, ITERATIONS).iterations_per_second()
 
 
 def served_peak_bytes(plan: Plan, costs: Sequence[StageCost]) -> int:
-    """Return the peak bytes of a rank: a worker holds everything but optimizer states; a server
-    holds its part of weights, gradients and states, and of the server it replicates.
+    """Return the bytes of the fullest rank: a worker holds everything but optimizer states; a
+    server holds its part of weights, gradients and states, and a replica of another server's part.
 
-    Under bsp a server holds the weights before the last update too, and a gradient per worker.
+    Under bsp a server also holds the weights before the last update, and a gradient per worker.
     """
     servers = plan.servers
     assert servers is not None

@@ -1,4 +1,4 @@
-"""The plan: the input of a training run, as one readable JSON file."""
+"""The plan: all decisions of the planner, and the input of a training run; a readable JSON file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SCHEMA = 6
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 GradientOrder = Literal["backward", "priority"]
-"""Order of gradient sums: as the backward makes the gradients, or as the next forward needs their
-parameters."""
+"""Order of gradient sums: "backward", as the backward completes the gradients, or "priority", as
+the next forward needs the parameters."""
 Mode = Literal["auto", "measured", "analytic"]
-"""Source of prices. ``auto``: measured, else interpolated, else from specifications; ``measured``:
-every queried op must be measured; ``analytic``: specifications alone."""
+"""Source of prices. ``auto``: measured if possible, else interpolated, else from specifications;
+``measured``: every queried op must be measured; ``analytic``: specifications only."""
 Float32Ops = Literal["autocast", "none"]
-"""The ops that compute in float32 in a half-precision model: autocast's list, or none."""
+"""Ops that compute in float32 in a half-precision model: autocast's list of them, or none."""
 
 
 Offload = Literal["none", "optimizer"]
@@ -35,7 +35,7 @@ Offload = Literal["none", "optimizer"]
 class ModelInfo:
     """The planned model: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
 
-    ``seq`` is None if the model has no such dimension. ``float32_ops`` is "none" without half
+    ``seq`` is None if the model has no sequence dimension. ``float32_ops`` is "none" without half
     precision. ``gradient_dtype``: format in which gradients are summed and held.
     """
 
@@ -53,7 +53,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """A block's decisions. ``kind`` finds its layouts in its stage's ``layouts``."""
+    """Decisions for a block. ``kind`` is the key of its layouts in its stage's ``layouts``."""
 
     name: str
     kind: str
@@ -62,11 +62,11 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """An all-reduce of gradients, after the last backward: of one part of ``num_parts`` of the
-    stage's bucket ``bucket`` (``gradient_buckets``), over each of ``axes`` in turn.
+    """An all-reduce of gradients after the last backward: of part ``part`` of ``num_parts`` of the
+    stage's bucket number ``bucket`` (``gradient_buckets``), over each of ``axes`` in turn.
 
-    The gradients are complete when the backward of the stage's block ``block`` is done; -1: the
-    whole backward. ``num_bytes`` is the size of the sum. ``algorithm`` runs it (see
+    The gradients are complete after the backward of the stage's block number ``block``; -1: after
+    the whole backward. ``num_bytes`` is the size of the sum. ``algorithm`` runs it (see
     ``cost_model.collectives.all_reduce``): "library" is the all-reduce of gloo; NCCL chooses its
     own, and the name is the assumed choice.
     """
@@ -82,7 +82,7 @@ class GradientSum:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A run of blocks on a mesh of devices.
+    """A stage: a run of blocks on a mesh of devices, with all its decisions.
 
     ``devices`` are cluster ranks in the mesh's row-major order. ``zero`` is the ZeRO stage of
     parameters that are replicated over mesh axis 0, the axis that shards states. ``layouts`` maps a
@@ -90,8 +90,7 @@ class StagePlan:
     constants and shared parameters have their own names. ``forward_seconds``/``backward_seconds``
     are per micro-batch. ``shares`` are the rows of a micro-batch that each coordinate of mesh axis
     0 takes; () for an even split. ``gradient_sums`` are the all-reduces of a stage that shards no
-    states, in the order in which they are started; () leaves them to the runtime, which sums its
-    buckets by the library.
+    states, in the order in which they start; with () the runtime sums its buckets by the library.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -104,11 +103,11 @@ class StagePlan:
     gradient_sums: tuple[GradientSum, ...] = ()
 
     def layout_of(self, name: str, blocks: Blocks) -> NodeLayout | None:
-        """Return the layout that the stage chose for a node, by the name of any layer."""
+        """Return the stage's layout of node ``name``, which may be in any block of its kind."""
         return blocks.entry(self.layouts, name)
 
     def leaf_layout(self, name: str, blocks: Blocks) -> Layout:
-        """Return the layout of a parameter, buffer or input; whole unless chosen otherwise."""
+        """Return the layout of a parameter, buffer or input; whole on every rank by default."""
         found = self.layout_of(name, blocks)
         return (INVARIANT,) * len(self.mesh.shape) if found is None else found.outputs[0]
 
@@ -118,15 +117,15 @@ class StagePrediction:
     """Predicted seconds per micro-batch, seconds per step, and bytes on the worst rank.
 
     ``seconds`` per micro-batch: forward, backward (recomputation included), compute, communication
-    (its exposed part), states (gathering parameters and summing gradients) and hidden_states (the
-    part beside compute), send (to the next stage), receive, and for split backwards
+    (its exposed part), states (gathering parameters and summing gradients) and hidden_states (its
+    part that overlaps compute), send (to the next stage), receive, and for split backwards
     weight_gradients (the part that can wait). Per step: parameter_gather and gradient_sync (whole),
     exposed_sync (the part of both that lengthens the step), slowed_share (of the compute beside
     them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations, transient,
-    buffers, reserve as the search prices them. A finished plan has the bytes of its rank's peak,
-    with master (the copy that is stepped), gathered, inputs, communication, communicators and
-    fragmentation. Its transient and recomputation bytes come from stages run on fake tensors;
-    working has them by the rules of ops.
+    buffers, reserve as the search prices them. In a finished plan they are the bytes of its rank's
+    peak, with master (the copy that the optimizer steps), gathered, inputs, communication,
+    communicators and fragmentation. Its transient and recomputation bytes come from running stages
+    on fake tensors; working has these bytes as the rules of ops predict them.
     """
 
     seconds: Mapping[str, float]
@@ -135,7 +134,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class ProfileUse:
-    """The measurements behind a plan: their environment, and the error of interpolation.
+    """The measurements behind a plan's prices: their environment and the error of interpolation.
 
     ``device``, ``driver``, ``torch`` and ``threads`` describe the measured environment;
     ``mismatch`` says how the planned environment differs from it ("" if it does not).
@@ -155,9 +154,9 @@ class ProfileUse:
 class Prediction:
     """Predicted figures of the whole step.
 
-    ``sources`` is the share of the time by source ("measured", "interpolated", "spec"), and adds up
-    to 1; ``sources_of`` splits it into "compute" and "communication", which together add up to 1.
-    ``profile`` is None without a profile.
+    ``sources`` is the share of the time by source of prices ("measured", "interpolated", "spec");
+    they add up to 1; ``sources_of`` splits it into "compute" and "communication", which together
+    add up to 1. ``profile`` is None without a profile.
     """
 
     step_seconds: float
@@ -196,17 +195,17 @@ class Simplest:
 class SolverInfo:
     """Statistics of the search, and the quality of the plan under the cost model.
 
-    No plan of the searched space is faster than ``bound_seconds`` (0 if unknown), so the plan's
-    step is within ``gap`` of the best: gap = 1 - bound / step. The searched space sums gradients in
-    backward order, by the library. ``seconds`` splits planning time by phase. ``stopped`` names the
-    cause of an early end, if any.
+    ``bound_seconds`` is a lower bound on the step of any plan in the searched space (0 if unknown),
+    so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. The searched space
+    sums gradients in backward order, by the library. ``seconds`` splits planning time by phase.
+    ``stopped`` names the cause of an early end, if any.
 
-    ``layouts_gap``: for every stage, on its mesh, the integer programs bound the gain of other
-    layouts, ZeRO stages and recomputation, for a micro-batch with its share of the step's end. This
-    is the relative gain of T, the dynamic program's time of the pipeline, if each stage gained as
-    much; with several stages per rank, before the pipeline was cut again. None if unknown.
-    ``simplest`` is None for the fastest plan found. ``solver`` solved the integer programs.
-    ``is_reused``: the plan was not searched again; ``seconds`` belong to the original search.
+    ``layouts_gap``: the integer programs bound, for every stage on its mesh, the gain of other
+    layouts, ZeRO stages and recomputation for a micro-batch, its share of the step's end included.
+    This is the relative gain of T, the dynamic program's time of the pipeline, if every stage
+    gained that much; with several stages per rank, before the pipeline was cut again. None if
+    unknown. ``simplest`` is None if the plan is the fastest found. ``solver`` solved the integer
+    programs. ``is_reused``: the plan was taken from an earlier search, to which ``seconds`` belong.
     """
 
     gap: float
@@ -222,10 +221,10 @@ class SolverInfo:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate part of the cluster, or a memory limit, that was planned for.
+    """A part of the cluster, or a memory limit, for which a plan was searched.
 
-    ``step_seconds`` is 0 without a plan; ``value`` is the objective (tokens per dollar, or bytes),
-    None without a value; ``reason`` says why it was rejected, "" if it was not.
+    ``step_seconds`` is 0 if there is no plan; ``value`` is the objective (tokens per dollar, or
+    bytes), None if it has none; ``reason`` explains why it was rejected, "" if it was not.
     """
 
     name: str
@@ -237,11 +236,11 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class GoalReport:
-    """The objective that a plan optimizes, and its result. ``chosen``: the part of the cluster, or
-    the memory, in words.
+    """The objective that a plan optimizes, and its result. ``chosen`` describes the chosen part of
+    the cluster, or memory limit.
 
-    ``tokens_per_dollar`` (rows if the model has no sequences) and ``dollars_per_hour`` are those of
-    the used devices, None without prices. ``deadline_step_seconds``: the maximum step.
+    ``tokens_per_dollar`` (rows if the model has no sequences) and ``dollars_per_hour`` count the
+    used devices, None without prices. ``deadline_step_seconds``: maximum seconds of a step.
     """
 
     objective: str
@@ -254,11 +253,11 @@ class GoalReport:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """Training with parameter servers: the plan's one stage is on every worker.
+    """Training with parameter servers, in which every worker runs the plan's only stage.
 
     ``workers`` and ``servers`` are cluster ranks, which may be the same. ``shares`` are the
     micro-batches of a step that each worker computes. ``staleness`` is the bound of ssp, else 0.
-    With ``replicas`` every server also holds a copy of the part of the server before it.
+    With ``replicas`` every server's part is also held, as a copy, by the next server.
     """
 
     workers: tuple[int, ...]
@@ -271,15 +270,16 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The input of a training run; ``run`` uses exactly it.
+    """The plan of a training run, which executes exactly its decisions.
 
-    ``replicated_ops`` have no rule; ``replicated_seconds`` are the seconds of a step that every
-    rank spends on the whole of each. ``unsharded_ops`` run whole because an axis does not divide
-    them. ``goal`` is None for the fastest plan if nothing has a price. ``slices`` are the lengths
-    of the slices of sequences, if any. ``compiled``: blocks are priced, and run, compiled.
-    ``gradient_order``: with "priority" a step's last sums of gradients, and their updates, run
-    beside the next step's forward. ``offload``: "optimizer" keeps masters and optimizer states in
-    host memory and steps on the host. ``servers`` is None without parameter servers.
+    ``replicated_ops`` have no sharding rule; ``replicated_seconds`` are the seconds of a step that
+    every rank spends on each of them, whole. ``unsharded_ops`` run whole because an axis does not
+    divide them. ``goal`` is None if the objective is time and devices have no price. ``slices`` are
+    the lengths of the slices of sequences, if any. ``compiled``: blocks are priced, and run,
+    compiled. ``gradient_order``: with "priority" a step's last sums of gradients, and their
+    updates, run beside the next step's forward. ``offload``: "optimizer" keeps masters and
+    optimizer states in host memory and steps on the host. ``servers`` is None without parameter
+    servers.
     """
 
     model: ModelInfo
@@ -305,7 +305,7 @@ class Plan:
 
     @property
     def states(self) -> StateOptions:
-        """Return the format and place of gradients and optimizer states."""
+        """Format and place of gradients and optimizer states."""
         return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property
@@ -314,14 +314,14 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of stages that share their devices; 1 if each has its own."""
+        """Return the number of stages that share devices; 1 if each has its own."""
         return len(self.stages) // len({frozenset(stage.devices) for stage in self.stages})
 
     @property
     def tf32(self) -> tuple[str, ...] | None:
-        """The families of float32 products that the plan runs in TF32, on any of its devices.
+        """Return the families of float32 products that the plan runs in TF32, on any device.
 
-        None if the plan does not say, or no device has TF32.
+        None if the plan does not say, or if no device has TF32.
         """
         devices = [host.device for host in self.cluster.hosts if has_tf32(host.device)]
         said = [device.tf32 for device in devices if device.tf32 is not None]
@@ -333,7 +333,7 @@ class Plan:
 
 
 def rows_text(shares: Sequence[int]) -> str:
-    """Format unequal shares, with equal neighbours counted.
+    """Format unequal shares of rows; a count replaces equal neighbours.
 
     >>> rows_text((3, 3, 5))
     '2×3:5'

@@ -1,8 +1,7 @@
-"""The plan as a file: JSON with sorted keys, layouts as text, a checksum per section.
+"""Plan files: JSON with sorted keys, layouts as text, and a checksum per section.
 
-``loads(dumps(plan)) == plan``. A file that was cut, edited or written by a later version is
-refused, naming the wrong key; a file of an earlier schema is upgraded. Values are read by the types
-of the plan's fields.
+``loads(dumps(plan)) == plan``. A file that was cut, edited or written with another schema is
+refused; the error names the wrong key. Values are decoded by the types of the plan's fields.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ CHECKSUMS = "checksums"
 
 
 def dumps(plan: Plan) -> str:
-    """Format a plan as text."""
+    """Format a plan as the text of a plan file."""
     table = encode(plan)
     table[CHECKSUMS] = _checksums(table)
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
 def loads(text: str, where: str = "plan") -> Plan:
-    """Parse the text of a plan; ``where`` is the file's name for errors.
+    """Parse the text of a plan file; errors name ``where`` as the file.
 
     Raises ``PlanError``: AP501 no JSON, AP502 another schema, AP503 a key is missing or unknown,
     AP504 a bad value, AP505 a section was changed.
@@ -74,7 +73,7 @@ def loads(text: str, where: str = "plan") -> Plan:
 
 
 def _check_layouts(plan: Plan) -> None:
-    """Raise ``_Damage`` for a layout that has not one placement for each axis of its mesh."""
+    """Raise ``_Damage`` if a layout does not have one placement per axis of its stage's mesh."""
     for at, stage in enumerate(plan.stages):
         for name, node in stage.layouts.items():
             for layout in (*node.inputs, *node.outputs):
@@ -119,7 +118,7 @@ def _checksums(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def encode(value: Any) -> Any:
-    """Return a value of dataclasses, sequences and mappings as JSON values."""
+    """Convert dataclasses, sequences and mappings to JSON values."""
     if isinstance(value, Cluster):
         return to_dict(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -134,7 +133,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, kind: Any, key: str = "") -> Any:
-    """Decode a value of type ``kind``; ``key`` is its place in the file, for errors."""
+    """Decode a JSON value to type ``kind``; ``key`` is its path in the file, for errors."""
     if kind is Any:
         return value
     if kind is Cluster:

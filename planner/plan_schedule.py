@@ -1,7 +1,7 @@
-"""The schedule that a plan runs: the row of each stage, and messages between stages.
+"""The schedule that a plan runs: the actions of each rank, and messages between stages.
 
-In: a plan, and the dependences between stages. Out: the table, complete with the messages between
-stages on different devices.
+In: a plan, and the dependences between stages. Out: the schedule's table, complete with the
+messages between stages on different devices.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from .schedules.schedules import build_schedule
 
 
 def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
-    """Build the plan's schedule. ``crossing`` are the pairs of stages between which a value goes.
-    ``crossing`` are the pairs of stages between which a value goes.
+    """Build the plan's schedule. ``crossing`` are the pairs of stages between which a value passes.
 
     If a value skips stages, between ranks that no neighbouring stages connect, every pair has its
     own messages.
@@ -47,15 +46,15 @@ def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
 
 
 def splits_backward(schedule: Schedule, stage: int) -> bool:
-    """Return whether a stage computes gradients of inputs and of weights separately."""
+    """Return whether a stage computes input gradients and weight gradients in separate actions."""
     row = schedule.table[schedule.stage_rank[stage]]
     return any(action.kind == INPUT_BACKWARD and action.stage == stage for action in row)
 
 
 def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
-    """Return the plan of a single update, for which an asynchronous schedule's stages are built.
+    """Return the plan of a single update; stages of an asynchronous schedule are built from it.
 
-    Sums over the micro-batches of a step (``Graph.accumulation``) are then limited to one update.
+    Sums over the micro-batches of a step (``Graph.accumulation``) then cover one update only.
     """
     count = schedule.per_update
     model = replace(plan.model, global_batch=plan.microbatch_size * count)
@@ -63,7 +62,7 @@ def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
 
 
 def _carries(schedule: Schedule, crossing: Set[tuple[int, int]]) -> bool:
-    """Return whether every value between ranks is sent and received at some action."""
+    """Return whether the schedule sends and receives every value that passes between ranks."""
     ranks = schedule.stage_rank
     known = {action for row in schedule.table for action in row if action.microbatch == 0}
     return all(

@@ -1,13 +1,13 @@
-"""Dimensions of tensors that count rows and positions, as the inputs do.
+"""Dimensions of tensors that count rows and positions, in contrast to features.
 
-In: a graph, the strategies of its ops. Out: per value the dimensions that descend from a dimension
-of an input of the batch. A dimension descends from another where some strategy of the op between
-them splits both: ``linear: "*b i, o i -> *b o"`` carries the dims of ``*b`` and makes a new one,
+In: a graph, the strategies of its ops. Out: for each value the dimensions that descend from a
+dimension of a batch input. An output dimension descends from an input dimension if some strategy of
+the op splits both: ``linear: "*b i, o i -> *b o"`` carries the dims of ``*b`` and makes a new one,
 ``o``. The other dimensions are the features: heads, hidden units, vocabulary.
 
-Tensor parallelism as Megatron-LM has it splits features alone; its sequence parallelism splits the
-values between two tensor-parallel regions along positions (Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models", section 4.2.2).
+Tensor parallelism of Megatron-LM splits features only; its sequence parallelism splits values
+between two tensor-parallel regions along positions (Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", section 4.2.2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE: frozenset[int] = frozenset()
 
 
 def position_dims(graph: Graph, strategies: Strategies) -> Dims:
-    """Map each value that depends on the batch to its dimensions of rows and positions."""
+    """Map each value that depends on the batch to its dimensions that count rows or positions."""
     found: dict[Ref, frozenset[int]] = {
         Ref(node.name): frozenset(range(len(node.spec.shape))) for node in graph.inputs
     }
@@ -48,8 +48,8 @@ def position_dims(graph: Graph, strategies: Strategies) -> Dims:
 def _carried(
     node: Node, offered: _Offered, read: Sequence[frozenset[int]]
 ) -> tuple[frozenset[int], ...]:
-    """Return for each output the dimensions that some strategy splits together with the given
-    dimensions of inputs."""
+    """Return, for each output, the dimensions that some strategy splits together with a dimension
+    of an input in ``read``."""
     follow = [
         strategy
         for strategy in offered
@@ -67,7 +67,7 @@ def _carried(
 def features_only(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along rows or positions, if there are any."""
+    """Return the strategies that split no tensor along rows or positions; all if there are none."""
     fitting = tuple(strategy for strategy in strategies if not splits(node, strategy, dims))
     return fitting or strategies
 
@@ -75,7 +75,7 @@ def features_only(
 def positions_where_whole(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Drop the strategies on whole tensors if a strategy along positions can replace them."""
+    """Remove strategies on whole tensors if the op has a strategy along rows or positions."""
     if not any(splits(node, strategy, dims) for strategy in strategies):
         return strategies
     return tuple(strategy for strategy in strategies if strategy.label not in ("I", "R"))
@@ -95,7 +95,7 @@ def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
 def by_entries(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Restrict an embedding of the batch to the strategies that split its table by entries."""
+    """Return the strategies that split an embedding's table by entries, if it embeds the batch."""
     if not node.op.startswith("aten.embedding.") or not dims.get(node.inputs[1]):
         return strategies
     fitting = tuple(

@@ -1,4 +1,4 @@
-"""Number formats of the graph's computation."""
+"""Number formats in which the graph's ops compute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .graph import Graph, Node
 from .plan import Precision
 
 EIGHT_BITS = "float8_e4m3fn"
-"""The format of factors in fp8; the gradients' (float8_e5m2) runs at the same rate."""
+"""Format of factors in fp8; the gradients' format (float8_e5m2) runs at the same rate."""
 
 
 def with_precision(graph: Graph, precision: Precision) -> Graph:
-    """Return the graph as it runs: float32 becomes the compute format.
+    """Return the graph with float32 values in the compute format of ``precision``.
 
     A model captured in that format stays unchanged, including its float32 values. In fp8 values are
-    bfloat16, and linear layers cast the factors of their products.
+    bfloat16, and linear layers cast the factors of their products to 8 bits.
     """
     if precision == "fp8":
         graph = with_precision(graph, "bf16")
@@ -39,8 +39,8 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
 
 
 def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Mark the products of every linear layer but the last, the head, which torchtitan and
-    Megatron-LM also exclude."""
+    """Return the nodes with all linear layers but the last marked for 8-bit products. The last is
+    the head, which torchtitan and Megatron-LM also exclude."""
     linear = [node.name for node in nodes if node.op == "aten.linear.default"]
     cast = frozenset(linear[:-1])
     return tuple(
@@ -49,8 +49,9 @@ def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def check_precision(cluster: Cluster, precision: Precision) -> None:
-    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device has no figure for the
-    format and so no units (bfloat16: compute capability below 8.0, V100, T4; 8 bits: below 8.9)."""
+    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device states no peak FLOPs for
+    the format: it has no units for it (bfloat16: before compute capability 8.0; 8 bits: before
+    8.9)."""
     if precision == "fp8":
         _check_eight_bits(cluster)
     if precision != "bf16":

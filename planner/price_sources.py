@@ -1,9 +1,9 @@
-"""Shares of a predicted step that rest on measurements, interpolation and specifications.
+"""Shares of a predicted step by source of its prices: measurement, interpolation, specification.
 
-In: a plan and the basis of its prices. Out: the plan with the shares. The plan is priced again,
-node by node, once per kind of source with the seconds of the others taken as zero; as a stage's
-seconds are sums (collectives that run beside compute counted in full), the remainder is that
-source's part. The rest is from specifications, so the shares add up to 1.
+In: a plan and the basis of its prices. Out: the plan with the shares. For each source the plan is
+priced again, node by node, with seconds from other sources taken as zero; the result is that
+source's part, as a stage's seconds are sums (collectives that overlap compute count in full). The
+rest is from specifications, so the shares add up to 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
 def _seconds(
     stages: list[StagePrediction] | tuple[StagePrediction, ...], count: int
 ) -> dict[str, float]:
-    """Return the seconds of a step over all stages, by part."""
+    """Return the seconds of a step over all stages, by part (``PARTS``)."""
     compute = communication = 0.0
     for stage in stages:
         own = stage.seconds

@@ -1,10 +1,10 @@
-"""Measurements worth making for a planning context, the most important first.
+"""Measurements worth making before planning a request, the most important first.
 
 In: the arguments of ``find_plan.plan``, and the profile so far. Out: the op cases and transfers
-that the search queried and no measurement answers. The search runs once and records its queries.
-Costs of simulated candidates come first, by their largest share of a candidate's step, weighted
-less for slower candidates; then other queries, by predicted seconds. Equal layers, and equal ops,
-are one case.
+that the search queried and that are not measured. The search runs once and records its queries.
+Cases in fast candidates come first, ranked by their largest fraction of a candidate's step,
+weighted by the candidate's speed; then all other queries, by predicted seconds. Equal layers, and
+equal ops, are one case.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .search.context import Observe, ignore
 from .search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
-"""Number of candidates whose costs come before all others."""
+"""Number of fastest candidates whose cases come before all others."""
 
 OTHERS = 1e-3
-"""Weight of costs outside these candidates, relative to costs inside."""
+"""Weight of a case of other candidates only, relative to a case of the fastest candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilingTargets:
-    """Cases and transfers, the most important first; ``num_asked`` counts known ops, too."""
+    """Cases and transfers to measure, in order; ``num_asked`` also counts ops already measured."""
 
     ops: tuple[QueriedOp, ...]
     transfers: tuple[QueriedTransfer, ...]
@@ -47,7 +47,7 @@ def asked_cases(
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
 ) -> ProfilingTargets:
-    """The queries of the search for this request that were not measured. Raises as ``plan``."""
+    """Return the search's queries for a request that are not measured. Raises as ``plan``."""
     everything = CostQueries(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
     found = search(graph, blocks, cluster, request, observe=observe, basis=basis)
@@ -81,7 +81,7 @@ def _seconds(asked: CostQueries) -> dict[object, float]:
 def _weigh(
     weights: dict[object, float], own: CostQueries, candidate: Candidate, fastest: float
 ) -> None:
-    """Weigh each case by its share of the candidate's step, times the candidate's speed."""
+    """Weigh each case by its fraction of the candidate's step, times the candidate's speed."""
     factor = fastest / candidate.step_seconds**2 if candidate.step_seconds else 0.0
     for key, seconds in _seconds(own).items():
         weights[key] = max(weights.get(key, 0.0), seconds * factor)

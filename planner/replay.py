@@ -1,15 +1,15 @@
-"""Recomputation in the backward: ops that run again, and values kept until then.
+"""Recomputation in the backward: the ops that run again, and the values kept until then.
 
-``full`` keeps only the values that a block reads from outside, and runs its forward again up to the
+``full`` keeps only the values that a block reads from outside, and reruns its forward up to the
 last op that saves a tensor. ``selective`` also keeps the results of matrix products, convolutions
-and attention, and runs the other ops again, with their collectives: these results are expensive for
-their size (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
-Models", drop cheap results instead).
+and attention, which are expensive for their size, and reruns the other ops with their collectives
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", drop
+cheap results instead).
 
-Values that no gradient reads are not kept, run or converted again. The last product of a block that
-ends in a residual sum is neither kept nor run again. If a product is only an operand of a sum, the
-sum is kept instead: it is as large, and no op before it runs again; if the product is a partial sum
-on every rank (row-parallel), the kept sum is reduced, so its collective does not run again either.
+Values that no gradient reads are not kept, recomputed or converted again. The last product of a
+block that ends in a residual sum is neither kept nor rerun. If a product is only an operand of a
+sum, the sum is kept instead: it is as large, and no op before it is rerun; if the product is a
+partial sum on every rank (row-parallel), the kept sum is reduced, so its collective is not rerun.
 
 ``passes.backward.recomputing`` executes it with ``torch.utils.checkpoint``.
 """
@@ -27,16 +27,16 @@ from .rules.table import packet
 from .rules_protocol import Rules
 
 RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
-"""Recomputation modes, in the order of arrays over them."""
+"""Recomputation modes, in the order of arrays that are indexed by mode."""
 
 RecomputedPart = Literal[
     "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "ssm"
 ]
-"""``core_attn``: scores, softmax and their product with values. ``layernorm``: the norms of a
-layer. ``mla_up_proj``: queries, keys and values from their latent forms. ``mlp``: a dense
-feed-forward. ``moe``: router, experts and shared experts. ``moe_act``: the activation of experts,
-in negligible time. ``shared_experts``: shared experts alone. ``ssm``: a state-space layer between
-its projections, which mamba_ssm's kernel always runs again."""
+"""Parts of a layer that can be recomputed. ``core_attn``: scores, softmax and their product with
+values. ``layernorm``: the norms of a layer. ``mla_up_proj``: queries, keys and values from their
+latent forms. ``mlp``: a dense feed-forward. ``moe``: router, experts and shared experts.
+``moe_act``: the experts' activation function, taken as free. ``shared_experts``: shared experts
+alone. ``ssm``: a state-space layer between its projections, always recomputed by mamba_ssm."""
 
 RECOMPUTED_PARTS: tuple[RecomputedPart, ...] = get_args(RecomputedPart)
 
@@ -51,11 +51,11 @@ _SUMS = frozenset(("add", "sub"))
 
 
 Storages = Mapping[tuple[str, int], tuple[str, int]]
-"""Map each value to the owner of its memory, as ``Rules.storage_of`` does."""
+"""Map each value, (node, output index), to the value that owns its memory: ``Rules.storage_of``."""
 
 
 def is_costly(node: Node) -> bool:
-    """Return whether selective recomputation keeps an op's result instead of running it again.
+    """Return whether selective recomputation keeps the result of an op instead of rerunning the op.
 
     >>> [is_costly(Node("up", "op", f"aten.{op}")) for op in ("linear.default", "add.Tensor")]
     [True, False]
@@ -66,11 +66,11 @@ def is_costly(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Ops and conversions that a recomputed block repeats for its gradients.
+    """Ops and conversions that a recomputed block reruns in its backward.
 
-    ``kept``: the ops whose results ``selective`` keeps. By mode ``skipped``: the ops that are not
-    run again, including ``kept``; ``unread``: the uses (an op and the position of its input) whose
-    value is not converted again.
+    ``kept``: the ops whose results ``selective`` keeps. By mode, ``skipped``: the ops that are not
+    rerun, including ``kept``; ``unread``: the uses (an op and the position of its input) for which
+    the value is not converted again.
     """
 
     kept: frozenset[str]
@@ -78,7 +78,8 @@ class Replay:
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
     def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
-        """Return whether a value is converted again, in each of ``RECOMPUTE_MODES``.
+        """Return, by mode of ``RECOMPUTE_MODES``, whether a value is converted again in the
+        backward.
 
         ``uses`` are all its uses in the block: an op and the position of its input.
         """
@@ -88,13 +89,13 @@ class Replay:
 
 
 def find_replay(block: Block, graph: Graph, rules: Rules, storages: Storages) -> Replay:
-    """Find the ops that the backward of a block runs again, in each of ``RECOMPUTE_MODES``."""
+    """Return the ops and conversions that the backward of a recomputed block reruns."""
     return _Replays(block, graph, rules, storages).found
 
 
 @dataclass
 class _Replays:
-    """One block's ops in order, their saved values, and their users inside the block."""
+    """Analysis of a block: its ops in order, the values they save, and their users in the block."""
 
     block: Block
     graph: Graph
@@ -129,7 +130,8 @@ class _Replays:
 
     @cached_property
     def _makes(self) -> frozenset[str]:
-        """Return the ops whose own run makes values saved for their gradient: a result, or more."""
+        """Return the ops that must run to make values saved for gradients: results or
+        statistics."""
         extra = self.rules.saved_extra_bytes
         return frozenset(
             name
@@ -156,9 +158,9 @@ class _Replays:
 
     @cached_property
     def _stop(self) -> int:
-        """Return how many ops run until all saved values are complete, where ``checkpoint`` stops.
+        """Return the number of ops that ``checkpoint`` reruns, until all saved values are complete.
 
-        Inputs of an op are saved before it runs.
+        An op's inputs are saved before it runs; a last product that saves only these is not run.
         """
         if self._reached and self._reached[-1] in self._products:
             return len(self._reached) - 1
@@ -166,28 +168,29 @@ class _Replays:
 
     @cached_property
     def _reached(self) -> list[str]:
-        """Return the ops up to the last that saves a tensor."""
+        """Return the ops of the block up to the last op that saves a tensor."""
         last = max((at for at, name in enumerate(self.nodes) if self._keeps(name)), default=-1)
         return list(self.nodes)[: last + 1]
 
     @cached_property
     def _products(self) -> frozenset[str]:
-        """Return costly ops that save only their inputs: these need not run for it."""
+        """Return the costly ops that save only inputs, for which recomputation skips the op
+        itself."""
         costly = (name for name in self._reached if is_costly(self.nodes[name]))
         return frozenset(name for name in costly if name not in self._makes)
 
     @cached_property
     def _called(self) -> frozenset[str]:
-        """Return costly ops that are called again for their saved tensors, with kernel results
-        reused or skipped: all their inputs are needed."""
+        """Return the costly ops that the rerun calls because they save tensors: all their inputs
+        are needed, though the kernel's result is reused or skipped."""
         return frozenset(
             name for name in self._reached if is_costly(self.nodes[name]) and self._keeps(name)
         )
 
     @cached_property
     def _inner(self) -> frozenset[str]:
-        """Return the ops of kernels over products whose results never reach memory: they run in the
-        call of the last product."""
+        """Return the ops of kernels over products whose results never reach memory: they run as
+        part of the kernel of the last product."""
         kernels = (
             (name, node.fused) for name, node in self.nodes.items() if node.fused is not None
         )
@@ -199,9 +202,9 @@ class _Replays:
         return bool(self._saved[name]) or name in self._makes
 
     def _selective(self, replaced: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        """Return the ops that run again, and the ops whose results are kept.
+        """Return the ops that are rerun under ``selective``, and the ops whose results are kept.
 
-        ``replaced``: maps products and sums to the sum that is kept instead.
+        ``replaced`` maps products and sums to the sum that is kept instead.
         """
         sums = set(replaced.values())
         again: set[str] = set()
@@ -224,14 +227,15 @@ class _Replays:
         return again, kept
 
     def _sums(self, again: set[str], kept: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield kept values that are only needed for a sum, with that sum."""
+        """Yield (kept value, sum) if recomputation needs the value only to compute the sum."""
         for name in self.nodes:
             found = self._sum_of(name, again) if name in kept else None
             if found is not None:
                 yield name, found
 
     def _sum_of(self, kept: str, again: set[str]) -> str | None:
-        """Return the sum that alone reads a value in recomputation, by ops that save nothing."""
+        """Return the sum that alone reads a value in recomputation, by ops that save nothing, if
+        any."""
         if kept in self._roots or len(self.nodes[kept].outputs) > 1:
             return None
         most, name = self.nodes[kept].spec.num_bytes, kept
@@ -251,12 +255,12 @@ class _Replays:
                 return None
 
     def _has_rows(self, name: str) -> bool:
-        """Return whether a value has the batch's rows: others are smaller in larger batches."""
+        """Return whether an op's result has batch rows: only then does it grow with the batch."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Yield uses by ops that do not run again, except saved inputs; costly ops are called for
-        their saved tensors."""
+        """Yield the uses of values by ops that are not rerun, except saved inputs and inputs of
+        costly ops that are called for their saved tensors."""
         for name in skipped - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:

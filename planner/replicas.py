@@ -1,8 +1,8 @@
-"""Schedules with replicas of stages: their places, and their additional costs.
+"""Schedules with replicas of stages (Chimera): the replicas' devices and additional costs.
 
-In: a plan of the parts of the model. Out: its stages with their replicas. In: the costs of the
-parts. Out: the same with the sum of each part's gradients over the pipeline ranks that hold it,
-once per step, in ``gradient_sync``.
+In: a plan whose stages are listed once. Out: its stages with their replicas. In: the costs of these
+stages. Out: the costs with an all-reduce of each stage's gradients over the pipeline ranks that
+hold it, once per step, in ``gradient_sync``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
 
 
 def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The stages that each pipeline rank runs; under Chimera, including replicated stages."""
+    """Return the stages that each pipeline rank runs, replicas included."""
     if plan.schedule == "chimera" and plan.has_pipeline:
         return parts_of_ranks(plan.schedule, len(plan.stages), 1)
     found: dict[frozenset[int], list[int]] = {}
@@ -42,7 +42,7 @@ def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def check_replicas(graph: Graph) -> None:
-    """Raise PlanError AP547 if replicas of a stage would change buffers independently."""
+    """Raise PlanError AP547 if the graph has buffers that replicas would change independently."""
     changed = sorted(graph.updates)
     if changed:
         raise PlanError(
@@ -58,7 +58,7 @@ def check_replicas(graph: Graph) -> None:
 def with_replica_sums(
     costs: Sequence[StageCost], schedule: str, cluster: Cluster, num_ranks: int
 ) -> tuple[StageCost, ...]:
-    """Add gradient sums between replicas to Chimera's costs; return other costs unchanged.
+    """Return Chimera's costs with gradient sums between replicas; other costs unchanged.
 
     Each device sums its gradients with its counterpart in the other rank.
     """

@@ -1,10 +1,10 @@
-"""Positions of the sequence in each value, for training in slices of it.
+"""Positions of the sequence in each value, for training on slices of sequences (TeraPipe).
 
-In: a graph. Out: for each value whose rows are positions, the dimension that counts them; the
-inputs of ops that have to be cut; the results that are sums over positions. An op may run on a
-slice if one of its strategies splits its values along positions without communication: then it
-computes each position by itself. Only causal attention may look back (Li et al. 2021, TeraPipe,
-arXiv:2102.07988, section 3.2); a loss may add up.
+In: a graph. Out: for each value computed by position, the dimension that counts positions; the
+inputs of ops that must be cut; the results that are sums over positions. An op may run on a slice
+if one of its strategies splits its values along positions without communication: then it computes
+each position independently. Only causal attention may read earlier positions (Li et al. 2021,
+TeraPipe, arXiv:2102.07988, section 3.2); a loss may add up positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"
 COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
-"""Random ops (``passes.ops.random_ops``): an element's number depends on its place in the whole."""
+"""Random ops (``passes.ops.random_ops``): an element's number depends on its index in the whole."""
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -43,9 +43,9 @@ _NONE, MEAN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class SeqDim:
-    """Dimension ``dim`` counts ``count`` positions from ``first`` on.
+    """Dimension ``dim`` of a value: ``count`` sequence positions from position ``first`` on.
 
-    It has ``outer`` blocks of them, and ``inner`` entries for each: merged dimensions.
+    Merged with other dimensions, it has ``outer`` runs of them, and ``inner`` entries for each.
 
     >>> SeqDim(1, first=0, count=8).rows(4, 8), SeqDim(1, first=1, count=7).rows(4, 8)
     ((4, 8), (3, 7))
@@ -58,12 +58,12 @@ class SeqDim:
     count: int = 0
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the rows of positions ``start`` to ``stop``."""
+        """Return the indices at which the value has positions ``start`` to ``stop``."""
         low, high = (min(max(at - self.first, 0), self.count) for at in (start, stop))
         return low, high
 
     def shape(self, whole: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
-        """Return the shape of a slice of a value of shape ``whole``."""
+        """Return the shape of a value of shape ``whole`` cut to positions ``start`` to ``stop``."""
         low, high = self.rows(start, stop)
         size = self.outer * (high - low) * self.inner
         return (*whole[: self.dim], size, *whole[self.dim + 1 :])
@@ -71,12 +71,12 @@ class SeqDim:
 
 @dataclass(slots=True)
 class SeqDims:
-    """Result of ``find_places``. ``length`` is the number of positions.
+    """Positions in a graph, found by ``find_places``. ``length`` is the number of positions.
 
-    ``places`` has the values that are computed slice by slice; ``cut`` the inputs, by node and
-    position, that are whole and cut to the slice; ``sums`` the ops whose results add up over the
-    slices, ``means`` the sums that divide by their rows; ``attention`` the causal attention ops,
-    ``written`` the attentions written out, by each of their nodes.
+    ``places``: values that are computed slice by slice; ``cut``: inputs, by node and argument
+    position, that are computed whole and cut to the slice; ``sums``: ops whose results add up over
+    the slices; ``means``: the ``sums`` that divide by their rows; ``attention``: causal attention
+    ops; ``written``: attentions of several ops, by each of their nodes.
     """
 
     length: int = 0
@@ -89,7 +89,7 @@ class SeqDims:
 
 
 def find_places(graph: Graph) -> SeqDims:
-    """Find the positions in a graph. Raises PlanError AP548 if slices would change the result."""
+    """Return the positions in a graph. Raises PlanError AP548 if slices would change the result."""
     found = SeqDims()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
@@ -105,7 +105,7 @@ def find_places(graph: Graph) -> SeqDims:
 
 
 def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
-    """Add the outputs of a node to ``found``."""
+    """Add the places or sums of a node's outputs to ``found``."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
     if any(ref.name in found.sums for ref in refs):
@@ -138,13 +138,13 @@ def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
 
 
 def _is_alone(graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> bool:
-    """Return whether a concatenation has one non-empty input: the others are an unused cache."""
+    """Return whether all but one input of a concatenation are empty, as an unused cache is."""
     empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
     return len(places) == 1 and empty == len(node.inputs) - 1
 
 
 def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, SeqDim] | None:
-    """Return the input of an op by which positions enter the trained part; None if none does."""
+    """Return the input, with its place, by which positions enter a trained op; else None."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
     for index, ref in enumerate(node.inputs):
@@ -164,7 +164,7 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
 
 
 def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Follow an op on sums over positions: it must be linear, so that its results add up, too."""
+    """Add an op on sums over positions to the sums; raise PlanError unless it is linear in them."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
         fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
@@ -190,7 +190,7 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
 
 
 def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Follow written-out attention: rows are positions, columns the positions they look at."""
+    """Add an op of written-out attention, whose rows are query and columns key positions."""
     written = found.written[node.name]
     rows = len(node.spec.shape) - 2
     whole = SeqDim(rows, count=found.length)
@@ -209,7 +209,7 @@ def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Follow a random op: a slice draws a box of the whole numbers, so positions don't merge."""
+    """Add a random op; raise PlanError if positions and rows are merged in one dimension."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
     if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
@@ -217,9 +217,9 @@ def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return the place in a view, which keeps the order in memory around each position.
+    """Return the place of positions in a view, which keeps the order of elements in memory.
 
-    Raises AP548 if the new dimensions cut through positions.
+    Raises PlanError AP548 if a new dimension cuts through positions.
     """
     shape, made = graph.spec(node.inputs[0]).shape, node.spec.shape
     before = prod(shape[: place.dim]) * place.outer
@@ -234,7 +234,7 @@ def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return the place in a slice of consecutive positions."""
+    """Return the place of positions in a slice of consecutive positions."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
     size = graph.spec(node.inputs[0]).shape[place.dim]
@@ -244,7 +244,7 @@ def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _follow_loss(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Follow a loss: a sum over rows; a mean divides by all rows (``Graph.accumulation``)."""
+    """Add a loss to the sums; a mean must divide by all rows (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
     if place is None or place.dim == classes:
@@ -281,7 +281,8 @@ def _follow_strategy(
 
 
 def _fits(strategy: AxisStrategy, places: Mapping[int, SeqDim]) -> bool:
-    """Return whether a strategy, without communication, splits just these values' positions."""
+    """Return whether a strategy without communication splits exactly the positions in
+    ``places``."""
     outputs = strategy.outputs
     return (
         not strategy.collectives
@@ -301,7 +302,7 @@ def _add_sum(found: SeqDims, node: Node, place: SeqDim) -> None:
 
 
 def _bring(found: SeqDims, graph: Graph, node: Node, index: int, wanted: SeqDim) -> None:
-    """Bring an input to the wanted positions; a whole input is cut."""
+    """Check that an input has the positions ``wanted``; mark it to be cut if it is whole."""
     ref = node.inputs[index]
     if found.places.get(ref, wanted) != wanted:
         raise _mixes(node, "it meets values of different positions")

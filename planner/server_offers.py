@@ -1,8 +1,8 @@
-"""Optional parameter servers: priced if they are allowed and may be faster.
+"""Optional parameter servers: priced after the search if allowed and possibly faster.
 
 In: the best plan of the search. Out: that plan, or a faster plan with servers; the slower becomes
-an alternative. Servers pay off for devices of unequal speed, or for links that are slow relative to
-the compute; only CPUs run them.
+an alternative. Servers pay off for devices of unequal speed, or for links that are slow compared
+with the compute; they run on CPUs only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .requests.request import Forced, Request, divisors
 from .summary import plan_summary
 
 THIN = 0.1
-"""Share of a step above which the transfer of all gradients over a link makes it thin."""
+"""Fraction of a step: a link is thin if the transfer of all gradients over it takes longer."""
 
 STALENESS = 2
 
@@ -29,10 +29,10 @@ STALENESS = 2
 def with_offered_servers(
     best: Plan, graph: Graph, request: Request, price: Callable[[Request], Plan]
 ) -> Plan:
-    """Return ``best``, or the fastest plan of servers if it is faster by more than the tolerance.
+    """Return the fastest plan with servers if faster than ``best`` by the tolerance, else ``best``.
 
-    ``price`` makes the plan of a request that forces servers. ``ssp`` and ``asp`` change the
-    computation, so they are priced only if the features allow them by name.
+    ``price`` plans a request that forces servers. ``ssp`` and ``asp`` change the computation, so
+    they are priced only if the features allow them by name.
     """
     if not may_offer(best, graph, request):
         return best
@@ -68,7 +68,7 @@ def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
 
 
 def repriced(plan: Plan, priced: Evaluation) -> Plan:
-    """Return a plan of one worker with the figures of all workers and servers."""
+    """Return a one-worker plan with the predictions for all workers and servers."""
     alone = plan.prediction
     scale = alone.step_seconds / priced.step_seconds
     utilization = alone.model_flops_utilization * scale / plan.cluster.num_devices
@@ -85,7 +85,7 @@ def repriced(plan: Plan, priced: Evaluation) -> Plan:
 
 
 def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
-    """Return whether servers can run the request, and could win."""
+    """Return whether servers can run the request and could be faster than ``best``."""
     cluster, asks = best.cluster, request
     is_free = asks.forced == Forced() and not (asks.pins or asks.stage_at or asks.placer)
     return (
@@ -104,12 +104,12 @@ def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
 
 
 def is_unequal(cluster: Cluster) -> bool:
-    """Return whether devices are of unequal speed."""
+    """Return whether the cluster's devices differ in speed."""
     return len({host.device.speed for host in cluster.hosts}) > 1
 
 
 def is_thin(best: Plan, graph: Graph) -> bool:
-    """Return whether a link is thin relative to the step."""
+    """Return whether a link of rank 0 is thin relative to the step of ``best`` (see ``THIN``)."""
     cluster = best.cluster
     ranks = range(1, cluster.num_devices)
     rate = min(cluster.link(0, rank).bytes_per_second for rank in ranks)
@@ -119,8 +119,8 @@ def is_thin(best: Plan, graph: Graph) -> bool:
 
 
 def offered_servers(cluster: Cluster, request: Request) -> Iterator[Forced]:
-    """Yield configurations: servers beside all workers, half of the ranks as servers, one server;
-    under each allowed consistency."""
+    """Yield the server configurations to price under each allowed consistency: servers beside all
+    workers, half of the ranks as servers, one server."""
     total = cluster.num_devices
     places: dict[tuple[Literal["own", "beside"], int], None] = {
         ("beside", total): None,

@@ -1,9 +1,9 @@
-"""Distribution of parameters over servers, balanced by bytes.
+"""Distribution of parameters over servers, balanced by number of elements.
 
 In: the elements of every parameter, by name and block, the number of servers. Out: runs of elements
 (``Shard``), each on one server. A parameter larger than ``1 / PIECES`` of a server's even share is
-cut into pieces of equal size; then every piece, the largest first, goes to the server that holds
-the least (longest processing time first). So the fullest server holds at most ``1 / PIECES`` of a
+cut into equal pieces; then every piece, the largest first, goes to the server with the fewest
+elements (longest processing time first). So the fullest server holds at most ``1 / PIECES`` of a
 share more than the emptiest.
 
 Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies"; Li et al. 2014, "Scaling
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 PIECES = 32
-"""Minimum pieces per even share: servers differ by at most 3 %."""
+"""Minimum number of pieces per even share: servers differ by at most 3 %."""
 LEAST_ELEMENTS = 1024
-"""Minimum elements of a piece: each costs a request's bookkeeping."""
+"""Minimum elements of a piece, as each piece costs the bookkeeping of a request."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Elements ``start`` to ``stop`` of a parameter, in memory order, on ``server``."""
+    """Elements ``start`` to ``stop`` of a parameter in memory order, which ``server`` holds."""
 
     parameter: str
     start: int
@@ -37,7 +37,7 @@ class Shard:
 
 
 def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
-    """Assign the elements of parameters to servers, in the order of the parameters.
+    """Assign the elements of parameters to servers; return the shards in the order of parameters.
 
     >>> [shard.server for shard in shards_of({"a": 10, "b": 6, "c": 5}, 2)]
     [0, 1, 1]
@@ -65,7 +65,7 @@ def _pieces(size: int, most: int) -> list[tuple[int, int]]:
 
 
 def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
-    """Join neighbouring pieces of a parameter on one server."""
+    """Join neighbouring shards of a parameter that are on the same server."""
     found: list[Shard] = []
     for shard in shards:
         last = found[-1] if found else None
@@ -83,7 +83,7 @@ def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
 def elements_of(
     shards: Sequence[Shard], block_of: Mapping[str, int], num_servers: int
 ) -> dict[int, list[int]]:
-    """Map each block with parameters to its elements on each server."""
+    """Map each block with parameters to its number of elements on each server."""
     found: dict[int, list[int]] = {}
     for shard in shards:
         held = found.setdefault(block_of[shard.parameter], [0] * num_servers)

@@ -1,11 +1,11 @@
-"""Unequal shares of the batch: every rank of an axis "dp" takes rows by its own speed.
+"""Unequal shares of the batch: each rank of axis "dp" takes rows in proportion to its speed.
 
 In: the rows of a micro-batch on each coordinate of mesh axis 0 (``StagePlan.shares``), or seconds.
 Out: a coordinate's rows, whether a stage allows unequal shares, its cost, and the best shares.
 
-Coordinate r of n runs the graph of a batch of ``rows_r · n`` rows that is split evenly: so all its
-shapes are those of an even split. Averages over the batch are then weighted by ``rows_r · n /
-total``. That suffices if no other coordinate's rows are needed before the loss.
+Coordinate r of n runs the graph at a batch of ``rows_r · n`` rows, split evenly, so that all its
+local shapes are as in an even split. Averages over the batch are then weighted by ``rows_r · n /
+total``. This suffices if no other coordinate's rows are needed before the loss.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .pricing.stage_cost import StageCost
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """The rows ``first`` to ``first + rows`` of ``total`` of one of ``parts`` coordinates.
+    """Share of a coordinate, one of ``parts``: rows ``first`` to ``first + rows`` of ``total``
+    rows.
 
-    A coordinate without rows computes on one row that weighs nothing: its partial sums are zero.
+    A coordinate without rows computes on one row of weight zero: its partial sums are zero.
     """
 
     first: int
@@ -33,17 +34,17 @@ class RowShare:
 
     @property
     def batch_size(self) -> int:
-        """Return the batch whose even split gives each coordinate as many rows, at least one."""
+        """Return the batch size whose even split gives each coordinate as many rows, or one."""
         return max(self.rows, 1) * self.parts
 
     @property
     def weight(self) -> float:
-        """Return its weight in a mean over the batch, relative to an even split."""
+        """Return the share's weight in a mean over the batch, relative to an even split."""
         return self.rows * self.parts / self.total
 
 
 def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
-    """Return a coordinate's rows; None if the batch is split evenly.
+    """Return the rows of ``coordinate``; None if the batch is split evenly.
 
     >>> share_of((3, 5), 1)
     RowShare(first=3, rows=5, total=8, parts=2)
@@ -54,7 +55,7 @@ def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
 
 
 def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple[int, ...]:
-    """Return a mesh's ranks (row-major) at a coordinate of its first axis.
+    """Return the ranks of a mesh (row-major) that are at ``coordinate`` of its first axis.
 
     >>> coordinate_ranks((4, 5, 6, 7), 2, 1)
     (6, 7)
@@ -66,9 +67,9 @@ def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple
 def why_not(
     graph: Graph, nodes: Iterable[str], layout_of: Callable[[str], NodeLayout | None]
 ) -> str:
-    """Return the reason against unequal shares on axis 0; "" if there is none.
+    """Return the reason why a stage allows no unequal shares on mesh axis 0; "" if it does.
 
-    ``layout_of`` returns the layouts of op nodes, and of inputs that have one.
+    ``layout_of`` returns the layouts of op nodes and of inputs, None for inputs without layouts.
     """
     if not graph.batch_dims:
         return "samples are combined before the loss"
@@ -87,7 +88,7 @@ def why_not(
 
 
 def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
-    """Return whether axis 0, and no other axis, splits a value along the batch and nothing else."""
+    """Return whether axis 0 splits a value by rows only, and no other axis splits its rows."""
     dim = graph.batch_dims[ref.name][ref.index]
     rows: Placement | None = None if dim is None else shard(dim)
     if graph[ref.name].kind == "parameter":
@@ -97,9 +98,10 @@ def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
 
 
 def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
-    """Combine costs of coordinates into a stage's: in each part of a step, the slowest counts.
+    """Combine the costs of coordinates into their stage's: the slowest counts in each part of a
+    step.
 
-    The bytes are the fullest coordinate's.
+    Its bytes are the fullest coordinate's.
     """
     found = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
     fullest = max(costs, key=lambda cost: cost.total_bytes)
@@ -121,12 +123,12 @@ def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
 def best_shares(
     total: int, speeds: Sequence[float], seconds: Callable[[int, int], float]
 ) -> tuple[int, ...] | None:
-    """Return the shares of ``total`` rows whose slowest coordinate is fastest; None if none fits.
+    """Return the shares of ``total`` rows with the least maximum of seconds; None if none fits.
 
-    ``seconds(coordinate, rows)`` must not fall with the rows; it is infinite for rows that do not
-    fit. Shares in proportion to ``speeds``, rounded by largest remainder, are the start; then rows
-    of the slowest move to a coordinate that would still be faster. If there is none, the division
-    is optimal: every other gives the slowest as many rows or another too many.
+    ``seconds(coordinate, rows)`` must not decrease with the rows; it is infinite for rows that do
+    not fit. The first shares are in proportion to ``speeds``, rounded by largest remainder; then
+    rows of the slowest coordinate move to any coordinate that stays faster with them. Once there is
+    none, the shares are optimal: fewer rows for the slowest make another as slow.
 
     >>> best_shares(8, (3.0, 5.0), lambda rank, rows: rows / (3.0, 5.0)[rank])
     (3, 5)
@@ -150,7 +152,7 @@ def best_shares(
 
 
 def _largest_remainder(total: int, speeds: Sequence[float]) -> list[int]:
-    """Round to whole numbers in proportion to ``speeds`` that add up to ``total``, at least 1."""
+    """Return whole numbers >= 1 in proportion to ``speeds`` that add up to ``total``."""
     free = total - len(speeds)
     exact = [max(0.0, total * speed / sum(speeds) - 1) for speed in speeds]
     scale = free / sum(exact) if sum(exact) else 0.0

@@ -1,7 +1,7 @@
-"""Independent cost of one stage of a plan, block by block: the check on the solvers.
+"""Independent cost of one stage of a plan, summed block by block: the check on the solvers.
 
 In: the graph with its blocks by form, a plan, a stage's unit prices. Out: the stage's cost. Blocks
-of one form with equal layouts are walked once (``block_walk``), also across stages and plans of the
+of one form with equal layouts are priced once (``block_walk``), also across stages and plans of the
 same graph: ``Walked`` caches their costs.
 """
 
@@ -31,9 +31,9 @@ from .schedules.held import HalfPairs, held_bytes, splits
 
 @dataclass(frozen=True)
 class Walked:
-    """Costs of the blocks of a graph at one batch size, by all facts they depend on.
+    """Cache of the costs of a graph's blocks at one batch size, keyed by all facts they depend on.
 
-    ``layouts`` has each layout so far, so that keys can hold their numbers.
+    ``layouts`` lists the distinct layouts so far; keys contain their positions in it.
     """
 
     forms: BlockForms
@@ -48,7 +48,7 @@ class Walked:
         return self.forms.graph
 
     def cache(self, cluster: Cluster) -> PriceCache:
-        """Return the cache of unit prices on a cluster."""
+        """Return the cache of unit prices for a cluster."""
         if id(cluster) not in self._caches:
             known = PriceCache(
                 storages={self.graph.batch_size: self.forms.storages},
@@ -58,7 +58,7 @@ class Walked:
         return self._caches[id(cluster)][1]
 
     def number(self, layout: NodeLayout) -> int:
-        """Return the number of a layout, equal for equal layouts."""
+        """Return the number of a layout; equal layouts have equal numbers."""
         found = self._of_object.get(id(layout))
         if found is None:
             number = self._numbers.setdefault(layout, len(self.layouts))
@@ -68,7 +68,7 @@ class Walked:
         return found[1]
 
     def of_setting(self, setting: StageFacts) -> dict[Any, BlockCost]:
-        """Return the costs of blocks under this setting."""
+        """Return the cached costs of blocks under ``setting``."""
         prices = setting.prices
         key = (
             prices.mesh,
@@ -95,7 +95,7 @@ def walked_none(graph: Graph, blocks: Blocks, rules: Rules) -> Walked:
 
 @dataclass
 class StageWalk:
-    """One stage, whose blocks begin at ``start``. ``held``: see ``schedules.held``."""
+    """Pricing of a stage whose blocks begin at ``start``. ``held``: see ``schedules.held``."""
 
     walked: Walked
     graph: Graph
@@ -151,20 +151,20 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """Group the walked blocks. A parameter of several blocks counts with the first block."""
+        """Return the seconds by block. A parameter of several blocks counts with the first."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
         return Groups(seconds, np.ones(len(seconds), dtype=np.int64))
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
-        """Return the seconds and bytes of each parameter that several walked blocks use."""
+        """Return the seconds and bytes of each parameter that several blocks of the stage use."""
         zero, prices = self.stage.zero, self.prices
         held = self.shared.items()
         return [prices.parameter(self.graph[name].spec, layout, zero) for name, layout in held]
 
     def _block(self, reads: Reads, mode: Recompute) -> BlockCost:
-        """Return a block's cost, and record the layouts of its received and sent values."""
+        """Return a block's cost; record the layouts of the values that it receives and sends."""
         nodes = self._nodes(reads.block)
         parameters = tuple([self._number(name) for name in reads.parameters])
         values = tuple([self.made.get(ref) for ref in reads.values])
@@ -194,14 +194,14 @@ class StageWalk:
         return found
 
     def _number(self, name: str) -> int:
-        """Return the number of a node's layout: under its own name, or its template's."""
+        """Return the number of a node's layout: under its own name, or else its template's."""
         found = self.walked.forms.blocks.entry(self.numbers, name)
         if found is None:
             raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """The numbers of the layouts of a block's nodes: most equal their template's."""
+        """Return the layout numbers of a block's nodes; most blocks have their template's."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])
@@ -210,7 +210,8 @@ class StageWalk:
         return self._of_kind[block.kind]
 
     def _ends(self) -> Seconds:
-        """The seconds of converting sent values to the boundary, and the loss to every rank."""
+        """Return the seconds of converting sent values to the boundary, and the loss to every
+        rank."""
         total, loss = Seconds(), self.graph.loss
         reads, position = self.walked.forms.reads, self.walked.forms.structure.position
         for own in reads[self.start : self.stop]:
@@ -229,7 +230,7 @@ class StageWalk:
         return Seconds(forward_communication=forward, backward_communication=backward)
 
     def leaf_bytes(self, *kinds: str) -> float:
-        """Return the bytes, on a rank, of the leaves of some kinds that the stage's blocks read."""
+        """Return the bytes on a rank of the leaves of ``kinds`` that the stage's blocks read."""
         reads = self.walked.forms.reads[self.start : self.stop]
         nodes = (self.graph[name] for name in {name for own in reads for name in own.leaves})
         whole = (INVARIANT,) * len(self.stage.mesh.shape)
@@ -261,9 +262,9 @@ class StageWalk:
 
 
 def _entry_link(cluster: Cluster, before: Sequence[int], devices: Sequence[int]) -> Link:
-    """Return the link over which a stage receives values from another, as the search prices it.
+    """Return the link by which a stage receives values from the stage before, as the search does.
 
-    If the hosts were reordered, the ranks of a stage may not be consecutive.
+    The ranks of a stage may not be consecutive if the search reordered the hosts.
     """
     is_one_run = devices[-1] - devices[0] == len(devices) - 1
     if is_one_run and before[-1] + 1 == devices[0]:

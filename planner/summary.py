@@ -1,8 +1,8 @@
-"""The configuration of a pipeline in one line: ``dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4``.
+"""Summary of a configuration in one line: ``dp=4 tp=2 pp=2 · ZeRO 1 · 1F1B · 16 × 4``.
 
 In: the mesh, ZeRO stage and blocks of each pipeline rank, and the schedule. Out: the parallel
 degrees, the ZeRO stage, recomputation if any, the schedule if there is a pipeline, and the number
-of micro-batches times their size. Reports, plan files and the reasons of the search share it.
+of micro-batches times their size. Reports, plan files and the search's reasons use this line.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SCHEDULE_TITLES = {
     "pipedream-2bw": "PipeDream-2BW",
     "ampnet": "AMPNet",
 }
-"""The usual spelling of a schedule; it differs from the option's value in case alone."""
+"""Usual spelling of schedule names; it differs from the option's value only in case."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
     """Facts of one pipeline rank: its mesh, its ZeRO stage, and its blocks.
 
-    ``num_full`` and ``num_selective`` of its ``num_blocks`` are recomputed in full or selectively.
-    ``shares`` are the samples that each coordinate of mesh axis 0 takes, () if they are equal.
+    ``num_full`` of its blocks are recomputed in full, ``num_selective`` selectively. ``shares``:
+    the samples that each coordinate of mesh axis 0 takes, () if they are equal.
     """
 
     mesh: Mesh
@@ -51,7 +51,7 @@ class RankSummary:
 
 
 def plan_summary(plan: Plan) -> str:
-    """Format the configuration of a plan in one line."""
+    """Format the configuration of a plan as one line."""
     if plan.servers is not None:
         parts = (servers_text(plan.servers), f"{plan.num_microbatches} × {plan.microbatch_size}")
         return SEPARATOR.join(parts)
@@ -65,7 +65,8 @@ def plan_summary(plan: Plan) -> str:
 
 
 def servers_text(servers: ServerPlan) -> str:
-    """
+    """Format the configuration of parameter servers.
+
     >>> servers_text(ServerPlan((0, 1), (2, 3), (1, 1), "ssp", 2))
     '2 workers, 2 servers · SSP 2'
     """
@@ -76,7 +77,7 @@ def servers_text(servers: ServerPlan) -> str:
 
 
 def rank_summaries(plan: Plan) -> list[RankSummary]:
-    """Return the facts of each pipeline rank of a plan; stages on the same devices share a rank."""
+    """Return a summary of each pipeline rank; stages on the same devices share a rank."""
     ranks: dict[tuple[int, ...], RankSummary] = {}
     for stage in plan.stages:
         modes = [block.recompute for block in stage.blocks]
@@ -98,7 +99,7 @@ def summary_text(
     microbatch_size: int,
     offload: Offload = "none",
 ) -> str:
-    """Format the line; ``schedule`` from ``schedule_text`` is left out for a single rank.
+    """Format the line; ``schedule``, from ``schedule_text``, is omitted for a single rank.
 
     >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)
     >>> summary_text([rank, rank], "1F1B", 16, 4)
@@ -112,7 +113,7 @@ def summary_text(
 
 
 def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
-    """Return the parts of the line without the micro-batches."""
+    """Return the parts of the line that precede the micro-batches."""
     has_one_zero = len({rank.zero for rank in ranks}) == 1
     texts = [_rank_text(rank, with_zero=not has_one_zero) for rank in ranks]
     if len(set(texts)) == 1:
@@ -127,7 +128,7 @@ def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
 
 
 def offload_text(offload: Offload) -> tuple[str, ...]:
-    """Return the part of a line about host memory.
+    """Return the part of the line about offloading to host memory.
 
     >>> offload_text("optimizer"), offload_text("none")
     (('optimizer offloaded',), ())
@@ -136,7 +137,8 @@ def offload_text(offload: Offload) -> tuple[str, ...]:
 
 
 def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
-    """
+    """Format a schedule's name with its chunks and slices.
+
     >>> schedule_text("1f1b"), schedule_text("interleaved", num_chunks=2)
     ('1F1B', 'interleaved × 2 chunks')
     """
@@ -146,7 +148,7 @@ def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """Format the degrees of a mesh above one: the ranks of "ep" split the batch, too.
+    """Format the degrees of a mesh above one; "dp" includes "ep", which splits the batch, too.
 
     >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "ep"), (2, 4)))
     ('dp=4 tp=2', 'dp=8 ep=4')
@@ -171,7 +173,7 @@ def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:
 
 
 def _counted(texts: Iterable[str]) -> list[str]:
-    """Replace equal neighbours by one text with their number."""
+    """Replace equal neighbours by one text that begins with their number."""
     runs = [(text or "one device", len(list(run))) for text, run in groupby(texts)]
     return [f"{count} × {text}" if count > 1 else text for text, count in runs]
 

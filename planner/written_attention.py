@@ -1,8 +1,7 @@
-"""Causal attention written as separate ops, as attention with dropout is.
+"""Causal attention that is written out as separate ops, as attention with dropout is.
 
-In: a graph. Out: the nodes of each such attention: transposed keys, scores (their product with the
-queries), a fill of later positions with minus infinity, the softmax, the dropout, and the product
-with the values.
+In: a graph. Out: the nodes of each such attention: transposed keys, scores (queries times keys), a
+fill of later positions with minus infinity, softmax, dropout, and the product with the values.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ DROPOUT = "autoparallel.counter_dropout.default"
 
 @dataclass(frozen=True, slots=True)
 class WrittenAttention:
-    """The names of its nodes. ``columns`` have a column for each position that is looked at."""
+    """Names of an attention's nodes. ``columns`` are the nodes with a dimension of key
+    positions."""
 
     keys: str
     scores: str
@@ -34,7 +34,7 @@ class WrittenAttention:
 
 
 def find_written(graph: Graph) -> tuple[WrittenAttention, ...]:
-    """Find the causal attentions of a graph that are written out."""
+    """Return the causal attentions of a graph that are written out as separate ops."""
     return tuple(_written(graph))
 
 
@@ -61,13 +61,13 @@ def _written(graph: Graph) -> Iterator[WrittenAttention]:
 
 
 def _only_user(graph: Graph, node: Node, op: str) -> Node | None:
-    """Return the only node that reads ``node``, if it is of that op."""
+    """Return the node that alone reads ``node``, if its op is ``op``; else None."""
     users = graph.users[node.name]
     return graph[users[0]] if len(users) == 1 and graph[users[0]].op == op else None
 
 
 def _swaps_last(graph: Graph, node: Node) -> bool:
-    """Return whether a node swaps the last two dimensions."""
+    """Return whether a node swaps the last two dimensions of its input."""
     if node.op != "aten.transpose.int":
         return False
     count = len(node.spec.shape)
@@ -76,7 +76,7 @@ def _swaps_last(graph: Graph, node: Node) -> bool:
 
 
 def _is_causal(graph: Graph, mask: Ref) -> bool:
-    """Return whether a mask fills the entries above the diagonal of a square of ones."""
+    """Return whether a mask marks the entries above the diagonal of a square: later positions."""
     flipped = graph[mask.name]
     if flipped.op != "aten.logical_not.default":
         return False

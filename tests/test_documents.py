@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import documents
 import pytest
+from commands import run_python
 from documents import DOCUMENTS, NOT_RUN, ROOT, blocks, left_out, run_document
 
 SITE = ROOT / "docs/site"
@@ -52,8 +54,9 @@ def test_what_is_not_run_can_be_read(document: str) -> None:
     import typer.main
 
     from autoparallel.__main__ import app
+    from autoparallel.commands.help import leaf_commands
 
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = leaf_commands(typer.main.get_command(app))
     for block in blocks(document):
         if block.language == "python":
             compile(block.text, document, "exec")
@@ -62,15 +65,17 @@ def test_what_is_not_run_can_be_read(document: str) -> None:
             if words[0] == "torchrun" and "-m" in words:
                 words = words[words.index("-m") + 1 :]
             if words[0] == "autoparallel":
-                commands[words[1]].make_context(words[1], words[2:])
+                name = " ".join(words[1 : 3 if words[1] == "show" else 2])
+                commands[name].make_context(name, words[1 + len(name.split()) :])
 
 
 def test_an_option_that_does_not_exist_is_noticed() -> None:
     import typer.main
 
     from autoparallel.__main__ import app
+    from autoparallel.commands.help import leaf_commands
 
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = leaf_commands(typer.main.get_command(app))
     with pytest.raises(Exception, match="No such option"):
         commands["plan"].make_context("plan", ["model.py", "--no-such-option"])
 
@@ -78,6 +83,21 @@ def test_an_option_that_does_not_exist_is_noticed() -> None:
 @pytest.mark.parametrize("document", marked(is_slow=False))
 def test_quick_blocks_run(document: str, tmp_path: Path) -> None:
     assert run_document(document, tmp_path, with_slow=False) > 0
+
+
+@pytest.mark.slow
+def test_the_first_command_of_the_readme_verifies_trains_and_compares(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    first = text.split("pip install -c constraints.txt -e . && autoparallel ")[1].split("\n")[0]
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples/gpt.py", tmp_path / "examples")
+    done = run_python("-m", "autoparallel", *shlex.split(first), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("verification, then 50 steps", "verified: ", "step time  measured ", "--save"):
+        assert words in done.stdout
+    losses = re.search(r"^loss +([\d.]+) to ([\d.]+) in 50 steps", done.stdout, re.MULTILINE)
+    assert losses is not None
+    assert float(losses[2]) < 0.7 * float(losses[1])
 
 
 @pytest.mark.slow
@@ -109,9 +129,10 @@ def test_the_reference_of_commands_has_every_option(references: ModuleType) -> N
     import typer.main
 
     from autoparallel.__main__ import app
+    from autoparallel.commands.help import leaf_commands
 
     page = references.commands_page()
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = leaf_commands(typer.main.get_command(app))
     for name, command in commands.items():
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
         listed, _, as_for_plan = section.partition("- As for [plan](#plan): ")

@@ -190,12 +190,15 @@ def test_every_error_code_is_documented_once() -> None:
 
 
 def test_the_readmes_commands_exist() -> None:
-    from autoparallel.__main__ import app
+    import typer.main
 
-    known = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    from autoparallel.__main__ import app
+    from autoparallel.commands.help import leaf_commands
+
+    known = set(leaf_commands(typer.main.get_command(app)))
     text = (ROOT / "README.md").read_text()
     blocks = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    used = re.findall(r"^(?:.*&& )?autoparallel (\w+) ", blocks, re.MULTILINE)
+    used = re.findall(r"^(?:.*&& )?autoparallel ((?:show )?\w+) ", blocks, re.MULTILINE)
     assert set(used) == known
     files = set(
         re.findall(r"examples/\w+\.py|docs/\w+\.md|constraints\.txt|CONTRIBUTING\.md", text)

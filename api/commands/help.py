@@ -71,7 +71,7 @@ def arrange(group: Any, *, shows_all: bool) -> None:
 
 def leaf_commands(group: Any, path: str = "") -> dict[str, Any]:
     """Return the commands of a group and of the groups in it, by the words that a user types."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, own in group.commands.items():
         is_group = hasattr(own, "commands")
         found |= leaf_commands(own, f"{path}{name} ") if is_group else {path + name: own}

@@ -1,1 +1,1 @@
-"""Priced plans of hand-written configurations."""
+"""Prices of configurations that the user writes by hand."""

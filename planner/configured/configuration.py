@@ -1,8 +1,8 @@
 """Hand-written configurations: degrees, layers per stage, schedule and options.
 
-In: degrees; the blocks of a model. Out: a ``Configuration``, its mesh, the model's layers among its
-blocks and the number of layers of each pipeline stage. Blocks before the layers join the first
-stage, blocks after them the last.
+In: degrees; the blocks of a model. Out: a ``Configuration``, its mesh, the blocks that are layers
+and the number of layers of each pipeline stage. Blocks before the layers belong to the first stage,
+blocks after them to the last.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..requests.request import Forced
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Parallel degrees and options of a training run.
+    """Parallel degrees and options of a training run, as the user writes them.
 
-    ``dp`` ranks split the batch. ``ep`` ranks hold different experts: data-parallel ranks where
-    ``dp`` is a multiple of ``ep``, else tensor- and context-parallel ones too (``folded``). ``etp``
-    says instead how many tensor-parallel ranks share each expert: 1, or all ``tp``.
+    ``dp`` ranks split the batch. ``ep`` ranks hold different experts: data-parallel ranks if ``dp``
+    is a multiple of ``ep``, else tensor- and context-parallel ranks too (``folded``). ``etp``
+    instead sets the number of tensor-parallel ranks that share each expert: 1, or all ``tp``.
     ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks`` stages
-    share a pipeline rank. ``num_slices`` of sequences, for TeraPipe. ``layers`` of each stage
-    (default: even). ``recompute`` applies to every block, as in a plan, or to layers alone unless
-    ``recomputes_ends``. ``selective_share`` below 1: this share of a stage's layers is recomputed
-    selectively, the others fully. ``recompute_share`` below 1: this share of a stage's layers is
-    recomputed, the others keep their activations. ``compiled``: blocks run compiled, or layers
-    alone unless ``compiles_ends``; ``fuses_products``: with kernels over products, as of attention
-    that is written out. ``gradient_dtype`` and ``offload`` are a plan's.
+    share a pipeline rank. ``num_slices``: slices of sequences, for TeraPipe. ``layers``: number of
+    layers of each stage (default: even). ``recompute`` applies to every block, as in a plan, or to
+    layers alone unless ``recomputes_ends``. ``selective_share`` below 1: this fraction of a stage's
+    layers is recomputed selectively, the others fully. ``recompute_share`` below 1: this fraction
+    of a stage's layers is recomputed, the others keep their activations. ``compiled``: blocks run
+    compiled, or layers alone unless ``compiles_ends``; ``fuses_products``: with kernels over
+    products, such as written-out attention. ``gradient_dtype`` and ``offload`` are as in a plan.
     """
 
     dp: int = 1
@@ -70,9 +70,9 @@ class Configuration:
 
     @classmethod
     def completed(cls, choices: Forced, num_devices: int, **others: Any) -> Configuration:
-        """Complete choices: ``dp`` takes the devices that are left, the others are 1 or none.
+        """Complete ``choices``: ``dp`` takes the remaining devices, other degrees default to 1.
 
-        ``others`` are fields that choices do not have, or that precede them.
+        ``others`` are fields that ``choices`` does not have, or that override it.
 
         >>> Configuration.completed(Forced(tp=2, zero=1), 8, precision="bf16").dp
         4
@@ -85,17 +85,17 @@ class Configuration:
 
     @property
     def form(self) -> tuple[str, bool, bool, bool]:
-        """Return the options on which the priced graph depends."""
+        """Options that the priced graph depends on."""
         return self.precision, self.compiled, self.compiles_ends, self.fuses_products
 
     @property
     def states(self) -> StateOptions:
-        """Return the format and place of gradients and optimizer states."""
+        """Format and place of gradients and optimizer states."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def rank_rows(self) -> int:
-        """Return the rows of a micro-batch on one data-parallel rank."""
+        """Rows of a micro-batch on one data-parallel rank."""
         return self.microbatch_size // self.dp
 
     @property
@@ -108,9 +108,9 @@ class Configuration:
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """Return the axes besides "ep" on which ranks hold different experts.
+        """Return the axes other than "ep" on which ranks hold different experts.
 
-        Ranks are taken in Megatron-LM's order: tensor-parallel neighbours, context-parallel,
+        Ranks are assigned in Megatron-LM's order: tensor-parallel neighbours, context-parallel,
         data-parallel.
         """
         left, found = self.ep, []
@@ -122,7 +122,7 @@ class Configuration:
 
     @property
     def _foldable(self) -> tuple[tuple[str, int], ...]:
-        """Return the axes that experts may be folded over, with their sizes."""
+        """Return the axes besides "dp" that experts may be spread over, with their sizes."""
         if self.etp is None and self.dp % self.ep == 0:
             return ()
         others = (("cp", self.cp),)
@@ -130,22 +130,23 @@ class Configuration:
 
     @property
     def data_ep(self) -> int:
-        """Return the number of data-parallel ranks among the ranks that split experts."""
+        """Return the number of data-parallel ranks that hold different experts."""
         return self.ep // prod(size for name, size in self._foldable if name in self.folded)
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of a stage, whose axis "ep" has the data-parallel ranks that split experts."""
+        """Mesh of a stage; its axis "ep" has the data-parallel ranks that split experts."""
         return mesh_of(self.dp // self.data_ep, self.tp, self.cp, self.data_ep)
 
 
 _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
-"""Suffix of the name of a block that is a member of a list of layers, or a copy of a member."""
+"""Suffix of a block's name if the block is in a list of layers: ".3", or ".3+1" for its second
+part."""
 
 
 def find_layers(blocks: Blocks) -> range:
-    """Find the layers: the longest run of equal blocks, or of numbered members of one list, if
-    longer. A member whose kind no other block has is no layer."""
+    """Return the positions of the layers: the longest run of equal blocks, or of numbered members
+    of one list if longer. A member of a kind that no other block has does not count as a layer."""
     kinds = [plain_kind(block.kind) for block in blocks.blocks]
     counts, numbers = Counter(kinds), [_NUMBER.search(block.name) for block in blocks.blocks]
     lists = [
@@ -156,19 +157,19 @@ def find_layers(blocks: Blocks) -> range:
 
 
 def find_equal(blocks: Blocks) -> range:
-    """Find the longest run of equal blocks. Pins make no difference."""
+    """Return the positions of the longest run of equal blocks, ignoring differences by pins."""
     return _longest_run([plain_kind(block.kind) for block in blocks.blocks])
 
 
 def _longest_run(values: Sequence[str]) -> range:
-    """Return the positions of the longest run of equal values that are not empty."""
+    """Return the positions of the longest run of equal, non-empty values."""
     starts = [at for at, each in enumerate(values) if at == 0 or each != values[at - 1]]
     runs = (range(a, b) for a, b in pairwise([*starts, len(values)]))
     return max((run for run in runs if values[run.start]), key=len, default=range(0))
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The number of layers of each stage. Extra layers go to the inner stages, then to the first.
+    """Return the layers per stage. Extra layers go to inner stages, then the first, then the last.
 
     >>> even_layers(8, 4), even_layers(10, 4), even_layers(3, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (1, 1, 1, 0))
@@ -184,7 +185,7 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def stage_bounds(
     blocks: Blocks, layers: tuple[int, ...] | None, num_stages: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the numbers of the first block of each stage and of the block after its last.
+    """Return (first block, block after the last) of each stage, as positions.
 
     Raises ``UsageError`` AP128 if ``layers`` does not match the model.
     """

@@ -1,15 +1,15 @@
-"""Price of one hand-written configuration.
+"""Pricing of a hand-written configuration.
 
 In: a graph, its blocks, a cluster, a configuration. Out: the ``Plan`` that the configuration
-describes, the costs of its stages, and its step. The cut is given: the layers of each stage. The
-layouts inside a stage are found by the search's integer program on the mesh of the degrees.
-``evaluate``, which prices every plan again before it is returned, prices this one too.
+describes, the costs of its stages, and its step. The layers of each stage are given. The layouts
+inside a stage are chosen by the search's integer program on the mesh of the given degrees. Prices
+come from ``evaluate``, which also re-prices every plan of the search.
 
 Stage ``s`` of a chain has the ranks from ``(s mod pp)·dp·ep·cp·tp`` on, "tp" innermost and pipeline
 stages outermost, as Megatron-LM numbers them (Narayanan et al. 2021, arXiv:2104.04473, section 3).
 
-Besides stages a pipeline rank holds messages and communicators: one of all devices, of each axis of
-the mesh with several, and of each direction between a device and its counterpart in another rank.
+Besides its stages a pipeline rank holds messages in memory, and communicators: for all devices, for
+each mesh axis of several, and for each direction between a device and its peer in another rank.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from ..sequence_places import find_places
 from .configuration import Configuration, find_layers, stage_bounds
 
 ONCE = ("transient", "buffers", "reserve")
-"""Memory categories that the stages of a rank share instead of adding up."""
+"""Memory categories that the stages of a rank share: the maximum counts, not the sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
-    """A step: its plan with the cost of each stage, its timeline, the bytes of each pipeline rank.
+    """Predicted step of a configuration: plan with stage costs, timeline, bytes by pipeline rank.
 
-    ``memory_bytes`` has the categories of ``StagePrediction``, one mapping per pipeline rank.
+    ``memory_bytes`` has the categories of ``StagePrediction``, a mapping per pipeline rank.
     """
 
     configuration: Configuration
@@ -106,9 +106,9 @@ class PricedStep:
 
 @dataclass
 class ConfigurationPricer:
-    """Pricer of configurations of one model, which keeps the work they share.
+    """Pricer of configurations of one model; it caches the work that they share.
 
-    ``basis`` holds measured times; ``pins`` are given layouts.
+    ``basis`` holds measured times; ``pins`` are layouts that the user fixed.
     """
 
     graph: Graph
@@ -124,12 +124,12 @@ class ConfigurationPricer:
         self.blocks = pinned_blocks(self.graph, self.blocks, self.pins)
 
     def price(self, cluster: Cluster, configuration: Configuration) -> PricedStep:
-        """Price the step of a configuration. Raises ``UsageError`` where it does not fit the model
-        or the cluster."""
+        """Return the priced step of a configuration. Raises ``UsageError`` if it does not fit the
+        model or the cluster."""
         return self.step(configuration, self.staged(cluster, configuration))
 
     def staged(self, cluster: Cluster, configuration: Configuration) -> Staged:
-        """Return the configuration's plan with the costs of its stages."""
+        """Return the plan of a configuration with the costs of its stages."""
         plan = self.plan(cluster, configuration)
         own = configuration.form
         if own not in self._evaluators:
@@ -138,7 +138,7 @@ class ConfigurationPricer:
         return self._evaluators[own].staged(plan, cluster)
 
     def step(self, configuration: Configuration, staged: Staged) -> PricedStep:
-        """Simulate the step of a configuration's plan, with the costs of its stages."""
+        """Simulate the step of a configuration, given its plan with stage costs."""
         own, plan, cluster = configuration, staged.plan, staged.plan.cluster
         timeline, costs = staged.timeline(), staged.costs
         structure = self._structure(own, own.microbatch_size)
@@ -159,7 +159,7 @@ class ConfigurationPricer:
         return PricedStep(own, staged, timeline, memory)
 
     def plan(self, cluster: Cluster, configuration: Configuration) -> Plan:
-        """Return the plan that a configuration describes, without predictions."""
+        """Return the plan of a configuration, without predictions."""
         own = configuration
         _check(own, cluster, self.graph, sends_tokens=self.basis.assumptions.sends_tokens)
         structure = self._structure(own, own.microbatch_size)
@@ -227,7 +227,7 @@ class ConfigurationPricer:
         return Blocks(tuple(self.blocks.blocks[at] for at in find_layers(self.blocks)))
 
     def _modes(self, own: Configuration, blocks: Sequence[Block]) -> list[Recompute]:
-        """Return the recomputation mode of each of a stage's blocks."""
+        """Return the recomputation mode of each block of a stage."""
         layers = {block.name for block in self._layers.blocks}
         again = [own.recomputes_ends or block.name in layers for block in blocks]
         share = own.selective_share if own.recompute == "selective" else 1.0
@@ -250,7 +250,8 @@ class ConfigurationPricer:
         firsts: tuple[int, int],
         bounds: tuple[int, int],
     ) -> Mapping[str, NodeLayout]:
-        """Find the best layouts of a stage, which starts at the second of two ranks."""
+        """Return the best layouts of a stage; ``firsts``: first ranks of the previous stage and of
+        this."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
@@ -305,7 +306,7 @@ class ConfigurationPricer:
         return self.solvers[key]
 
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
-        """Return the restriction for a program that sends tokens to experts."""
+        """Return the restriction of layouts if the priced program sends tokens to experts."""
         if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
@@ -320,7 +321,7 @@ class ConfigurationPricer:
         )
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
-        """The graph in the configuration's precision, at a number of rows."""
+        """Return the graph of a configuration, by its precision and fusion, at ``rows`` rows."""
         key = own.form
         if key not in self._structures:
             graph = with_precision(self.graph, own.precision)
@@ -344,7 +345,7 @@ def _bounds(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
-    """The pipeline rank of each stage; for schedules with replicas, the first replica's."""
+    """Return the pipeline rank of each stage; with replicas, the rank of the first replica."""
     found: dict[int, int] = {}
     for chunk in zip(*parts_of_ranks(own.schedule, own.pp, own.num_chunks), strict=True):
         for rank, part in enumerate(chunk):
@@ -389,9 +390,9 @@ def _check(
 def stage_bytes(
     schedule: str, num_ranks: int, num_chunks: int, costs: Sequence[StageCost], timeline: Timeline
 ) -> list[dict[str, float]]:
-    """Return the bytes of the stages of every pipeline rank, by category.
+    """Return the bytes of the stages of every pipeline rank, by memory category.
 
-    With several stages per rank, the timeline gives the peak of their activations.
+    With several stages per rank, the peak of their activations is taken from the timeline.
     """
     found = []
     for rank, parts in enumerate(parts_of_ranks(schedule, num_ranks, num_chunks)):
@@ -403,7 +404,7 @@ def stage_bytes(
 
 
 def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
-    """Return the bytes a stage sends per micro-batch from each of ``parts`` devices."""
+    """Return the bytes per micro-batch that each of ``parts`` devices of a stage sends."""
     specs = ((graph.spec(Ref(name, index)), count) for (name, index), count in run.sent.items())
     return sum(spec.num_bytes * count for spec, count in specs) / parts
 
@@ -411,7 +412,7 @@ def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
 def beside_stages(
     schedule: Schedule, sent: Sequence[float], mesh: Mesh, kind: Literal["cuda", "cpu"]
 ) -> tuple[Mapping[str, float], ...]:
-    """Return the memory of each pipeline rank; ``sent`` has every model part but the last.
+    """Return the memory that each pipeline rank needs beside its stages, by category.
 
     >>> from ..schedules.schedules import build_schedule
     >>> mesh = Mesh(("dp", "tp"), (4, 2))

@@ -1,1 +1,1 @@
-"""Integer programs: how they are built and solved."""
+"""Integer programs: their construction and their solvers."""

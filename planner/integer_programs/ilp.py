@@ -1,21 +1,21 @@
-"""The integer program: one choice per decision, pairwise costs, a memory limit.
+"""Integer program of a stage: one choice per decision, pairwise costs, a memory limit.
 
-In: decisions with a number of choices each and a cost per choice; couplings, each a value that one
-decision produces in a layout and others consume in a layout, with the cost of every conversion; and
-optionally memory. Out: the cheapest choice of each decision, with the bound.
+In: decisions with a number of choices each and a cost per choice; couplings (a value that one
+decision produces in a layout and other decisions consume in a layout, with the cost of every
+conversion); and optionally memory. Out: the cheapest choice of each decision, with the bound.
 
     min  Σ_d c_d·x_d + Σ_g Σ_sw C_g[s,w]·y_g[s,w]
     s.t. Σ_i x_d[i] = 1,
          Σ_w e_gk[s,w] = Σ_{i lays out s} x[i],  Σ_s e_gk[s,w] = Σ_{i wants w} x[i],
          y_g[s,w] ≥ e_gk[s,w] for every consumer k,  memory(x) ≤ limit,  x binary, e, y ≥ 0
 
-A conversion that several consumers share is paid once (y); with one consumer y is e. Where
-rows and columns of C are classes of equal ones (``merge_classes``) there are few e, at no loss
-of the bound: this is the local marginal polytope of a pairwise model (Wainwright and Jordan 2008,
-section 4), Alpa's linearization (Zheng et al. 2022, section 4.2) with fewer variables.
+A conversion that several consumers share is paid once (y); with one consumer y is e. Equal rows and
+columns of C are merged into classes (``merge_classes``), so there are few e; the bound is not
+weaker: this is the local marginal polytope of a pairwise model (Wainwright and Jordan 2008, section
+4), Alpa's linearization (Zheng et al. 2022, section 4.2) with fewer variables.
 
-``build`` makes arrays, a ``Solver`` solves them (HiGHS, or another one by PuLP: the LP first; the
-integers only where the LP is fractional), ``invert`` reads the choices back.
+``build`` makes arrays; a ``Solver`` (HiGHS, or another by PuLP) solves them, the LP first and the
+integer program only if the LP is fractional; ``invert`` reads the choices back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, St
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The class (layout) of one value for each choice of a decision."""
+    """Decision that lays out a value, and the class (layout) of the value for each of its
+    choices."""
 
     decision: int
     classes: Ints
@@ -41,7 +42,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """A value produced by ``source`` and read by ``consumers``: ``cost[produced, wanted]``."""
+    """Value that ``source`` produces and ``consumers`` read, with ``cost[produced, wanted]``."""
 
     source: Side
     consumers: tuple[Side, ...]
@@ -50,7 +51,8 @@ class Coupling:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Bytes that count once for all decisions holding them: ``num_bytes[class]``; −1 holds none."""
+    """Bytes that count once for all decisions that hold them: ``num_bytes[class]``; class −1 holds
+    none."""
 
     holders: tuple[Side, ...]
     num_bytes: Floats
@@ -60,8 +62,8 @@ class SharedBytes:
 class Memory:
     """Memory of an assignment: bytes per choice that add up, shared bytes, and peaks.
 
-    ``peaks`` add the largest alternative of each group, each alternative being a sum of bytes per
-    choice (and of shared bytes).
+    Each of ``peaks`` adds the largest of its alternatives; an alternative is a sum of bytes per
+    choice and of shared bytes.
     """
 
     limit: float
@@ -73,7 +75,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One candidate for a peak: bytes by decision, and shared bytes."""
+    """One of the sums of which a peak is the maximum: bytes by decision, and shared bytes."""
 
     linear: tuple[tuple[int, Floats], ...]
     shared: tuple[SharedBytes, ...] = ()
@@ -81,10 +83,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An integer program. ``memory_weight`` is a price in cost per byte. ``memory_weight`` is a
-    price in cost per byte.
+    """Data of an integer program. ``memory_weight`` is a price in units of cost per byte.
 
-    ``constant`` is a cost that no choice changes.
+    ``constant`` is a cost that is independent of the choices.
     """
 
     costs: tuple[Floats, ...]
@@ -100,7 +101,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The choices, their cost, the proven bound, and the solver's status.
+    """Solution of a problem: choices, cost, proven bound, and the solver's status.
 
     ``excess_bytes`` is the least excess of memory over its limit (0 if it fits).
     """
@@ -119,9 +120,9 @@ class Answer:
 
 
 def build(problem: Problem, *, can_exceed: bool = True) -> Program:
-    """Build the linear program of a problem; its first columns are the choices, in order.
+    """Build the program of a problem; its first columns are the choices, in order.
 
-    ``can_exceed``: memory may be over its limit, at a price above any saving of time.
+    ``can_exceed``: memory may exceed its limit, at a price above any saving of time.
     """
     program = Program()
     choices = [
@@ -140,8 +141,8 @@ def build(problem: Problem, *, can_exceed: bool = True) -> Program:
 def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
     """Merge rows, and columns, that are equal in all matrices ``costs[matrix, s, w]``.
 
-    Out: the class of each row, of each column, and the matrices of the classes. Where several
-    consumers share a conversion (``merge_columns`` false), only free targets are merged.
+    Out: the class of each row, of each column, and the matrices of the classes. If several
+    consumers share a conversion (``merge_columns`` false), only columns without costs are merged.
     """
     row_of, rows = classes_of([costs[:, row].tobytes() for row in range(costs.shape[1])])
     reduced = costs[:, rows]
@@ -180,7 +181,7 @@ def _add_pair(
     shape: Floats,
     cost: Floats,
 ) -> Ints:
-    """Add columns e[s, w] with both marginals; return their numbers as a matrix."""
+    """Add columns e[s, w] with rows for both marginals; return their numbers as a matrix."""
     decisions = source.decision, side.decision
     pairs = program.columns(cost, "conversion", decisions).reshape(shape.shape)
     for row in range(shape.shape[0]):
@@ -198,14 +199,14 @@ def _add_pair(
 
 
 def _tie(program: Program, pairs: Ints, chosen: Ints) -> None:
-    """Add the row Σ pairs = Σ chosen."""
+    """Add the row Σ pairs = Σ chosen to the program."""
     columns = np.concatenate([pairs, chosen])
     values = np.concatenate([np.ones(len(pairs)), -np.ones(len(chosen))])
     program.row(columns, values, 0.0, 0.0)
 
 
 UNIT_BYTES = 1e6
-"""Bytes of the unit of memory rows: megabytes suit the solver's tolerances."""
+"""Bytes per unit of memory rows: in megabytes numbers suit the solver's tolerances."""
 
 
 def _add_memory(
@@ -244,7 +245,7 @@ def _add_memory(
 
 
 EXCESS_COST = 1e4
-"""Seconds per megabyte over the limit: more than any saving of time."""
+"""Price in seconds per megabyte over the limit, above any saving of time."""
 
 
 def _add_alternative(
@@ -264,7 +265,8 @@ def _add_alternative(
 def _shared_columns(
     program: Program, choices: Sequence[Ints], shared: SharedBytes
 ) -> tuple[Ints, Floats]:
-    """Add a column per class that is at least every holder's choice of the class."""
+    """Add a column per class, bounded below by every holder's choice of it; return columns and
+    sizes."""
     decisions = tuple(dict.fromkeys(side.decision for side in shared.holders))
     held = program.columns(np.zeros(len(shared.num_bytes)), "held", decisions)
     for side in shared.holders:
@@ -281,7 +283,7 @@ def _shared_columns(
 
 
 def invert(problem: Problem, raw: Raw) -> tuple[int, ...]:
-    """Return the choice of each decision; a tie between equal values goes to the first."""
+    """Return the choice of each decision from the solver's values; ties go to the first choice."""
     choices, start = [], 0
     for cost in problem.costs:
         choices.append(int(np.argmax(raw.values[start : start + len(cost)])))
@@ -299,13 +301,14 @@ def optimize(
     solver: Solver = HIGHS,
     start: Sequence[int] = (),
 ) -> Answer:
-    """Run ``build``, ``solve`` and ``invert``, and price the answer again from its choices.
+    """Solve a problem: ``build``, ``solve`` and ``invert``; price the answer again from its
+    choices.
 
-    The answer's objective is within a relative ``gap`` of the best, or arbitrary if nothing is
-    below ``cutoff``, as its bound then shows. ``start`` is a known assignment.
+    The answer's objective is within a relative ``gap`` of the optimum; if nothing is below
+    ``cutoff``, as its bound then shows, it may be arbitrary. ``start`` is a known assignment.
 
     Raises ``TimeLimitError`` (AP701) if nothing was found in time, ``MachineError`` (AP403) if the
-    solver fails, ``KeyboardInterrupt`` if it was interrupted.
+    solver fails, ``KeyboardInterrupt`` if it is interrupted.
     """
     scale, normalized = _normalized(problem)
     program = build(normalized)
@@ -336,7 +339,7 @@ def optimize(
 
 
 def check_solved(raw: Raw, solver: Solver) -> None:
-    """Raise the errors that ``optimize`` documents if a solver has no solution."""
+    """Raise the error that ``optimize`` documents if the solver found no solution."""
     match raw.status:
         case "optimal" | "feasible" | "cutoff":
             return
@@ -367,7 +370,7 @@ def check_solved(raw: Raw, solver: Solver) -> None:
 
 
 def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
-    """Return the values of the choices' columns; the inverse of ``invert``."""
+    """Return the values of the choice columns for known choices; the inverse of ``invert``."""
     own = [
         np.arange(len(cost)) == choice for cost, choice in zip(problem.costs, choices, strict=True)
     ]
@@ -375,7 +378,8 @@ def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
 
 
 def _normalized(problem: Problem) -> tuple[float, Problem]:
-    """Scale costs to about 1e3, well above the solver's tolerances."""
+    """Return a scale and the problem scaled by it: costs up to 1e3 exceed the solver's
+    tolerances."""
     largest = max((float(np.abs(cost).max(initial=0.0)) for cost in problem.costs), default=0.0)
     for coupling in problem.couplings:
         largest = max(largest, float(np.abs(coupling.cost).max(initial=0.0)))
@@ -385,7 +389,7 @@ def _normalized(problem: Problem) -> tuple[float, Problem]:
 
 
 def scaled(problem: Problem, scale: float) -> Problem:
-    """Return the problem with its costs in another unit, without its constant."""
+    """Return the problem with costs multiplied by ``scale``, without its constant."""
     return Problem(
         tuple(cost * scale for cost in problem.costs),
         tuple(
@@ -397,7 +401,7 @@ def scaled(problem: Problem, scale: float) -> Problem:
 
 
 def cost(problem: Problem, choices: Sequence[int]) -> float:
-    """Price an assignment from the problem itself (without a memory price)."""
+    """Return the cost of an assignment, computed from the problem (without prices of memory)."""
     total = problem.constant
     total += sum(float(own[choice]) for own, choice in zip(problem.costs, choices, strict=True))
     for coupling in problem.couplings:
@@ -408,7 +412,7 @@ def cost(problem: Problem, choices: Sequence[int]) -> float:
 
 
 def memory_bytes(memory: Memory, choices: Sequence[int]) -> float:
-    """Return the bytes of an assignment."""
+    """Return the bytes that an assignment takes."""
     total = memory.constant + sum(
         float(sizes[choice]) for sizes, choice in zip(memory.linear, choices, strict=True)
     )

@@ -1,8 +1,8 @@
 """Linear and mixed-integer programs as arrays, and the interface of their solvers.
 
-In: columns with costs, the first of them binary, and rows with bounds. Out: a value per column and
-the proven bound. The relaxation is solved first; the integers only where it is fractional.
-``highs`` and ``pulp_solver`` are the solvers.
+In: columns with costs, the first of which are binary, and rows with bounds. Out: a value per column
+and the proven bound. The relaxation is solved first, the integer program only if it is fractional.
+The solvers are ``Highs`` and ``pulp_solver``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ Ints = NDArray[np.int64]
 Status = Literal[
     "optimal", "feasible", "cutoff", "time_limit", "infeasible", "unbounded", "interrupted", "error"
 ]
-"""Outcomes of a solver. ``feasible``: the time limit passed, with a solution; ``time_limit``:
-without a solution. ``cutoff``: no solution can be below the cutoff."""
+"""Outcome of a solver. ``feasible``: a solution, but the time limit passed; ``time_limit``: no
+solution in time. ``cutoff``: no solution can be below the cutoff."""
 
 INTEGRALITY = 1e-6
-"""Maximum distance of a binary from 0 or 1 that still counts as integral."""
+"""Maximum distance of a binary from 0 or 1 at which it still counts as integral."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Columns that were added together: their kind, and their decisions."""
+    """Columns that were added together: their kind, the decisions behind them, and their
+    numbers."""
 
     kind: str
     decisions: tuple[int, ...]
@@ -49,7 +50,7 @@ class Program:
     num_binaries: int = 0
 
     def columns(self, costs: Floats, kind: str = "", decisions: tuple[int, ...] = ()) -> Ints:
-        """Add columns with these costs; return their numbers."""
+        """Add columns with ``costs``; return their numbers."""
         start = self.num_columns
         self.costs.append(np.asarray(costs, dtype=np.float64).ravel())
         self.num_columns += self.costs[-1].size
@@ -74,7 +75,7 @@ class Program:
 class Raw:
     """Result of a solver: a value per column (empty without a solution), and the proven bound.
 
-    ``detail`` is the solver's own text, where it failed.
+    ``detail`` is the solver's error text if it failed.
     """
 
     status: Status
@@ -86,10 +87,10 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class SolveOptions:
-    """Limits of a solve.
+    """Options of a solve.
 
-    Integers are solved up to a relative ``gap``, and not at all if the relaxation is not below
-    ``cutoff``. ``start`` has the values of a known solution, for the first columns.
+    The integer program is solved up to a relative ``gap``, and not at all if the relaxation is not
+    below ``cutoff``. ``start`` has the first columns' values in a known solution.
     """
 
     time_limit_seconds: float = 60.0
@@ -100,7 +101,7 @@ class SolveOptions:
 
 
 class Solver(Protocol):
-    """A solver of programs. ``name`` is its value of ``--solver``."""
+    """Interface of solvers. ``name`` is the value of ``--solver`` that selects it."""
 
     @property
     def name(self) -> str: ...
@@ -109,7 +110,7 @@ class Solver(Protocol):
 
 
 class LoadedProgram(Protocol):
-    """A program loaded into a solver, which can be run with or without its integers."""
+    """Interface of a program loaded into a solver, to be run with or without integrality."""
 
     def run(self, *, integral: bool) -> Raw: ...
 
@@ -131,7 +132,7 @@ def relax_then_branch(program: Program, loaded: LoadedProgram, cutoff: float) ->
 
 @dataclass(frozen=True, slots=True)
 class Highs:
-    """The default solver."""
+    """The default solver, HiGHS."""
 
     name: str = "highs"
 
@@ -145,8 +146,8 @@ HIGHS = Highs()
 class _SilentHighs(highspy.Highs):
     """HiGHS without output to stdout, which is reserved for the results of commands.
 
-    Its constructor enables callbacks, and from version 1.16 on that writes a banner unless the
-    option is set before.
+    Its constructor enables callbacks, which since version 1.16 writes a banner unless the option is
+    set before.
     """
 
     def enableCallbacks(self) -> None:  # noqa: N802 - HiGHS's name
@@ -155,7 +156,7 @@ class _SilentHighs(highspy.Highs):
 
 
 class _Loaded:
-    """A program in HiGHS; a second run starts from the relaxation's basis."""
+    """A program loaded into HiGHS; its second run starts from the relaxation's basis."""
 
     def __init__(self, program: Program, options: SolveOptions) -> None:
         self.program = program

@@ -1,1 +1,1 @@
-"""Blocks and devices of pipeline stages."""
+"""Inter-operator planning: the blocks and devices of each pipeline stage."""

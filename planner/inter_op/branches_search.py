@@ -1,14 +1,14 @@
-"""Pipelines whose parallel branches have devices of their own.
+"""Pipelines whose parallel branches run on separate devices.
 
-In: stage costs as ``inter_op`` has them, a section of parallel branches. Out: stages before the
-section, stages of each branch on a run of devices of its own, stages after it, that minimize
+In: stage costs as for ``inter_op``, a section of parallel branches. Out: stages before the section,
+stages of each branch on its own run of devices, and stages after the section, that minimize
 
     T = Σ before + max over branches (Σ of the branch) + Σ after + (B − 1)·max t_i
 
 A micro-batch takes the longest path through the graph; the slowest stage limits the rate. For each
 of a few bounds on a stage's cost, each number of stages after the section and each maximum number
-of stages in a branch, the least sum follows by dynamic programming over devices and blocks. T is
-within a factor of ``BOUND_STEP`` of the best; the simulator ranks the results.
+of stages in a branch, dynamic programming over devices and blocks finds the least sum. T is within
+a factor of ``BOUND_STEP`` of the minimum; the simulator ranks the results.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..pricing.branches import Section
 from .inter_op import Floats, Pipeline, StageChoice, Table
 
 BOUND_STEP = 1.2
-"""The factor between bounds on a stage's cost."""
+"""Ratio between successive bounds on a stage's cost."""
 
 MOST_DEVICES = 16
-"""Maximum devices of a cluster on which branches get devices of their own."""
+"""Maximum devices of a cluster on which branches may get separate devices."""
 
 MOST_STAGES = 3
-"""Maximum stages of one branch, and of the parts before and after the section."""
+"""Maximum stages of a branch, and of the parts before and after the section."""
 
 
 Stages = tuple[StageChoice, ...]
@@ -37,7 +37,8 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Stages for a run of blocks on a run of devices, and the sum of their costs."""
+    """Part of a pipeline: stages for a run of blocks on a run of devices, and their total
+    seconds."""
 
     seconds: float
     stages: Stages
@@ -49,9 +50,9 @@ _Least = tuple[Floats, NDArray[np.int64], NDArray[np.int64]]
 
 
 def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> tuple[Pipeline, ...]:
-    """Return the best pipeline of each number of stages, the best first.
+    """Return the best pipeline for each number of stages, the best of all first.
 
-    Blocks must follow the section; they always do, as every value leads to the loss.
+    Blocks must follow the section; they do in any model, as every value leads to the loss.
     """
     if table.num_devices > MOST_DEVICES or section.stop >= table.num_blocks:
         return ()
@@ -66,7 +67,7 @@ def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> t
 
 
 def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: int) -> float:
-    """Return T, with the longest path's number of stages to come for each stage."""
+    """Return T; the costs of stages depend on the longest path, in stages, from each to the end."""
     before = [stage for stage in stages if stage.start < section.start]
     after = [stage for stage in stages if stage.start >= section.stop]
     branches = [
@@ -84,7 +85,7 @@ def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: i
 
 
 def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
-    """Return the costs of consecutive stages with ``after`` more to come."""
+    """Return the costs of consecutive stages that are followed by ``after`` further stages."""
     return [
         float(
             table.costs(after + len(stages) - index, stage.first_device, stage.num_devices)[
@@ -96,7 +97,7 @@ def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
 
 
 def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
-    """Yield bounds on a stage's cost; a single bound suffices where only the sum counts."""
+    """Yield bounds on a stage's cost; one bound suffices if only the sum counts."""
     yield float("inf")
     if num_microbatches == 1:
         return
@@ -116,7 +117,7 @@ def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
 
 @dataclass
 class _Bounded:
-    """All pipelines whose stages cost at most ``bound``."""
+    """Search among pipelines whose stages each cost at most ``bound``."""
 
     table: Table
     section: Section
@@ -125,7 +126,7 @@ class _Bounded:
     masked: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def found(self) -> Iterator[Stages]:
-        """Yield the best stages of a branch by last device and maximum number of stages."""
+        """Yield the best pipelines by numbers of stages and end of the branches' devices."""
         num_blocks, devices = self.table.num_blocks, self.table.num_devices
         start, stop = self.section.start, self.section.stop
         for after in range(1, MOST_STAGES + 1):
@@ -138,7 +139,7 @@ class _Bounded:
                         yield (*stages, *last.stages)
 
     def _before(self, start: int, end: int, after: int, deepest: int) -> Iterator[Stages]:
-        """Yield branches that end at device ``end``, with the stages before them."""
+        """Yield the stages before the section and of branches that end before device ``end``."""
         for first, branches in self._branches(0, end, after, deepest).items():
             if start == 0:
                 if first == 0:
@@ -150,7 +151,8 @@ class _Bounded:
                     yield (*lead.stages, *branches.stages)
 
     def _branches(self, index: int, end: int, after: int, deepest: int) -> dict[int, _Part]:
-        """Map each first device to branches ``index`` on, with the seconds of the longest."""
+        """Map each first device to the stages of branches ``index`` on, and the longest's
+        seconds."""
         if index == len(self.section.branches):
             return {end: _Part(0.0, ())}
         start, stop = self.section.branches[index]
@@ -172,7 +174,8 @@ class _Bounded:
     ) -> _Part:
         """Cut blocks ``start`` to ``stop`` into ``count`` stages on devices ``on`` (first, end).
 
-        ``after`` stages follow, so the first of these has ``count + after`` to come.
+        ``after`` further stages follow, so the first of them has ``count + after`` stages to the
+        end.
         """
         if start >= stop or not float(self._least(stop, on, count, after)[0][start]) < np.inf:
             return NONE
@@ -187,8 +190,8 @@ class _Bounded:
         return _Part(seconds, tuple(stages))
 
     def _least(self, stop: int, on: tuple[int, int], count: int, after: int) -> _Least:
-        """Map each first block to the least sum of ``count`` stages to ``stop``, with the first
-        stage's end and size.
+        """Return, by first block, the least sum of ``count`` stages up to block ``stop``, and the
+        end and size of the first of them.
 
         F(k, d, n) = min over i, m of t(k..i, m devices at d) + F(i, d + m, n − 1).
         """

@@ -1,8 +1,8 @@
-"""Positions at which stages may begin and end, and classes of runs that cost the same.
+"""Cuts at which stages may begin and end, and classes of runs of blocks that cost the same.
 
-In: the cuts between blocks, the class of the run between any two of them. Out: the seconds of
-classes as bands, ``[k, j]`` for the run between the cuts k and k + j + 1, as wide as the longest
-run within a bound; shared by stages that cost the same.
+In: the cuts between blocks, the class of the run between any two cuts. Out: the seconds of classes
+as bands: the entry ``[k, j]`` is for the run between the cuts k and k + j + 1. A band is as wide as
+the longest run within a bound, and shared by stages that cost the same.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Seconds = Callable[[int, int, bool], tuple[Floats, Floats]]
-"""Map (stages left, place, whether it is the first) to each class's seconds: paid once, and paid
-more as the slowest stage.
+"""Function of (stages to the end, place, whether it is the first) that returns the seconds of each
+class: q, which every stage takes once, and m, which the slowest stage takes in addition.
 
-Both are infinite where the run is impossible. Stages that cost the same share arrays.
+Both are infinite if the run is impossible. Stages that cost the same share the arrays.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Cuts between blocks: before the blocks ``at``, ascending from 0 to their number.
+    """Cuts between blocks, before the blocks ``at``, ascending from 0 to the number of blocks.
 
-    ``numbers[k, i]`` is the class between the cuts k and i, ``len(lengths)`` where there is none;
-    ``lengths`` is the number of blocks in the runs of a class.
+    ``numbers[k, i]`` is the class between the cuts k and i, ``len(lengths)`` if there is none;
+    ``lengths`` has the number of blocks in the runs of each class.
     """
 
     at: Ints
@@ -43,7 +43,7 @@ class Cuts:
 
     @cached_property
     def band(self) -> Ints:
-        """Return ``[k, j]``, the class of the blocks between the cuts k and k + j + 1."""
+        """Return ``[k, j]``, the class of the run between the cuts k and k + j + 1."""
         size = len(self.at)
         padded = np.full((size, 2 * size - 1), len(self.lengths), dtype=np.int64)
         padded[:, :size] = self.numbers
@@ -53,13 +53,13 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Return for each cut how many leading classes equal the classes from the cut before it."""
+        """Return, by cut, the number of leading classes that are equal at the previous cut."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)
 
     def width(self, num_blocks: int) -> int:
-        """Return the most cuts that a run of so many blocks spans."""
+        """Return the most cuts that a run of ``num_blocks`` blocks spans."""
         if num_blocks not in self._widths:
             stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
             self._widths[num_blocks] = int((stops - np.arange(len(self.at))).max())
@@ -68,9 +68,9 @@ class Cuts:
 
 @dataclass
 class StageBand:
-    """Seconds of a stage by class and as a band, without runs slower than ``bound``.
+    """Seconds of a stage, by class and as bands, without runs whose m exceeds ``bound``.
 
-    ``most_blocks``: the longest run within it.
+    ``most_blocks`` is the length of the longest run within the bound.
     """
 
     cuts: Cuts
@@ -95,25 +95,25 @@ class StageBand:
         return self.cuts.width(self.most_blocks)
 
     def _classes(self, which: int) -> Floats:
-        """Return ``by_class`` within the bound, followed by an entry for "no run"."""
+        """Return the seconds by class within the bound, and a last, infinite entry for "no run"."""
         if which not in self._made:
             own = np.where(self._within, self.by_class[which], np.inf)
             self._made[which] = np.append(own, np.inf)
         return self._made[which]
 
     def rows(self, cuts: Ints) -> TileRows:
-        """Select the band's rows of some cuts."""
+        """Return the band's rows at ``cuts``, evaluated lazily."""
         return TileRows(self, cuts)
 
     def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
-        """Select the band's rows of consecutive cuts, up to the cut ``high``."""
+        """Return the lazy band's rows at consecutive cuts, for runs that end before ``high``."""
         rows = np.arange(cuts.start + 1, cuts.stop)
         needed = np.minimum(columns.stop, high - rows)
         alike = self.cuts.alike[cuts.start + 1 : cuts.stop]
         return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
     def along(self, which: int, strip: TileBlock) -> Floats:
-        """Return ``[j, cut]`` of a strip; a single cut where all are equal."""
+        """Return the seconds ``[j, cut]`` of a strip; a single cut if all are equal."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
             return self._classes(which)[self.cuts.band[cuts.start, columns], None]
@@ -124,14 +124,15 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Return rows of the band: ``which`` selects seconds paid once or as the slowest stage."""
+        """Return the band's rows at ``cuts``; ``which`` selects q (0) or m (1)."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]
         return band[cuts]
 
     def _band(self, which: int, number: int) -> Floats | None:
-        """A band of which ``number`` rows are needed; built once that many rows were asked for."""
+        """Return the whole band; None until enough rows were requested to make it worth
+        building."""
         self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
             self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]
@@ -140,7 +141,7 @@ class StageBand:
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Rows of a stage's bands."""
+    """Rows of a stage's bands at any cuts."""
 
     band: StageBand
     cuts: Ints
@@ -156,7 +157,7 @@ class TileRows:
 
 @dataclass(frozen=True, slots=True)
 class TileBlock:
-    """Rows and columns of a stage's bands; ``is_alike``: all rows are equal, as far as used."""
+    """Rows and columns of a stage's bands; ``is_alike``: all rows are equal in the used columns."""
 
     band: StageBand
     cuts: range
@@ -174,7 +175,7 @@ class TileBlock:
 
 @dataclass
 class CostTiles:
-    """The bands of all stages within a bound."""
+    """Bands of all stages, within a bound on m."""
 
     cuts: Cuts
     seconds: Seconds

@@ -1,14 +1,13 @@
-"""Clusters with unlike hosts: orders of hosts for stages, and tileable runs of ranks.
+"""Clusters with unlike hosts: orders of hosts for stages, and runs of ranks that meshes tile.
 
-In: a cluster. Out: the orders of its hosts that a search goes through, each with the cluster
-renumbered so that stages take its ranks in order, and the conversion of a plan back to the
-cluster's own ranks.
+In: a cluster. Out: the orders of its hosts that a search tries, each with the cluster renumbered so
+that stages take its ranks in order, and the conversion of a plan back to the cluster's own ranks.
 
-Stages take hosts one after the other, so which of two unlike hosts comes first decides which blocks
-run on it. Equal hosts are interchangeable: only orders with different sequences of *kinds* of host
-are tried, and hosts of one rack stay together, so that few stages talk over the link between racks.
-Up to ``MOST_ORDERS`` such sequences are all tried, and the best is exact; of more, only those with
-each kind's hosts together, and one with the kinds alternating.
+Stages take hosts one after the other, so the order of two unlike hosts decides which blocks run on
+each. Equal hosts are interchangeable: only orders with different sequences of *kinds* of host are
+tried, and hosts of one rack stay together, so that few stages communicate between racks. Up to
+``MOST_ORDERS`` such sequences are all tried, and the best is exact; of more, only the sequences
+that keep each kind's hosts together, and one that alternates the kinds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..plan import Plan, StagePlan
 from ..requests.request import Request
 
 MOST_ORDERS = 6
-"""Maximum orders of hosts in a search: enough for two and two hosts, or for three kinds."""
+"""Maximum orders of hosts in a search: enough for two hosts each of two kinds, or three kinds."""
 
 
 Found = TypeVar("Found")
@@ -34,9 +33,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class HostOrder:
-    """``cluster`` is the given one with its hosts in the order ``hosts``.
+    """Order of the hosts. ``cluster`` is the given cluster with its hosts in the order ``hosts``.
 
-    ``ranks[i]`` is the given cluster's rank of device ``i`` of ``cluster``.
+    ``ranks[i]`` is the rank in the given cluster of device ``i`` of ``cluster``.
     """
 
     hosts: tuple[int, ...]
@@ -45,7 +44,7 @@ class HostOrder:
 
 
 def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, ...]:
-    """Return the orders of hosts to try, the given order first; only that if all hosts are equal.
+    """Return the orders of hosts to try, the given order first; no other if all hosts are equal.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [order.hosts for order in host_orders(parse_cluster("4x8xH100"))]
@@ -70,10 +69,10 @@ def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, .
 def over_orders(
     cluster: Cluster, request: Request, attempt: Callable[[HostOrder, Request], Found]
 ) -> list[tuple[HostOrder, Found]]:
-    """Run ``attempt`` for each order of the hosts.
+    """Run ``attempt`` for each order of the hosts; return the orders and results that succeeded.
 
-    Each order has an equal share of the remaining time limit. Raises the first order's error if
-    every order failed.
+    Each order has an equal share of the remaining time limit. Raises the first order's error if all
+    failed.
     """
     orders = host_orders(cluster)
     budget = Budget.of(request.time_limit_seconds)
@@ -92,12 +91,12 @@ def over_orders(
 
 
 def is_mixed(cluster: Cluster) -> bool:
-    """Return whether hosts differ, or stand in racks."""
+    """Return whether hosts differ, or are in racks."""
     return len({_kind(host) for host in cluster.hosts}) > 1 or cluster.rack_link is not None
 
 
 def in_given_ranks(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
-    """Convert a plan made for ``order.cluster`` to the devices of ``cluster``."""
+    """Convert a plan for ``order.cluster`` to the ranks of ``cluster``."""
     stages = tuple(_renumbered(stage, order.ranks) for stage in plan.stages)
     return replace(plan, cluster=cluster, stages=stages)
 
@@ -107,7 +106,7 @@ def _renumbered(stage: StagePlan, ranks: Sequence[int]) -> StagePlan:
 
 
 def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
-    """Return the numbers of ranks, per host, among the ``size`` ranks from ``first`` on.
+    """Return the numbers of ranks on each host among the ``size`` ranks from ``first`` on.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> pieces(parse_cluster("2x8xH100+4xH100"), 4, 16)
@@ -125,7 +124,8 @@ def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
 
 
 def inner_size(cluster: Cluster, first: int, size: int) -> int:
-    """Return the largest number of neighbours that tile a run of ranks without crossing hosts.
+    """Return the largest size of groups of neighbours that tile a run of ranks and never cross
+    hosts.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> inner_size(parse_cluster("2x8xH100+4xH100"), 0, 20)
@@ -141,9 +141,9 @@ def inner_size(cluster: Cluster, first: int, size: int) -> int:
 
 
 def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
-    """Return the possible sizes of a stage from rank ``first`` on, for unequal hosts.
+    """Return the possible numbers of ranks of a stage from rank ``first`` on, if hosts are unequal.
 
-    Within a host: divisors of any host's size, or all remaining ranks; beyond it: whole hosts.
+    Within a host: divisors of any host's size, or all its remaining ranks; beyond it: whole hosts.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> cluster = parse_cluster("8xH100+4xH100")
@@ -162,7 +162,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def _kind(host: Host) -> tuple[object, ...]:
-    """Return the facts in which interchangeable hosts agree, racks apart."""
+    """Return the key of a host's kind: all facts but its rack; equal hosts are interchangeable."""
     device = host.device
     return (
         device.speed,
@@ -175,7 +175,7 @@ def _kind(host: Host) -> tuple[object, ...]:
 
 
 def _racks(cluster: Cluster) -> list[list[int]]:
-    """Return the hosts of each rack; all hosts in one where racks have no link of their own."""
+    """Return the hosts by rack; all in one group if the cluster has no link between racks."""
     found: dict[str, list[int]] = {}
     for index, host in enumerate(cluster.hosts):
         found.setdefault(host.rack if cluster.rack_link is not None else "", []).append(index)
@@ -183,7 +183,7 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of the hosts of one rack."""
+    """Yield orders of the hosts of one rack, with different sequences of kinds."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for host in hosts:
         groups.setdefault(_kind(cluster.hosts[host]), []).append(host)
@@ -202,7 +202,7 @@ def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator
 
 
 def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield every distinct sequence of kinds, the hosts of a kind in their own order."""
+    """Yield every distinct sequence of kinds; hosts of a kind keep their order."""
     if not any(groups):
         yield ()
         return
@@ -214,7 +214,7 @@ def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _signature(cluster: Cluster, order: Sequence[int]) -> tuple[object, ...]:
-    """Return a key that is equal for orders that differ only by swapping equal hosts or racks."""
+    """Return a key that is equal for orders that differ only by swaps of equal hosts or racks."""
     names: dict[str, int] = {}
     return tuple(
         (

@@ -1,4 +1,4 @@
-"""The pipeline: the blocks of each stage, and its number of devices.
+"""Inter-op planning of a pipeline: the blocks of each stage, and its number of devices.
 
 In: the seconds of every run of blocks on every submesh and position. Out: the stages that minimize
 
@@ -6,14 +6,14 @@ In: the seconds of every run of blocks on every submesh and position. Out: the s
 
 over runs of blocks and submeshes that tile all devices in order. With q = t and m = (B − 1)·t for a
 stage of t seconds per micro-batch, T is the step of a pipeline of B micro-batches (Zheng et al.
-2022, Alpa, equations 2 to 4); the search splits seconds paid once, B − 1 times or at the end of the
-step into q and m.
+2022, Alpa, equations 2 to 4); here, q has the seconds that a stage takes once, and m the seconds
+that the slowest stage takes B − 1 times or at the end of the step.
 
-For a bound on m, the least Σ q within it comes from one pass over the stages (``sweep``), and so
-does the least feasible bound. A pipeline whose largest m lies between two bounds has at least the Σ
-q of the upper and the m of the lower one: intervals of bounds are halved until none of them can
-hold a better pipeline (Alpa goes through all bounds instead). The number of stages still to come
-gives the micro-batches in flight, hence the memory, of a stage.
+For a bound on m, one pass over the stages finds the least Σ q (``sweep``), and likewise the least
+feasible bound. A pipeline whose largest m lies between two bounds has at least the Σ q of the upper
+bound and the m of the lower: intervals of bounds are halved until none can hold a better pipeline
+(Alpa tries all bounds instead). The number of stages to the end determines the micro-batches in
+flight, hence the memory, of a stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .cuts import Floats as Floats
 from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_cost
 
 HALVED = 1e-4
-"""Relative width below which an interval of bounds is not halved but counted down step by step."""
+"""Relative width to which an interval of bounds is halved; then its upper end is lowered in
+steps."""
 
 MOST_SWEEPS = 200
 
@@ -40,7 +41,7 @@ COMBINES: Mapping[str, Combine] = {"sum": sum_cost, "largest": max_cost, "turnin
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """The blocks ``start`` to ``stop`` (exclusive) on ``num_devices`` from ``first_device``."""
+    """Stage of a pipeline: the blocks ``start`` to ``stop`` (exclusive), and the devices."""
 
     start: int
     stop: int
@@ -49,25 +50,26 @@ class StageChoice:
 
     @property
     def devices(self) -> range:
-        """Return the devices of the stage."""
+        """Return the devices of the stage, consecutive ranks."""
         return range(self.first_device, self.first_device + self.num_devices)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages in order, and T."""
+    """Stages in order, and the pipeline time T in seconds."""
 
     stages: tuple[StageChoice, ...]
     seconds: float
 
 
 def total_seconds(stages: Sequence[tuple[float, float]]) -> float:
-    """Return T = Σ q + max m."""
+    """Return T = Σ q + max m of stages, each given as (q, m)."""
     return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
 
 
 def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
-    """Return T with every stage's cost reduced by its gap.
+    """Return T with the cost of every stage reduced by its gap: the least that better layouts can
+    reach.
 
     >>> gap_adjusted_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
     8.5
@@ -79,10 +81,10 @@ def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[f
 
 @dataclass(frozen=True)
 class Table:
-    """Input of the dynamic program: sizes of submeshes at a device, and stage costs.
+    """Input of the dynamic program: sizes of submeshes by first device, and stage costs.
 
-    ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of runs of blocks
-    k to i − 1, infinite where impossible.
+    ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of seconds of the blocks
+    k to i − 1, infinite where impossible; the first argument counts the stages to the end.
     """
 
     num_blocks: int
@@ -91,7 +93,7 @@ class Table:
     costs: Callable[[int, int, int], Floats]
 
     def tiling(self, most: int) -> Tiling:
-        """Build the tiling with every submesh as a move, each a place of its own."""
+        """Return the tiling with every submesh as a move; each submesh is a separate place."""
         moves: list[Move] = []
         for first in range(self.num_devices):
             for size in self.sizes(first):
@@ -102,7 +104,7 @@ class Table:
 
 @dataclass
 class _TableSeconds:
-    """The costs of a table; every run is a class of its own."""
+    """Stage seconds from a table, as ``cuts.Seconds``; every run is its own class."""
 
     table: Table
     tiling: Tiling
@@ -129,9 +131,9 @@ class _TableSeconds:
 def pipelines(
     table: Table, num_microbatches: int, num_stages: Iterable[int], *, tolerance: float = 0.0
 ) -> tuple[Pipeline, ...]:
-    """Return the best pipeline of each feasible number of stages, the best first.
+    """Return the best pipeline for each feasible number of stages, the best of all first.
 
-    T is within ``tolerance`` of the best.
+    T is within the relative ``tolerance`` of the minimum.
     """
     numbers = sorted(set(num_stages))
     if not numbers:
@@ -147,8 +149,8 @@ def pipelines(
 class PipelineSearch:
     """Search for the best pipelines of a tiling, by number of stages.
 
-    ``cutoff``: only faster pipelines are sought, so stages whose m exceeds the cutoff minus the
-    least sum are skipped (``_limit``).
+    Only pipelines faster than ``cutoff`` are searched, so stages whose m exceeds the cutoff minus
+    the least Σ q are skipped (``_limit``).
     """
 
     tiling: Tiling
@@ -161,7 +163,7 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """The cached sweep with a bound, over all numbers of stages that may be asked for."""
+        """Return the cached sweep with a bound, for ``num_stages`` stages or more, if given."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
@@ -173,7 +175,7 @@ class PipelineSearch:
 
     @cached_property
     def _limit(self) -> float:
-        """Return the largest m of a pipeline below ``cutoff``."""
+        """Return the largest m that a pipeline below ``cutoff`` may have."""
         if not self.tiling.fixed or not np.isfinite(self.cutoff):
             return self.cutoff
         number = self.tiling.most
@@ -184,7 +186,7 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """Return a lower bound of T for so many stages: the least sum plus the least bottleneck."""
+        """Return a lower bound of T with ``num_stages`` stages: the least Σ q plus least max m."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
@@ -192,11 +194,11 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """Return the least ``sweep.turnaround_cost`` over all pipelines of so many stages."""
+        """Return the least ``sweep.turnaround_cost`` over pipelines of ``num_stages`` stages."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
-        """Return the pipeline of least T below ``cutoff`` over the numbers of stages, or None."""
+        """Return the pipeline of least T below ``cutoff`` for any of the ``numbers`` of stages."""
         best: Pipeline | None = None
         below = self.cutoff
         bounds = sorted((self.bound(number), number) for number in numbers)
@@ -210,7 +212,7 @@ class PipelineSearch:
         return best
 
     def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
-        """The pipeline of least T below ``cutoff`` with so many stages, None if there is none.
+        """Return the pipeline of least T below ``cutoff`` with ``num_stages`` stages, or None.
 
         A result of ``below`` or more need not be the least.
         """
@@ -240,8 +242,8 @@ class PipelineSearch:
         return best if best.seconds < self.cutoff else None
 
     def _middle(self, low: float, high: float, *, is_first: bool) -> float:
-        """Choose the bound that splits an interval: a bound already swept for another number of
-        stages, if any."""
+        """Return the bound that splits an interval: a bound swept before for another number of
+        stages if possible."""
         known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
         if known and not self.tiling.fixed:
             return min(known, key=lambda bound: abs(bound - (low + high) / 2))
@@ -250,7 +252,7 @@ class PipelineSearch:
         return (low + high) / 2 if high > low * (1 + HALVED) else float(np.nextafter(high, 0.0))
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
-        """Return the pipeline of least Σ q with m ≤ bound, its largest m and Σ q."""
+        """Return the pipeline of least Σ q with every m ≤ bound, its largest m and its Σ q."""
         sweep = self._sweep("sum", bound, None if bound == self._limit else num_stages)
         if not np.isfinite(sweep.least(num_stages)):
             return None
@@ -265,13 +267,13 @@ class PipelineSearch:
 
 
 def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
-    """Return a lower bound of Σ q over all ways to cut the blocks into these stages.
+    """Return a lower bound of Σ q over all cuts of the blocks into ``stages``, given by seconds.
 
-    For any price ρ of a block, of which there are L,
+    For any price ρ of a block, with L blocks in total,
 
         Σ_i q_i  >=  ρ·L + Σ_i min over runs of (q_i − ρ·length)
 
-    (Lagrangian relaxation). The prices tried are each stage's least seconds per block.
+    (Lagrangian relaxation). Each stage's least seconds per block is tried as the price.
     """
     lengths, total = cuts.lengths, float(cuts.at[-1])
     every = {id(once): once for once in stages}
@@ -286,7 +288,7 @@ def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
-    """Return T = Σ t + (B − 1)·max t.
+    """Return T = Σ t + (B − 1)·max t, the seconds of B micro-batches.
 
     >>> pipeline_seconds((1.0, 2.0), 3)
     7.0

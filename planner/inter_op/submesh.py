@@ -1,16 +1,16 @@
-"""Meshes with axes "cp" and "ep" that are worth trying: dp × cp × tp and dp × ep × tp.
+"""Meshes to try with an axis "cp" or "ep": dp × cp × tp and dp × ep × tp.
 
 In: the positions and experts of a graph, a submesh, the rows of a micro-batch. Out: meshes besides
-dp × tp. The free axis "tp" already splits positions or experts where that is best, so only meshes
-that it cannot represent are proposed, if they may win:
+dp × tp. The free axis "tp" already splits positions or experts if that is best, so only meshes that
+it cannot represent are proposed, and only if they may win:
 
-- "cp" splits no more than rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With dp·k
-  and cp/k for dp and cp a rank has as many positions, no fewer parameters, and fewer keys and
-  values to gather. It is tried for sequences of ``LONG_POSITIONS`` and where the batch has fewer
-  rows than there are hosts (groups of ranks that "tp" stays in).
-- "ep" replaces gradients of experts summed over D ranks by tokens that travel twice forward and
-  twice backward. It is tried where a step's tokens are fewer bytes: 4·t against 2·g·(1 − 1/ep),
-  with t the bytes of tokens that a rank exchanges in one direction, g the bytes of its experts'
+- "cp" splits only the ranks that rows leave undivided: of D = dp·cp ranks, dp = gcd(D, rows). With
+  dp·k and cp/k instead, a rank has as many positions, no fewer parameters, and fewer keys and
+  values to gather. It is tried for sequences of ``LONG_POSITIONS``, and if the batch has fewer rows
+  than there are hosts (groups of ranks that "tp" stays in).
+- "ep" replaces sums of experts' gradients over D ranks by tokens that travel twice forward and
+  twice backward. It is tried if a step's tokens are fewer bytes: 4·t against 2·g·(1 − 1/ep), with
+  t the bytes of tokens that a rank exchanges in one direction, g the bytes of its experts'
   gradients. With tp = 1 inside a host the free axis does the same.
 
 Sources: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, for context parallelism
@@ -36,27 +36,28 @@ from ..rules_protocol import Rules
 from .heterogeneous import run_sizes
 
 LONG_POSITIONS = 16_384
-"""Sequence length from which one sequence alone may keep several hosts busy or fill a memory."""
+"""Sequence length from which a single sequence may keep several hosts busy, or fill their
+memory."""
 
 SHORTEST_POSITIONS = 64
-"""Minimum positions of a rank; with fewer, products are too thin to gain by more ranks."""
+"""Minimum positions per rank; with fewer, products are too thin to gain by more ranks."""
 
 WEIGHT_DIMS = 3
-"""Dimensions of a weight of experts."""
+"""Number of dimensions of a weight of experts."""
 
 EXCHANGES = 4
-"""Times that tokens travel: to their experts and back, and so do their gradients."""
+"""Transfers of tokens per step: to their experts and back, and the same for their gradients."""
 
 SUMS = 2
-"""Bytes sent by an all-reduce per reduced byte (Patarasuk & Yuan 2009)."""
+"""Bytes that an all-reduce sends per reduced byte (Patarasuk & Yuan 2009)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A graph's experts: their ``number``, which an axis must divide, and bytes.
+    """Experts of a graph: their ``number``, which an axis must divide, and bytes.
 
-    ``gradients`` of all their weights; tokens in one direction per row, ``gathered`` by layers that
-    are a single op and ``exchanged`` by others.
+    ``gradients``: bytes of the gradients of all their weights. Bytes of tokens per row and
+    direction: ``gathered`` by layers that are a single op, ``exchanged`` by others.
     """
 
     number: int
@@ -66,7 +67,7 @@ class Experts:
 
 
 def longest_attention(graph: Graph) -> int:
-    """Return the most positions of any self-attention; 0 if there is none."""
+    """Return the number of positions of the longest self-attention; 0 if there is none."""
     return max((_positions(node, graph) for node in graph), default=0)
 
 
@@ -77,7 +78,8 @@ def _positions(node: Node, graph: Graph) -> int:
 
 
 def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> Experts | None:
-    """Return the number and bytes of a graph's experts; ``strategies`` on an axis of two ranks."""
+    """Return the experts of a graph, None without any; ``strategies`` are for an axis of two
+    ranks."""
     if not any(len(node.spec.shape) == WEIGHT_DIMS for node in graph.parameters):
         return None
     found = expert_dims(graph, strategies)
@@ -100,7 +102,7 @@ def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """The meshes to try besides dp × tp on a cluster, for a request."""
+    """Proposer of meshes besides dp × tp for a request on a cluster."""
 
     positions: int
     experts: Experts | None
@@ -108,7 +110,7 @@ class Proposals:
     request: Request
 
     def meshes(self, num_devices: int, host_size: int, rows: int) -> Iterator[Mesh]:
-        """Yield the meshes of a submesh with ``host_size`` neighbours in each host."""
+        """Yield the meshes to try on a submesh with ``host_size`` neighbours in each host."""
         forced = self.request.forced
         no_positions = self.positions < SHORTEST_POSITIONS or forced.schedule == "terapipe"
         if no_positions and self.experts is None:
@@ -151,14 +153,14 @@ class Proposals:
                 yield parts // ep, tp, 1, ep
 
     def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
-        """Return whether tokens are fewer bytes than the gradients that need not be summed."""
+        """Return whether tokens are fewer bytes than the gradients that "ep" does not sum."""
         rows = self.request.global_batch / dp
         tokens = rows * (experts.gathered + experts.exchanged / ep)
         return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)
 
 
 def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) -> Proposals:
-    """Return the proposer of meshes for a graph."""
+    """Return the proposer of meshes for a graph, with its positions and experts."""
     gradient_bytes = policy(request.precision, request.optimizer, request.states).gradient_bytes
 
     def strategies(node: Node) -> tuple[AxisStrategy, ...]:
@@ -185,9 +187,9 @@ def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]:
-    """Return the meshes of a submesh that the forced degrees allow, data-parallel first.
+    """Return the dp × tp meshes of a submesh that the forced degrees allow, data-parallel first.
 
-    Unless forced, "tp" stays within a host, if hosts have several devices: ``host_size``
+    Unless forced, "tp" stays within a host if hosts have several devices: groups of ``host_size``
     neighbours never cross hosts.
 
     >>> [mesh.shape for mesh in meshes(4, 4, Forced())]
@@ -206,7 +208,7 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
 
 
 def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
-    """Return the mesh of these degrees without axes of size 1, in the order dp, ep, cp, tp.
+    """Return the mesh with these degrees, in the order dp, ep, cp, tp, without axes of size 1.
 
     >>> mesh_of(1, 1), mesh_of(1, 4)
     (Mesh(axes=('dp',), shape=(1,)), Mesh(axes=('tp',), shape=(4,)))
@@ -221,8 +223,8 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
     """Return the permitted uses of a mesh's axes.
 
-    ``free`` leaves unforced axes to the solver; of three axes, "dp" stays fixed, as tables of three
-    free axes are too wide.
+    ``free``: the solver decides the use of unforced axes; of three axes "dp" stays fixed, as tables
+    of three free axes are too wide.
     """
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 

@@ -1,15 +1,15 @@
-"""The recurrence over stages, from the last to the first, for all starts at once.
+"""Recurrence over stages, from the last to the first, for all start cuts at once.
 
-In: positions on the devices and the moves between them (a stage from one position to the next
-on some submesh), the seconds of every run of blocks in a move. Out: for s stages to come, from
-every position and every cut on, the least of an objective that grows stage by stage:
+In: positions on the devices and the moves between them (a stage from one position to the next on
+some submesh), the seconds of every run of blocks in a move. Out: for s stages to the end, from
+every position and every cut, the minimum of an objective that is composed stage by stage:
 
     F(s, k, p) = min over moves p → q and i of  combine(t(k..i, move, s), F(s − 1, i, q))
 
-Seconds depend on a move through its place only (a class of equal submeshes), so moves of one place
-are one array; runs slower than the bound are left out. So are cuts that the stages before a
+Seconds depend on a move only through its place (a class of equal submeshes), so moves of one place
+are one array; runs whose m exceeds the bound are omitted. So are cuts that the stages before a
 position cannot reach within the bound, or from which the stages after it cannot reach the end: near
-the least bound that is nearly all cuts.
+the least feasible bound these are nearly all cuts.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import numpy as np
 from .cuts import CostTiles, Floats, Ints, StageBand, TileBlock, TileRows
 
 Combine = Callable[[TileRows | TileBlock, Floats], Floats]
-"""Maps a stage's seconds and the objective of all later stages to the objective from it on."""
+"""Function from a stage's seconds and the later stages' objective to the objective of both."""
 
 MOST_CELLS = 4_000_000
-"""Maximum cells of an array of one step; more moves are processed in turns."""
+"""Maximum cells of an array in one step; more moves are processed in several steps."""
 
 MANY_CELLS = 1 << 13
 """Cells above which a move is processed alone, in strips, which need no copies."""
 
 STRIP_CELLS = 1 << 15
-"""Approximate cells of a strip, which then stays in cache."""
+"""Approximate cells of a strip, few enough to stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A stage from position ``start`` to ``stop``: ``num_devices`` from ``first_device`` on."""
+    """Possible stage from position ``start`` to ``stop``, with its devices and their place."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """Moves of one place, no two from one position."""
+    """Moves of one place, each from a different position."""
 
     starts: Ints
     stops: Ints
@@ -63,10 +63,10 @@ class Moves:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Ways to lay stages over the devices; position 0 is the first, ``end`` the last.
+    """Ways to tile the devices with stages; position 0 is the first, ``end`` the last.
 
-    With ``fixed`` stages, the p-th stage is at position p; otherwise any number of stages up to
-    ``most`` is tried.
+    If ``fixed``, the p-th stage is at position p; otherwise any number of stages up to ``most`` is
+    tried.
     """
 
     end: int
@@ -85,13 +85,13 @@ class Tiling:
         return {start: tuple(moves) for start, moves in found.items()}
 
     def moves_from(self, left: int, start: int) -> Iterator[Move]:
-        """Yield the stages that may begin at a position with ``left`` stages to come, inclusive."""
+        """Yield the moves from a position if ``left`` stages, this included, remain to the end."""
         for move in self._from.get(start, ()):
             if (move.stop == self.end) == (left == 1):
                 yield move
 
     def groups(self, left: int, *, first: bool) -> dict[int, Moves]:
-        """Group by place the moves with ``left`` stages to come that begin at 0, or elsewhere."""
+        """Group by place the moves with ``left`` stages to the end, from position 0 or others."""
         key = (left if self.fixed else min(left, 2), first)
         if key not in self._groups:
             starts = {self.most - left} if self.fixed else set(self._from)
@@ -106,7 +106,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Values of the recurrence: ``values[s]`` maps a position to F(s, ·, position)."""
+    """Solved recurrence: ``values[s]`` maps a position to F(s, ·, position), by cut."""
 
     tiling: Tiling
     bands: CostTiles
@@ -115,7 +115,7 @@ class Sweep:
 
     @staticmethod
     def of(tiling: Tiling, bands: CostTiles, combine: Combine, *, most: int | None = None) -> Sweep:
-        """Run the recurrence up to ``most`` stages, by default ``tiling.most``."""
+        """Solve the recurrence for up to ``most`` stages, by default ``tiling.most``."""
         number = most or tiling.most
         done = np.full(len(bands.cuts), np.inf)
         done[-1] = 0.0
@@ -146,7 +146,7 @@ class Sweep:
     def _least(
         self, band: StageBand, moves: Moves, later: _After, last: Ints
     ) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Yield subsets of a place's moves with their cuts and least objective from each cut."""
+        """Yield subsets of a place's moves, their cuts, and the least objective from each cut."""
         if not band.width:
             return
         begin, end = later.cuts(band, moves.stops)
@@ -172,7 +172,8 @@ class Sweep:
             yield some, cuts, self.combine(band.rows(cuts), after).min(axis=2)
 
     def _in_strips(self, band: StageBand, cuts: range, later: _After, stop: int) -> Floats:
-        """Return the least objective of a stage to a position, from each of some cuts."""
+        """Return, for each of ``cuts``, the least objective of a stage that ends at position
+        ``stop``."""
         low, high = int(later.low[stop]), int(later.high[stop])
         found = []
         at_once = max(1, STRIP_CELLS // band.width)
@@ -184,12 +185,12 @@ class Sweep:
         return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
-        """Return the least objective of so many stages."""
+        """Return the least objective of ``num_stages`` stages over all blocks and devices."""
         value = self.values[num_stages].get(0) if num_stages < len(self.values) else None
         return float("inf") if value is None else float(value[0])
 
     def stages(self, num_stages: int) -> tuple[tuple[int, int, Move], ...]:
-        """Trace back an optimum: (first cut, last cut, move) of each stage."""
+        """Trace back an optimum: return (first cut, last cut, move) of each stage."""
         found = []
         cut, position = 0, 0
         for left in range(num_stages, 0, -1):
@@ -213,7 +214,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _After:
-    """Objective of the stages after a stage, by position: its row, and cuts that have values."""
+    """Objective of later stages by position: a row of ``values``, and the range of its cuts."""
 
     values: Floats
     row: Ints
@@ -222,7 +223,7 @@ class _After:
 
     @staticmethod
     def of(after: dict[int, Floats], end: int) -> _After:
-        """Stack the values by position, padded with as many infinite cuts."""
+        """Stack the values of all positions, padded with as many infinite cuts."""
         size = len(next(iter(after.values())))
         values = np.full((len(after), 2 * size), np.inf)
         row, low, high = (np.full(end + 1, fill) for fill in (0, size, -1))
@@ -236,14 +237,14 @@ class _After:
         return bool((self.high[positions] >= 0).any())
 
     def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
-        """Return the first and the last cut from which a stage may reach each of the positions."""
+        """Return the first and last cut from which a stage may reach each of the positions."""
         at = band.cuts.at
         low = np.minimum(self.low[stops], len(at) - 1)
         begin = np.searchsorted(at, at[low] - band.most_blocks)
         return begin, self.high[stops] - 1
 
     def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
-        """Return ``[move, cut, j]``, the objective at the cut j + 1 further on."""
+        """Return ``[move, cut, j]``, the objective from the cut j + 1 further on."""
         step = self.values.strides[1]
         rows, size = self.values.shape
         every = np.lib.stride_tricks.as_strided(
@@ -253,14 +254,14 @@ class _After:
         return found
 
     def strip(self, stop: int, cuts: range, columns: range) -> Floats:
-        """Return ``[j, cut]``, the objective at the cut j + 1 further on, as a view."""
+        """Return ``[j, cut]``, the objective from the cut j + 1 further on, as a view."""
         step = self.values.strides[1]
         start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))
 
 
 def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
-    """Return by position the last cut that stages before it can reach in the bound; −1: none."""
+    """Return, by position, the last cut that earlier stages reach within the bound; −1: none."""
     alive = np.zeros(tiling.end + 1, dtype=bool)
     alive[tiling.end] = True
     longest: dict[tuple[int, int], int] = {}
@@ -287,27 +288,27 @@ def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
 
 
 def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return Σ q: the sum of the seconds that stages take once."""
+    """Return Σ q, seconds that stages take once, of a stage and the later ``after``."""
     total: Floats = stage.once + after
     return total
 
 
 def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return max m: the largest seconds that a stage takes as the slowest."""
+    """Return max m, further seconds of the slowest stage, of a stage and the later ``after``."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 
 
 def turnaround_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return the longest path through a pipeline that turns around at one stage.
+    """Return the longest path through a pipeline that turns around at some stage.
 
     A stage cannot begin before the first micro-batch has passed all stages before it, and its last
-    micro-batch still has to pass back through them: with q_j the seconds of stage j for one
+    micro-batch still has to pass back through them. With q_j the seconds of stage j for one
     micro-batch and m_i the seconds of stage i for all others, a step takes at least
 
         max_i  Σ_{j ≤ i} q_j + m_i
 
-    which from the last stage to the first is  q + max(m, later stages).
+    which, computed from the last stage to the first, is q + max(m, later stages).
     """
     total: Floats = stage.once + np.maximum(stage.slowest, after)
     return total

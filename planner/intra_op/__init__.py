@@ -1,1 +1,1 @@
-"""Layouts, ZeRO stage and recomputation of a stage on one mesh."""
+"""Intra-operator planning: layouts, ZeRO stage and recomputation of a stage on one mesh."""

@@ -1,14 +1,14 @@
-"""Lower bounds by ZeRO stage and recomputation policy, which direct the integer programs.
+"""Lower bounds by ZeRO stage and recomputation policy, which select the integer programs to solve.
 
-In: a run, its kinds' tables, the memory limit. Out: for every ZeRO stage and recomputation policy a
-lower bound of the objective within the memory limit,
+In: a run of blocks, its kinds' tables, the memory limit. Out: for every ZeRO stage and
+recomputation policy a lower bound of the objective within the memory limit,
 
     max over λ of  Σ_kinds Σ_modes n·min T_kind(mode, λ) − λ·(limit − fixed bytes)
 
 where T are the tables of ``kind_tables`` with a price λ per byte and n is the number of blocks that
-the policy runs in that mode; conversions between kinds are free. The integer program need only be
-solved where the bound is below the best found, the lowest first (best-first branch and bound over
-the few discrete choices outside of the program).
+the policy runs in that mode; conversions between kinds are taken as free. An integer program must
+be solved only if its bound is below the incumbent; the lowest bound comes first (best-first branch
+and bound over the few discrete choices outside the program).
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from .families import Family
 from .kind_tables import Rates
 
 MOST_PROGRAMS = 2
-"""Maximum integer programs solved to narrow a stage's gap."""
+"""Maximum number of integer programs solved to narrow the gap of a stage."""
 
 WINNERS_PROGRAMS = 256
-"""Maximum for a stage of the plan itself: more than the mixes of recomputation near its own."""
+"""Maximum number of integer programs for a stage of the chosen plan: more than the recomputation
+policies near the stage's."""
 
 PROGRAM_SECONDS = 1.0
-"""Time limit of such a program, whose proven bound is then used."""
+"""Time limit of an integer program; afterwards the bound proven so far is used."""
 
 
 def priced_rates(
@@ -41,7 +42,8 @@ def priced_rates(
     zeros: Sequence[int],
     prices: Sequence[float],
 ) -> Rates:
-    """Return the rates of every ZeRO stage at every price of a byte, stages outermost."""
+    """Return the rates of problems for every pair of a ZeRO stage and a price of a byte, by ZeRO
+    stage."""
     states = tuple(float(price) for _ in zeros for price in prices)
     return Rates(
         num_microbatches,
@@ -62,7 +64,7 @@ def round_price(price: float) -> float:
 
 
 def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
-    """Return the policies of a forced mode for all blocks, or else of the allowed modes."""
+    """Return the recomputation policies of a run that the forced or the allowed modes admit."""
     listed = policies(*run.class_counts)
     return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
@@ -76,7 +78,8 @@ def bounds(
     num_zeros: int,
     free_bytes: float,
 ) -> Floats:
-    """Return the lower bound ``[zero, policy]``; ``free_bytes`` is the limit minus fixed bytes."""
+    """Return the lower bounds ``[zero, policy]``; ``free_bytes`` is the memory limit minus fixed
+    bytes."""
     rates = next(iter(ways.values()))
     prices = np.array(rates.state_prices).reshape(num_zeros, -1)
     total = np.zeros((*prices.shape, len(listed)))
@@ -107,11 +110,11 @@ def bound_by_price(
     zeros: Sequence[int],
     scale: tuple[float, float],
 ) -> tuple[float, int, list[float]]:
-    """Bound the cost of solutions that fit in memory; return the bound, its ZeRO stage and the
-    prices near its λ.
+    """Bound the cost of solutions that fit in memory; return the bound, its ZeRO stage, and the
+    grid prices around the λ that attains it.
 
-    ``ways`` makes the problems of stages and prices; ``scale`` has the free bytes and the price
-    of a byte at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
+    ``ways`` makes the rates of problems from ZeRO stages and prices; ``scale`` has the free bytes
+    and the price at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
     """
     free, unit = scale
     grid = np.geomspace(1e-3, 1e2, 12) * unit
@@ -131,7 +134,7 @@ def bound_by_price(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """Yield (bound, zero's number, policy's number), ascending."""
+    """Yield (bound, index of the ZeRO stage, index of the policy) in ascending order of bounds."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
         zero, policy = divmod(flat, values.shape[1])
         yield float(values[zero, policy]), zero, policy

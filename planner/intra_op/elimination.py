@@ -1,20 +1,20 @@
-"""Exact minimum of a sum of tables over few-valued variables, one variable at a time.
+"""Exact minimum of a sum of tables over few-valued variables, by variable elimination.
 
-In: variables with a number of values each; factors, tables over a few of them. Out: for every
-assignment of the kept variables the least sum over all others, and their values. Eliminating v
+In: variables with a number of values each; factors, which are tables over a few variables. Out: for
+every assignment of the kept variables the minimum over all others, and their values. Eliminating v
 replaces the factors f_j that contain it by
 
     g(rest) = min_v Σ_j f_j(v, rest)
 
 (Bertelè and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket elimination",
-Artificial Intelligence 113, 1999). The work is the size of the tables g before the minimum:
-small where the graph of the factors is nearly a chain, as a block of layers is.
+Artificial Intelligence 113, 1999). The work is the total size of the tables g before the minimum:
+it is small if the graph of the factors is nearly a chain, as a block of layers is.
 
-Tables have two leading axes, for a batch of problems that differ only in their figures; an axis has
-length 1 where they agree.
+Tables have two leading axes for a batch of problems that differ only in numbers; an axis has length
+1 if all problems agree along it.
 
 The best value of v is not stored for every assignment, which would take longer than the minimum
-itself; it is recomputed from the factors for the few assignments that are asked for.
+itself; it is recomputed from the factors for the few assignments that are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH_AXES = 2
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A table over the variables of ``scope``: ``table[a, b, values of the scope]``."""
+    """Term of the sum: ``table[a, b, values of the scope]``, with the batch axes a and b."""
 
     scope: tuple[int, ...]
     table: Floats
@@ -43,7 +43,8 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order in which variables are eliminated, and the cells of all its tables."""
+    """Order in which variables are eliminated; total and maximum cells of the tables that it
+    makes."""
 
     variables: tuple[int, ...]
     num_cells: int
@@ -53,7 +54,8 @@ class Order:
 def find_order(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], kept: Sequence[int]
 ) -> Order:
-    """Choose greedily the variable with the smallest table; ties go to the first.
+    """Return the greedy order: eliminate the variable with the smallest table next; ties go to the
+    first.
 
     >>> find_order((2, 3, 4), ((0, 1), (1, 2)), ()).variables
     (0, 1, 2)
@@ -87,14 +89,14 @@ def _cells(sizes: Sequence[int], variable: int, near: set[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An eliminated variable, and the factors that contained it."""
+    """Record of an elimination: the variable, and the factors that contained it."""
 
     variable: int
     met: tuple[Factor, ...]
 
     def best(self, rows: Ints, columns: Ints, known: Ints, size: int) -> Ints:
-        """Return the variable's best value per assignment, ``known[assignment, variable]``, of the
-        problem named by its row and column, ``[assignment, 1]``."""
+        """Return the variable's best value in each assignment, given ``known[assignment,
+        variable]`` and the row and column of the assignment's problem, each ``[assignment, 1]``."""
         total = np.zeros((len(known), size))
         values = np.arange(size)
         for factor in self.met:
@@ -111,9 +113,11 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """The least sums ``table[a, b, values of kept]``; ``steps`` recover the variables.
+    """Result of an elimination: minima ``table[a, b, values of kept]``; ``steps`` recover the
+    variables.
 
-    For a batch flattened by ``in_a_row``, the problems were solved in rows of ``num_columns``.
+    After ``in_a_row``, which flattens the batch, ``num_columns`` is the length of the original
+    rows.
     """
 
     sizes: tuple[int, ...]
@@ -124,15 +128,15 @@ class Eliminated:
     _known: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
-        """Return the same result with the problems of all rows in one row."""
+        """Return the same result with the batch of problems flattened to one row."""
         rest = self.table.shape[BATCH_AXES:]
         whole = np.broadcast_to(self.table, (num_rows, num_columns, *rest))
         table = whole.reshape(1, num_rows * num_columns, *rest)
         return replace(self, table=table, num_columns=num_columns)
 
     def complete(self, rows: Ints, columns: Ints, values: Ints) -> Ints:
-        """Recover all variables, ``[assignment, variable]``, from the kept ones, ``[assignment,
-        kept]``, in the problems of these rows and columns."""
+        """Recover all variables, ``[assignment, variable]``, from the kept variables,
+        ``[assignment, kept]``, in the problems at ``rows`` and ``columns`` of the batch."""
         found = np.zeros((len(rows), len(self.sizes)), dtype=np.int64)
         found[:, list(self.kept)] = values
         if self.num_columns:
@@ -143,7 +147,7 @@ class Eliminated:
         return found
 
     def recalled(self, columns: Ints, values: Ints) -> Ints:
-        """Recover variables as ``complete``, for the first row's problems, each assignment once."""
+        """Recover variables as ``complete`` does, for problems of the first row, with a cache."""
         keys = [tuple(each) for each in np.column_stack([columns, values]).tolist()]
         new = [number for number, key in enumerate(keys) if key not in self._known]
         if new:
@@ -152,27 +156,29 @@ class Eliminated:
         return np.array([self._known[key] for key in keys])
 
     def every(self, shape: tuple[int, int]) -> Ints:
-        """Recover all variables in every problem, row by row; no variable is kept."""
+        """Recover all variables in every problem of the batch, row by row, when no variable is
+        kept."""
         rows, columns = (each.ravel() for each in np.indices(shape))
         return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
 @dataclass
 class Memo:
-    """Steps that problems share because they contain only noted factors, compared by identity."""
+    """Cache of elimination steps whose factors are all registered (``noted``), compared by
+    identity."""
 
     noted: dict[int, Factor] = field(default_factory=dict)
     steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
 
     def note(self, factor: Factor) -> Factor:
-        """Register a factor that will come again as the same object."""
+        """Register a factor that later problems will contain as the same object."""
         self.noted[id(factor)] = factor
         return factor
 
     def step(
         self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
     ) -> tuple[_Step, Factor]:
-        """Eliminate a variable, or return the step from the memo."""
+        """Return the step that eliminates a variable, from the cache if possible."""
         key = (variable, *map(id, met))
         found = self.steps.get(key)
         if found is None:
@@ -186,7 +192,7 @@ class Memo:
 def _eliminated(
     variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
 ) -> tuple[_Step, Factor]:
-    """Eliminate a variable from the factors that contain it; return the step and the new factor."""
+    """Eliminate a variable from the factors ``met``; return the step and the new factor."""
     others = {other for factor in met for other in factor.scope}
     others.discard(variable)
     scope = tuple(sorted(others))
@@ -201,7 +207,8 @@ def eliminate(
     kept: Sequence[int] = (),
     memo: Memo | None = None,
 ) -> Eliminated:
-    """Minimize over every variable of ``order``. ``memo`` must belong to this order.
+    """Minimize a sum of factors over every variable of ``order``. ``memo`` must belong to this
+    order.
 
     >>> apart = Factor((0, 1), np.array([[[[0.0, 3.0], [3.0, 0.0]]]]))
     >>> first = Factor((0,), np.array([[[1.0, 0.0]]]))
@@ -231,7 +238,7 @@ def eliminate(
 
 
 def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Floats:
-    """Add factors into one table over ``scope``, whole along every variable of it."""
+    """Add factors into one table over ``scope``, broadcast to full length along its variables."""
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
@@ -250,7 +257,8 @@ def _size(table: Floats) -> int:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """Return a factor's table with its axes in place, of length 1 for absent variables."""
+    """Return a factor's table with its axes in the order of ``scope``, length 1 for absent
+    variables."""
     if factor.scope == scope:
         return factor.table
     axes, index = _places(factor.scope, scope)
@@ -262,7 +270,8 @@ def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
 def _places(
     own: tuple[int, ...], scope: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """Return the permutation of axes over ``own`` into ``scope``'s order, and an index for axes."""
+    """Return the permutation of axes from ``own`` to ``scope``, and an index that inserts absent
+    axes."""
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))

@@ -1,10 +1,10 @@
-"""Runs of blocks that share their decisions, solved together from the tables of their kinds.
+"""Joint solution of runs of blocks of one family, from the tables of their kinds.
 
-In: runs of one family, each kind's least cost by the layouts at its ends (``kind_tables``).
-Out: for every run and every problem of a batch (ZeRO stages, prices of a byte) the least
-objective, and the choices that reach it. The only variables left are the ends of the kinds
-and the parameters of several blocks; how often a kind or an edge occurs is a factor. So the
-work grows with kinds, not with blocks, and with the number of runs only as array lengths do.
+In: runs of one family, each kind's least cost by the layouts at its ends (``kind_tables``). Out:
+for every run and every problem of a batch (ZeRO stages, prices of a byte) the least objective, and
+the choices that attain it. The only variables left are the ends of the kinds and the parameters
+that several blocks share; the number of times that a kind or an edge occurs is a factor of its
+cost. So the work grows with kinds, not with blocks; the number of runs only makes arrays longer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """An edge between kinds as a factor, if it costs anything, and the bytes of its value by source
-    variable."""
+    """Cost of an edge between kinds, if any, as a link; and the bytes of its value for each value
+    of the source variable."""
 
     link: Link | None
     source: int
@@ -34,7 +34,8 @@ class _Crossing:
 
 @dataclass
 class Family:
-    """The small problem that all runs of a family share."""
+    """Problem that all runs of a family share: variables for the ends of kinds and shared
+    parameters."""
 
     model: StageModel
     kinds: dict[str, KindTables]
@@ -47,7 +48,8 @@ class Family:
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
-        """Build the variables of a run's family: the ends of its kinds, the shared parameters."""
+        """Build the variables of a run's family: the ends of its kinds and the shared
+        parameters."""
         sizes: list[int] = []
         place: dict[tuple[str, int], tuple[int, Ints]] = {}
         first: dict[str, int] = {}
@@ -65,7 +67,8 @@ class Family:
         return Family(model, own, sizes, place, first, run.shared)
 
     def _place(self, node: str) -> tuple[int, Ints]:
-        """Return the variable of a member's decision, and the choice for each of its values."""
+        """Return the variable that decides the layout of ``node``, and the choice for each of its
+        values."""
         structure = self.model.structure
         if structure.graph[node].kind == "parameter" and structure.is_shared(node):
             return self.place[node, 0]
@@ -73,7 +76,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cached edge between kinds as a factor over the ends."""
+        """Return the cost of an edge between kinds as a factor over variables. Cached."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]
@@ -100,7 +103,7 @@ class Family:
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
         """Return the least objective of every run in every problem of the batch.
 
-        Raises ``TooWideError`` if the tables would be too large.
+        Raises ``TooWideError`` if its tables would be too large.
         """
         tables = {kind: own.solve(rates) for kind, own in self.kinds.items()}
         own = {kind: found.table for kind, found in tables.items()}
@@ -117,10 +120,11 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """A lower bound per problem of the batch, with every block of the run in any of ``ways``.
+        """Return a lower bound per problem of the batch if every block may use any of the rates
+        ``ways``.
 
-        Values that recomputed blocks read from outside count only if all ways recompute. Raises
-        ``TooWideError``.
+        Values that recomputed blocks read from outside count only if all of ``ways`` recompute.
+        Raises ``TooWideError``.
         """
         every = {
             kind: [own.solve(rates).table for rates in ways] for kind, own in self.kinds.items()
@@ -174,7 +178,7 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return the factors of sent values, received values and the loss."""
+        """Return the factors for sent values, received values and the loss."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -196,7 +200,8 @@ class Family:
         return factors
 
     def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
-        """Return the latencies of gradient synchronization, and the wait that no layout avoids."""
+        """Return, by run and problem, the latencies of gradient synchronization and the least wait
+        for it."""
         least_wait, count = self.model.least_wait, rates.num_microbatches
         waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
         found: Floats = np.array(waits) * (1 - rates.exposed)
@@ -209,9 +214,10 @@ class Family:
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
     ) -> Iterator[Solution]:
-        """Yield the choices of every kind and shared parameter from the values of the ends.
+        """Yield, for each solution, the choices of every kind and shared parameter, given values of
+        the ends.
 
-        ``values[solution, variable]``; ``problems`` has the number of each solution's problem.
+        ``values[solution, variable]``; ``problems`` has the index of each solution's problem.
         """
         chosen: dict[str, list[tuple[int, ...]]] = {}
         for kind, own in tables.items():
@@ -229,7 +235,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Reshape counts per run to the first axis of a table."""
+    """Return counts by run as an array that broadcasts along the first axis of a table."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 
@@ -238,7 +244,8 @@ Part = tuple[int, Eliminated, dict[str, Eliminated]]
 
 @dataclass(frozen=True)
 class Solved:
-    """``least[run, problem]`` of a family, and eliminations that recover choices, by parts."""
+    """Solution of a family: ``least[run, problem]``, and ``parts`` with eliminations to recover
+    choices."""
 
     family: Family
     rates: Rates
@@ -246,7 +253,7 @@ class Solved:
     parts: tuple[Part, ...]
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the distinct solutions that reach the least objective of any run and problem."""
+        """Yield the distinct solutions that attain the least objective of any run and problem."""
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
             problems = np.indices(shape)[1].ravel()

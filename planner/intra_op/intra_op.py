@@ -3,17 +3,17 @@
 In: the tables of a mesh, runs of blocks, micro-batches per step and in flight, a memory limit. Out:
 the cheapest solution that fits, its cost, and its gap.
 
-Where memory does not bind, the answer is exact for every run and ZeRO stage: each kind of block is
-solved once for every layout at its ends, and runs are put together from that (``families``). Where
-it binds, the same is done with a price λ per byte, for several λ and with blocks recomputed or not;
-the solutions go into a pool, and each one is priced under every ZeRO stage and recomputation policy
-(``pool``). For any λ
+If memory does not bind, the answer is exact for every run and ZeRO stage: each kind of block is
+solved once for every layout at its ends, and runs are composed from these solutions (``families``).
+If it binds, the same is done with a price λ per byte, for several λ and with blocks recomputed or
+not; the solutions are collected in a pool and priced under every ZeRO stage and recomputation
+policy (``pool``). For any λ
 
     min over layouts, ZeRO and policies of  seconds + λ·(bytes − limit)
 
-is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963): the gap. ``refine``
-narrows it to the requested gap with the integer program, whose memory limit is a constraint. Where
-tables would be too wide, only the integer program is used.
+is a lower bound (Lagrangian relaxation: Everett, Operations Research 11, 1963), which gives the
+gap. ``refine`` narrows it to the requested gap with the integer program, whose memory limit is a
+constraint. If tables would be too wide, only the integer program is used.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
 EXPOSED = (1.0, 0.5)
-"""Shares of the collectives of states that are assumed exposed in further solutions."""
+"""Exposed fractions of the collectives of states (ZeRO gathers, gradient sums) to solve stages
+for."""
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
-"""λ of the priced solutions, in a stage's seconds per its bytes."""
+"""Prices λ of a byte to solve stages for, in multiples of a stage's seconds / a device's bytes."""
 
 HIGH_PRICES = (3e3, 1e6)
-"""Higher λ, for stages where nothing fits otherwise: over slow links, bytes cost that much."""
+"""Higher λ, used if nothing fits otherwise: on slow links saved bytes cost that many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of every stage: bytes per device, allowed ZeRO, forced recomputation.
+    """Limits on the stages: bytes per device, allowed ZeRO stages, forced recomputation.
 
     ``gap``: maximum gap of a stage, relative to its cost. ``solver`` solves the integer programs.
     """
@@ -71,7 +72,7 @@ _Bounded = tuple[Sequence[Run], Rates]
 
 @dataclass
 class IntraOp:
-    """Solver of stages on one mesh (``model``), with a cache of its results."""
+    """Solver of stages on one mesh (``model``), with caches of all results."""
 
     model: StageModel
     limits: Limits
@@ -91,35 +92,36 @@ class IntraOp:
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """Return the ZeRO stages to choose from."""
+        """Return the allowed ZeRO stages; only 0 if the mesh cannot shard states."""
         return self.limits.zeros if self.model.prices.shards > 1 else (0,)
 
     @property
     def modes(self) -> tuple[Recompute, ...]:
-        """Return the recomputation modes to choose from."""
+        """Return the allowed recomputation modes."""
         given = self.limits.recompute
         return self.limits.modes if given is None else (given,)
 
     @property
     def excess_bytes(self) -> dict[object, float]:
-        """Return by run and setting the excess of memory over the limit."""
+        """Map runs and settings for which nothing fitted to their least excess over the memory
+        limit."""
         found = dict(self._noted)
         for pool in self.pools.values():
             found |= pool.excess_bytes
         return found
 
     def note_excess(self, num_bytes: float) -> None:
-        """Record that some run needs at least ``num_bytes`` more than the limit."""
+        """Record that a run outside the pools needs at least ``num_bytes`` more than the limit."""
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Solve runs of one family without the memory limit."""
+        """Solve runs of one family without the memory limit, to bound them."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Bound the seconds of contiguous ranges of blocks that share tables.
+        """Bound the seconds of runs of one family with the tables of their kinds.
 
         Return False if the tables are too wide or the time is up.
         """
@@ -133,11 +135,12 @@ class IntraOp:
         return True
 
     def _plain(self, num_microbatches: int) -> Rates:
-        """Return the rates of problems without prices of bytes."""
+        """Return the rates of problems in which bytes have no price."""
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """Return the solutions of a run's family, with the runs that were only bounded so far."""
+        """Return the pool of a run's family, with solutions of runs that were only bounded so far
+        added."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -150,7 +153,7 @@ class IntraOp:
         return pool
 
     def _family(self, run: Run) -> Family | None:
-        """Return the tables of a run's family, None if they would be too wide."""
+        """Return the shared problem of a run's family; None if its tables would be too wide."""
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):
@@ -162,13 +165,13 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Return whether a run is solved by tables."""
+        """Return whether tables, not integer programs, solve a run."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve runs of one family by the tables of their kinds; None if these are too wide."""
+        """Solve runs of one family with tables; None if these are too wide, or no time is left."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -184,7 +187,7 @@ class IntraOp:
                 pool.add(solution)
 
     def bound_seconds(self, run: Run, num_microbatches: int) -> float:
-        """Return a lower bound of the objective over all layouts, ZeRO stages and policies.
+        """Return a lower bound of a run's objective over all layouts, ZeRO stages and policies.
 
         The memory limit is ignored. The bound is 0 if nothing was proven in time.
         """
@@ -192,7 +195,7 @@ class IntraOp:
         return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def block_seconds(self, kind: str, num_microbatches: int) -> float:
-        """Return a lower bound of a block's part of the objective; 0 if tables are too wide."""
+        """Return a lower bound of a block's share of the objective; 0 if tables are too wide."""
         key = (kind, num_microbatches)
         if key not in self._blocks:
             self._blocks[key] = 0.0
@@ -203,7 +206,7 @@ class IntraOp:
         return self._blocks[key]
 
     def best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the cheapest solution that fits, None if nothing does."""
+        """Return the cheapest solution of a run that fits in memory; None if none does."""
         key = (run.key, num_microbatches, in_flight)
         if key not in self.answers:
             self.prepare((run,), num_microbatches)
@@ -211,7 +214,8 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """The best of the pool, widened until the gap is met or nothing more can be added."""
+        """Return the best solution of the pool, after adding solutions until the gap is small
+        enough."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
         for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
@@ -238,8 +242,8 @@ class IntraOp:
     def _add_exposed(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for exposed collectives of states, longer than the compute beside them;
-        return whether there were any. Runs once per power of two of blocks."""
+        """Add solutions for collectives of states that exceed the compute beside them; return
+        whether any is new. Runs once per family, with blocks rounded to powers of two."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -263,10 +267,10 @@ class IntraOp:
     def _add_fitting(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for a binding memory limit; return whether there were any.
+        """Add solutions for a binding memory limit; return whether any is new.
 
-        They are the best at each price of a byte, with all blocks recomputed alike. Runs once per
-        family and per power of two of blocks and of micro-batches in flight.
+        The solutions are the best at each price of a byte, with the same recomputation in all
+        blocks. Runs once per family, with blocks and micro-batches in flight in powers of two.
         """
         in_flight = 1 << (in_flight.bit_length() - 1)
         return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
@@ -274,7 +278,7 @@ class IntraOp:
     def _save_bytes(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add the solutions of the fewest bytes if nothing fits; return whether any is new."""
+        """Add solutions with the fewest bytes if nothing fits; return whether any is new."""
         if not nothing_fits:
             return False
         return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
@@ -287,7 +291,7 @@ class IntraOp:
         prices: tuple[float, ...],
         nothing_fits: bool,
     ) -> bool:
-        """Add the solutions for some prices of a byte, once; return whether any is new."""
+        """Add the best solutions at ``prices`` of a byte, once; return whether any is new."""
         key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
@@ -308,15 +312,15 @@ class IntraOp:
         return len(pool.entries) > before
 
     def _price_unit(self, run: Run, num_microbatches: int) -> float:
-        """The seconds per byte at which all of a device's bytes cost as much as the stage."""
+        """Return the seconds per byte at which a device's memory costs as much as the stage."""
         bound = self._bounds.get((run.key, num_microbatches), 0.0)
         limit = self.limits.memory_bytes
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
     def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
-        """Return a lower bound of the objective within the memory limit (Lagrangian).
+        """Return a lower bound (Lagrangian) of a run's objective within the memory limit.
 
-        The solutions at the prices of the bound go into the pool.
+        Solutions at the prices near the bound are added to the pool.
         """
         bound = self.bound_seconds(run, num_microbatches)
         family = self._family(run)
@@ -349,8 +353,8 @@ class IntraOp:
     def refine(
         self, run: Run, num_microbatches: int, in_flight: int, most: int
     ) -> StageAnswer | None:
-        """Return ``best`` with its gap proven, narrowed to ``limits.gap`` within the time and
-        ``most`` integer programs."""
+        """Return the answer of ``best`` with a proven gap, narrowed to ``limits.gap`` within the
+        time limit and ``most`` integer programs."""
         found = self.best(run, num_microbatches, in_flight)
         key = (run.key, num_microbatches, in_flight)
         if found is None or found.gap <= SAME - 1 or self._refined.get(key, 0) >= most:
@@ -374,7 +378,7 @@ class IntraOp:
         return found
 
     def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """Return the best of up to ``most`` integer programs; stop once the gap is small enough."""
+        """Solve up to ``most`` integer programs until the gap is small; return the best answer."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
@@ -430,7 +434,7 @@ class IntraOp:
     ) -> ilp.Answer | None:
         """Solve one integer program and add its solution to the pool; return None if time is up.
 
-        It stops early if nothing can be below ``cutoff``. ``start``: see ``ilp.optimize``.
+        It stops early if no solution can be below ``cutoff``. ``start``: see ``ilp.optimize``.
         """
         if self.budget.left_seconds <= 0:
             return None
@@ -459,9 +463,10 @@ class IntraOp:
         return answer
 
     def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:
-        """Solve integer programs instead of tables, for the shortest, middle and longest run.
+        """Solve integer programs instead of tables for the shortest, the middle and the longest
+        run.
 
-        Bounds are kept for the runs that were solved under every ZeRO stage.
+        A run is bounded only if it was solved under every ZeRO stage.
         """
         ordered = sorted(runs, key=lambda run: run.num_blocks)
         some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
@@ -476,7 +481,8 @@ class IntraOp:
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
     def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
-        """Solve the integer program in which almost only memory counts, for runs without tables."""
+        """Solve the integer program with a high price of a byte, for runs whose tables are too
+        wide."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(
             rates.num_microbatches,

@@ -1,14 +1,14 @@
-"""The least cost of one kind of block for every combination of layouts at its ends.
+"""Least cost of a kind of block for every combination of layouts at its ends.
 
 In: a kind's tables on a mesh, and the weights of seconds and bytes. Out: for every combination of
-layouts at the block's ends (the values it reads from other blocks, and the values they read) the
-least cost of the inside, with the choices that reach it. A run of blocks then is a small problem
-over the ends alone (``families``), however many blocks and runs there are: exact, as nothing but
-the ends joins a block to the rest.
+layouts at the block's ends (values that it reads from other blocks, and values that they read) the
+least cost of its inside, with the choices that attain it. A run of blocks then is a small problem
+over the ends alone (``families``), however many blocks and runs there are. It is exact, as only the
+ends connect a block to others.
 
-Costs are priced with a Lagrange multiplier λ per byte, in which memory adds up decision by
-decision: states, and the storages that autograd keeps, each counted with the first decision that
-keeps it. That is at most the memory of the block, so the least cost is a lower bound.
+With a Lagrange multiplier λ per byte, costs include memory that adds up by decision: states, and
+the storages that autograd keeps, each counted with the first decision that keeps it. This is at
+most the memory of the block, so the least cost is a lower bound.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from ..pricing.structure import Edge
 from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
 
 MOST_CELLS = 4_000_000
-"""Maximum cells of a table; wider problems go to the integer program."""
+"""Maximum cells of a table; the integer program solves wider problems."""
 
 
 MOST_SOLVED = 12
-"""Maximum solutions of a kind under different rates in the cache: tables are large."""
+"""Maximum number of rates for which solutions of a kind are cached, as their tables are large."""
 
 
 class TooWideError(Exception):
-    """Signals that tables would be too large; caught inside the planner."""
+    """Signal that tables would be too large; always caught inside the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Weights of seconds and bytes, in a batch of problems that differ in ZeRO stage and λ.
+    """Weights of seconds and bytes for a batch of problems, which differ in ZeRO stage and λ.
 
     ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one micro-batch
-    keeps (λ times the micro-batches in flight). All blocks are recomputed by ``mode``. ``exposed``,
-    ``shares_links``: see ``objective_weights``. ``any_zero``: each decision takes its best ZeRO
-    stage, and problems are one row.
+    keeps (λ times the micro-batches in flight). All blocks use recomputation ``mode``. ``exposed``,
+    ``shares_links``: see ``objective_weights``. With ``any_zero`` each decision takes its own best
+    ZeRO stage, and the problems form one row.
     """
 
     num_microbatches: int
@@ -62,16 +62,16 @@ class Rates:
 
     @property
     def weights(self) -> Floats:
-        """Return the weight of a second of each resource."""
+        """Return the weight of a second of each resource in the objective."""
         return objective_weights(
             self.num_microbatches, exposed=self.exposed, shares_links=self.shares_links
         )
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Return the problems as rows of one ZeRO stage and columns of one price of a byte.
+        """Return the numbers of rows (ZeRO stages) and columns (prices of a byte) of the batch.
 
-        If they are not such a product, every problem is a row.
+        If the problems are not all pairs of a stage and a price, every problem is a row.
         """
         rows = dict.fromkeys(self.zeros)
         columns = len(self.zeros) // len(rows)
@@ -81,14 +81,15 @@ class Rates:
         return (len(rows), columns) if alike and stages == self.zeros else (len(self.zeros), 1)
 
     def prices(self, saved: bool) -> Floats:
-        """Return λ of states or of saved bytes by problem."""
+        """Return λ by problem, of ``saved`` bytes or of states."""
         given = self.saved_prices if saved else self.state_prices
         return np.array(given or (0.0,) * len(self.zeros))
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A decision that other blocks see: the class of each choice, and a choice of each class."""
+    """Decision that other blocks see: the class of each choice, and the first choice of each
+    class."""
 
     decision: int
     classes: Ints
@@ -97,10 +98,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTables:
-    """An edge over its distinct sides: the node of each, its classes, seconds per class.
+    """Cost of an edge by its distinct sides: node and classes of each side, seconds by classes.
 
-    The first is the source, the others are the uses: ``forward[source, use]``. ``repeats``
-    says whether a recomputed block converts the value again, in each of ``RECOMPUTE_MODES``.
+    The first side is the source, the others are uses: ``forward[source, use]``. ``repeats`` says,
+    for each of ``RECOMPUTE_MODES``, whether a recomputed block converts the value again.
     """
 
     nodes: tuple[str, ...]
@@ -110,19 +111,19 @@ class EdgeTables:
     repeats: tuple[bool, bool]
 
     def is_repeated(self, mode: Recompute) -> bool:
-        """Return whether the forward conversion runs again in blocks recomputed by a mode."""
+        """Return whether the forward conversion runs again in blocks recomputed by ``mode``."""
         return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
 
     def seconds(self, *, twice: bool) -> Floats:
-        """Return the seconds of the forward, or ``twice`` that, and of the backward."""
+        """Return the seconds of the forward (counted ``twice`` if recomputed) plus the backward."""
         both: Floats = self.forward * (1.0 + twice) + self.backward
         return both
 
 
 def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """Return the conversions of an edge; None if they cost nothing.
+    """Return the costs of the conversions of an edge; None if they cost nothing.
 
-    Raises ``TooWideError`` if the table over its sides would be too large.
+    Raises ``TooWideError`` if a table over all its sides would be too large.
     """
     merged = model.merged(edge)
     if not merged.forward.any() and not merged.backward.any():
@@ -148,10 +149,11 @@ def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
 def conversion_table(
     matrix: Floats, axes: Sequence[tuple[int, Ints]]
 ) -> tuple[tuple[int, ...], Floats]:
-    """Price the conversions of a value to all of its uses as a table over variables.
+    """Return the variables and the cost table of converting a value for all of its uses.
 
-    ``matrix[source class, use class]``; ``axes``: the variable of the source and of each use, and
-    its values' classes. Distinct conversions count once; repeated variables share an axis.
+    ``matrix[source class, use class]`` has the costs. ``axes``: the variable of the source and of
+    each use, with the class of each of its values. Equal conversions count once; a variable that
+    occurs several times has one axis.
 
     >>> one, both = np.array([0]), np.arange(2)
     >>> conversion_table(np.array([[1.0, 4.0]]), ((0, one), (1, both), (2, both)))[1].tolist()
@@ -178,7 +180,7 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """An edge as a factor over variables; ``axes``: see ``conversion_table``."""
+    """Edge as a factor over variables; ``axes``: see ``conversion_table``."""
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
@@ -189,7 +191,7 @@ class Link:
         return tuple(dict.fromkeys(variable for variable, _ in self.axes))
 
     def factor(self, mode: Recompute) -> Factor:
-        """Return the factor of its seconds for blocks recomputed by ``mode``. Cached."""
+        """Return the factor of the edge's seconds in blocks recomputed by ``mode``. Cached."""
         twice = self.tables.is_repeated(mode)
         if twice not in self._factors:
             scope, table = conversion_table(self.tables.seconds(twice=twice), self.axes)
@@ -199,7 +201,7 @@ class Link:
 
 @dataclass
 class KindTables:
-    """A kind on a mesh as variables and tables; ``solve`` eliminates all but its ends."""
+    """Variables and tables of a kind of block on a mesh; ``solve`` eliminates all but its ends."""
 
     model: StageModel
     kind: str
@@ -221,7 +223,7 @@ class KindTables:
 
     @staticmethod
     def of(model: StageModel, kind: str) -> KindTables:
-        """Return the tables of a kind, shared by all models with equal tables."""
+        """Return the tables of a kind, shared by all models in which they are equal."""
         known = model.prices.cache.kind_tables
         return model.common(known, (kind,), lambda: KindTables(model, kind))
 
@@ -241,7 +243,8 @@ class KindTables:
         self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
-        """Return a variable for the classes of a decision, tied to it, or the decision itself."""
+        """Return a variable over ``classes`` of a decision: the decision itself, or a further
+        variable tied to it."""
         size = int(classes.max()) + 1
         if size == len(classes):
             return decision
@@ -256,7 +259,8 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the decisions that other blocks see, with classes of choices equal to these."""
+        """Return the decisions that other blocks see; choices that look equal to them are one
+        class."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables
@@ -277,7 +281,7 @@ class KindTables:
 
     @cached_property
     def order(self) -> Order:
-        """Return the order of elimination. Raises ``TooWideError`` if tables would be too large."""
+        """Return the elimination order. Raises ``TooWideError`` if tables would be too large."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
         key = (tuple(self.sizes), tuple(scopes), self.kept)
@@ -293,7 +297,7 @@ class KindTables:
         assert self.order
 
     def solve(self, rates: Rates) -> Eliminated:
-        """Return the least cost of a block by the classes of its ends. Cached."""
+        """Return the least cost of a block by the classes of its ends, for each problem. Cached."""
         found = self._solved.get(rates)
         if found is None:
             order = self.order
@@ -309,7 +313,7 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Stack over the choices of all decisions: seconds, recomputation seconds ``[mode,
+        """Concatenate over the choices of all decisions: seconds, recomputation seconds ``[mode,
         choice]``, bytes of states."""
         own = self.tables.decisions
         return (
@@ -320,17 +324,18 @@ class KindTables:
 
     @cached_property
     def _kept_bytes(self) -> dict[Recompute, Floats]:
-        """Map each recomputation mode to the bytes kept by the choices of all decisions."""
+        """Map each recomputation mode to the kept bytes of each choice, decisions concatenated."""
         modes: tuple[Recompute, ...] = ("none", "selective", "full")
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
-        """Sum the bytes that a block keeps, with ``of`` applied to each decision's choices."""
+        """Sum the kept bytes of a block's decisions; ``of`` reduces the bytes of a decision's
+        choices."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
 
     def _own(self, rates: Rates) -> list[Factor]:
-        """Return the cost of each choice by itself, one factor per decision."""
+        """Return a factor per decision: the cost of each of its choices, without conversions."""
         seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
@@ -351,8 +356,8 @@ class KindTables:
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
-        """Return the cost of a decision, ``part[row, column, choice]``, with axes of length 1 where
-        it is constant."""
+        """Return the factor of a decision's cost, ``part[row, column, choice]``, with batch axes of
+        length 1 along which it is constant."""
         if not self._is_same[number]:
             return Factor((number,), part)
         if rates.saved_prices and self._keeps[rates.mode][number]:
@@ -364,7 +369,7 @@ class KindTables:
 
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Map each mode to whether some choice of each decision keeps bytes."""
+        """Map each mode to a list: whether any choice of each decision keeps bytes."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():
@@ -373,8 +378,8 @@ class KindTables:
 
     @cached_property
     def _is_same(self) -> list[bool]:
-        """Return for each decision whether its cost is independent of the ZeRO stage, the
-        micro-batches of a step and the price of states."""
+        """Return, for each decision, whether its cost is the same for all ZeRO stages, numbers of
+        micro-batches and prices of states."""
         return [
             not own.states[:, :, HELD].any()
             and not own.seconds[:, :, STEP].any()

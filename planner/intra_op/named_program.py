@@ -1,12 +1,12 @@
-"""An integer program for readers and other solvers: readable names, fixed units, a hard limit.
+"""Integer program for readers and other solvers: readable names, fixed units, a hard memory limit.
 
 In: a problem and its decisions. Out: a program in microseconds and megabytes with a name for every
-column. A choice is called ``OP__NUMBER__INPUTS_to_OUTPUTS``: the op (or parameter) of the first of
+column. A choice is called ``OP__NUMBER__INPUTS_to_OUTPUTS``: the op (or parameter) in the first of
 the equal blocks that share it, the number of its strategy, and the layouts of its inputs and
-outputs, ``.`` between mesh axes and ``_`` between tensors.
+outputs, with ``.`` between mesh axes and ``_`` between tensors.
 
-Unlike the program that the search solves, the memory limit is hard, and constant costs are a column
-with the value 1.
+Unlike in the program that the search solves, the memory limit is hard, and constant costs are a
+column with the value 1.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..pricing.decisions import Decision
 from .pulp_solver import pulp_problem
 
 MICROSECONDS = 1e6
-"""Microseconds per second. Costs are written in microseconds, so that stage costs are well above
-solver tolerances."""
+"""Microseconds per second. Costs in microseconds are well above the tolerances of solvers."""
 
 LONGEST = 100
-"""Maximum letters of a name that PuLP writes."""
+"""Maximum length of a name that PuLP writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedProgram:
-    """A program, a name for each of its columns, and the decisions behind its binaries."""
+    """A program with a name for each of its columns, and the decisions behind its binary
+    columns."""
 
     title: str
     program: Program
@@ -46,12 +46,12 @@ class NamedProgram:
         return pulp_problem(self.program, self.title, self.names)
 
     def cost(self, values: Floats) -> float:
-        """Return the objective for values of all columns."""
+        """Return the objective at ``values`` of all columns."""
         return float(np.concatenate(self.program.costs) @ values)
 
 
 def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -> NamedProgram:
-    """Convert a problem in seconds to a program in microseconds, with names."""
+    """Convert a problem in seconds to a program in microseconds with named columns."""
     program = build(scaled(problem, MICROSECONDS), can_exceed=False)
     if problem.constant:
         fixed = program.columns(np.array([problem.constant * MICROSECONDS]), "constant")
@@ -63,7 +63,7 @@ def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -
 
 
 def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str]:
-    """Return the names of the columns of the ``number``-th group."""
+    """Return the column names of the ``number``-th group."""
     if group.kind == "choice":
         (own,) = (decisions[each] for each in group.decisions)
         return [
@@ -78,7 +78,7 @@ def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str
 
 
 def strategy_text(layout: NodeLayout) -> str:
-    """Return a strategy in letters that every format accepts.
+    """Return the layouts of a strategy in letters that LP and MPS files allow.
 
     >>> from ..layout import PARTIAL, shard
     >>> strategy_text(NodeLayout(((shard(1),), (shard(0),)), ((PARTIAL,),)))
@@ -102,7 +102,7 @@ def legal(name: str) -> str:
 
 
 def _short(name: str, number: int) -> str:
-    """Shorten a name to ``LONGEST`` characters; the number of its column keeps it unique."""
+    """Shorten a name to ``LONGEST`` characters; the column's number keeps it unique."""
     if len(name) <= LONGEST:
         return name
     end = f"__column{number}"

@@ -1,7 +1,7 @@
-"""Solutions found for a family of runs, and the cheapest that fits for each of its runs.
+"""Pool of the solutions for a family of runs; it finds the cheapest that fits for each run.
 
 In: solutions (choices by kind), a run, micro-batches per step and in flight, a limit of bytes. Out:
-the best of every solution, ZeRO stage and recomputation policy. With nothing recomputed all
+the best combination of solution, ZeRO stage and recomputation policy. Without recomputation all
 solutions and stages are compared at once, as arrays; policies are tried only for solutions that do
 not fit but would otherwise be faster.
 """
@@ -27,12 +27,12 @@ from ..requests.features import MODES
 from .elimination import Floats
 
 SAME = 1 + 1e-9
-"""Factor within which two objectives count as equal."""
+"""Ratio up to which two objectives count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution with its costs."""
+    """A solution in the pool, with the table of its costs."""
 
     table: StageTable
     solution: Solution
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class PooledSolution:
-    """The best solution for a run, its setting and objective."""
+    """Best solution of the pool for a run, with its setting and objective."""
 
     entry: Entry
     setting: StageOptions
@@ -49,7 +49,7 @@ class PooledSolution:
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """The best solution of a stage: its choices (by kind), setting, objective, and gap."""
+    """Best solution of a stage: its choices (by kind), setting, objective and gap."""
 
     run: Run
     table: StageTable
@@ -60,7 +60,7 @@ class StageAnswer:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Return the rows of each coordinate of "dp"; () if they are split evenly."""
+        """Rows of each coordinate of axis "dp"; () for an even split."""
         return ()
 
     @property
@@ -69,7 +69,7 @@ class StageAnswer:
 
 
 def gap_between(bound: float, objective: float) -> float:
-    """Return the part of an objective by which it may exceed the least; 0 if it cannot.
+    """Return the relative gap: the fraction of ``objective`` above ``bound``, at least 0.
 
     >>> gap_between(3.0, 4.0), gap_between(5.0, 4.0), gap_between(0.0, 0.0)
     (0.25, 0.0, 0.0)
@@ -79,7 +79,7 @@ def gap_between(bound: float, objective: float) -> float:
 
 @dataclass
 class Pool:
-    """Solutions of the family of ``run`` on one mesh."""
+    """Pool of solutions for the family of ``run`` on one mesh."""
 
     model: StageModel
     run: Run
@@ -98,7 +98,7 @@ class Pool:
         return StageProblem(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
-        """Add a solution unless it is in the pool already."""
+        """Return the pool's entry of a solution, added if it is new."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
             table = StageTable(self._assembly, choices)
@@ -110,7 +110,7 @@ class Pool:
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
     ) -> PooledSolution | None:
-        """Return the best solution for a run of the family, None if nothing fits."""
+        """Return the best solution for a run of the family; None if nothing fits."""
         if not self.entries:
             return None
         base = StageOptions(num_microbatches, in_flight=in_flight)
@@ -142,8 +142,8 @@ class Pool:
     def _objectives(
         self, run: Run, figures: Floats, num_microbatches: int
     ) -> tuple[Floats, Floats]:
-        """Return the objective of ``figures[solution, zero, figure]``, and a lower bound of it for
-        any overlap of the collectives of states with compute."""
+        """Return the objectives of ``figures[solution, zero, figure]``, and lower bounds that hold
+        for any overlap of the collectives of states with compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
         groups = self._groups(run)
@@ -157,7 +157,7 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """Return ``[solution, zero, figure]`` of ``RowCost.unrecomputed`` for a run."""
+        """Return the figures of a run without recomputation, ``[solution, zero, figure]``."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
             rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
@@ -167,9 +167,9 @@ class Pool:
         return totals
 
     def _groups(self, run: Run) -> Groups:
-        """Return the unrecomputed blocks of a run in every solution and ZeRO stage.
+        """Return the seconds of a run's blocks without recomputation, grouped by kind.
 
-        ``seconds[solution, zero, entry, RESOURCE]``.
+        Their shape is ``seconds[solution, zero, entry, RESOURCE]``.
         """
         kinds, counts = group_blocks(run.kinds)
         which, resources = list(self.zeros), slice(len(Resource))
@@ -180,7 +180,7 @@ class Pool:
         return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
-        """Return the figures of a row in every solution. Cached."""
+        """Return the figures of a kind, shared parameter or boundary in every solution. Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
@@ -195,7 +195,8 @@ class Pool:
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """A lower bound of the seconds with enough recomputed to fit; infinite if it cannot fit."""
+        """Return lower bounds of the seconds, recomputation to fit included; infinite if nothing
+        fits."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
@@ -208,9 +209,10 @@ class Pool:
         base: StageOptions,
         best: PooledSolution | None,
     ) -> PooledSolution | None:
-        """The best recomputation policy of solutions that only fit with one, tried in ``order``.
+        """Return the best of ``best`` and of solutions that fit with recomputation, tried in
+        ``order``.
 
-        ``figures``: by solution and ZeRO stage, a lower bound of the seconds with enough
+        ``figures`` has, by solution and ZeRO stage, a lower bound of the seconds with enough
         recomputed, and the bytes over the limit.
         """
         lower, over_limit = figures

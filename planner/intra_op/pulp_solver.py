@@ -1,11 +1,11 @@
-"""Programs as PuLP problems, solved by any solver that PuLP knows.
+"""Solvers of PuLP: programs as PuLP problems, solved by any solver that PuLP supports.
 
 In: a program as arrays, the name of a solver. Out: a ``pulp.LpProblem``, or the solver's result.
-PuLP is an optional dependency, imported where it is used. Source: Mitchell, O'Sullivan and Dunning,
-"PuLP: a linear programming toolkit for Python", 2011.
+PuLP is an optional dependency, imported on use. Source: Mitchell, O'Sullivan and Dunning, "PuLP: a
+linear programming toolkit for Python", 2011.
 
-PuLP tells no lower bound, and command-line solvers write their solutions with eight digits. So
-solutions are checked against the rows, and the bound follows from the requested gap.
+PuLP reports no lower bound, and command-line solvers write solutions with eight digits. So
+solutions are checked against the rows, and the bound is derived from the requested gap.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from ..integer_programs.program import (
 )
 
 DIGITS = 1e-6
-"""Maximum violation of a row's bounds, relative to the sum of its absolute terms."""
+"""Maximum violation of a row's bounds, relative to the sum of the absolute values of its terms."""
 
 ROUNDING = 1e-7
-"""Maximum relative error of a solution with eight digits."""
+"""Maximum relative error of a solution that is written with eight digits."""
 
 UNTOLD_GAP = 1e-4
-"""Relative gap of solvers without such an option: no known default is larger."""
+"""Assumed relative gap of solvers without an option for it: no known default is larger."""
 
 CBC = ("COIN_CMD", "PULP_CBC_CMD")
-"""PuLP's names of CBC: an installed CBC, and the CBC that comes with PuLP."""
+"""PuLP's names of CBC: an installed CBC, and the CBC bundled with PuLP."""
 
 
 def find_solver(name: str) -> Solver:
-    """Find the solver that ``--solver`` names: HiGHS, or an installed solver of PuLP.
+    """Return the solver that ``--solver`` names: HiGHS, or an installed solver of PuLP.
 
-    Raises UsageError AP331 for a name that PuLP does not know, MachineError AP402 if PuLP or the
-    solver is not installed.
+    Raises UsageError AP331 if PuLP does not know the name, MachineError AP402 if PuLP or the solver
+    is not installed.
     """
     if name.lower() == HIGHS.name:
         return HIGHS
@@ -82,7 +82,8 @@ def find_solver(name: str) -> Solver:
 
 
 def short_name(pulp_name: str) -> str:
-    """Return the name of a PuLP solver in ``--solver``, whichever interface PuLP has to it.
+    """Return the name in ``--solver`` of a PuLP solver, the same for all of PuLP's interfaces to
+    it.
 
     >>> [short_name(each) for each in ("PULP_CBC_CMD", "COIN_CMD", "GUROBI", "SCIP_PY")]
     ['cbc', 'cbc', 'gurobi', 'scip']
@@ -93,12 +94,13 @@ def short_name(pulp_name: str) -> str:
 
 
 def _preference(pulp_name: str) -> tuple[bool, int]:
-    """Rank interfaces: Python before executables, an installed CBC before PuLP's."""
+    """Return a sort key of interfaces: Python before executables, an installed CBC before
+    PuLP's."""
     return pulp_name.endswith("_CMD"), CBC.index(pulp_name) if pulp_name in CBC else 0
 
 
 def import_pulp(what: str) -> Any:
-    """Import the module ``pulp``. Raises MachineError AP402 if it is not installed."""
+    """Import the module ``pulp`` for ``what``. Raises MachineError AP402 if it is not installed."""
     try:
         import pulp
     except ImportError as error:
@@ -113,7 +115,7 @@ def import_pulp(what: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: silence PuLP's deprecation warnings."""
+    """Silence PuLP's deprecation warnings in a ``with`` block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -122,7 +124,7 @@ def _quiet() -> Iterator[None]:
 def pulp_problem(
     program: Program, name: str = "stage", names: Sequence[str] = (), *, integral: bool = True
 ) -> Any:
-    """Convert a program to a ``pulp.LpProblem``. ``names`` of its columns default to x0, x1, ….
+    """Convert a program to a ``pulp.LpProblem``. Column names default to x0, x1, ….
 
     Raises MachineError AP402 if PuLP is not installed.
     """
@@ -132,7 +134,7 @@ def pulp_problem(
 def _pulp_problem(
     program: Program, name: str, names: Sequence[str], *, integral: bool
 ) -> tuple[Any, list[Any]]:
-    """Return the problem and the variables of its columns."""
+    """Return the ``pulp.LpProblem`` of a program, and the variables of its columns."""
     pulp = import_pulp("a program as a PuLP problem")
     names = names or [f"x{number}" for number in range(program.num_columns)]
     problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -168,7 +170,7 @@ def _make_integral(variables: Sequence[Any], program: Program) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PulpSolver:
-    """A solver of PuLP, by its names in ``--solver`` and in PuLP."""
+    """A solver of PuLP, with its name in ``--solver`` and its name in PuLP."""
 
     name: str
     pulp_name: str
@@ -179,7 +181,7 @@ class PulpSolver:
 
 
 class _Loaded:
-    """A program as a PuLP problem, with its limits."""
+    """A program as a PuLP problem, with the options and deadline of the solve."""
 
     def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
         self.budget = Budget.of(options.time_limit_seconds)
@@ -208,7 +210,7 @@ class _Loaded:
         return Raw(status, values, bound)
 
     def _start(self) -> None:
-        """Set the variables to the values of the known solution."""
+        """Set the variables' initial values to the known solution, if there is one."""
         for each in self.variables:
             each.varValue = None
         if self.options.start is not None:
@@ -217,7 +219,7 @@ class _Loaded:
                 each.setInitialValue(value)
 
     def _solver(self, *, has_start: bool) -> tuple[Any, float]:
-        """Return PuLP's solver with the options that it supports, and its gap."""
+        """Return PuLP's solver with the options that it supports, and its relative gap."""
         gap = max(self.options.gap, 1e-9)
         left = self.budget.left_seconds
         wanted = {
@@ -234,7 +236,7 @@ class _Loaded:
         return solver, gap if "gapRel" in given else UNTOLD_GAP
 
     def _status(self, is_solution: bool) -> Status:
-        """Translate PuLP's pair of statuses; invalid solutions do not count."""
+        """Translate PuLP's two statuses; a wrong solution does not count as a solution."""
         pulp = self.pulp
         match self.problem.status, self.problem.sol_status:
             case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
@@ -250,7 +252,7 @@ class _Loaded:
 
 
 def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
-    """Return whether values satisfy all rows and bounds, and if required, integrality."""
+    """Return whether ``values`` satisfy all rows and bounds and, if required, integrality."""
     if values.min(initial=0.0) < -DIGITS:
         return False
     binaries = values[: program.num_binaries]

@@ -1,20 +1,20 @@
-"""Predict which ops a compiler fuses into one kernel, and the memory traffic that remains.
+"""Prediction of the ops that a compiler fuses into one kernel, and of their memory traffic.
 
-In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group has
-a ``Fused``: which of its inputs, outputs and gradients go through memory. Prices and memory are
-computed from that.
+In: the captured graph and its blocks. Out: the same graph, in which each op of a fused group has a
+``Fused``: the inputs, outputs and gradients of it that pass through memory. Prices and memory of
+compiled blocks are computed from it.
 
 A group is a connected set of elementwise ops, normalizations, reductions, copies and views of one
-block. No other op (a matrix product, attention, a gather, an op of the user's) lies between two of
-its members: they have the same ``depth``, the largest number of other ops on a path that leads to
-a node. TorchInductor's scheduler makes one kernel of such a group (Ansel et al. 2024, "PyTorch 2",
+block. No other op (a matrix product, attention, a gather, a custom op) lies between two of its
+members: they have the same ``depth``, the largest number of other ops on a path that leads to a
+node. TorchInductor's scheduler makes one kernel of such a group (Ansel et al. 2024, "PyTorch 2",
 ASPLOS, section 4). The kernel reads each input of the group once and writes only values that are
-read outside of it; other values stay in registers. The backward of a group is one kernel as well,
-and a second one where parameters get gradients, which are sums over rows.
+read outside the group; other values stay in registers. The backward of a group is one kernel as
+well, plus a second kernel if parameters get gradients, which are sums over rows.
 
 The values that a group keeps for its backward follow the min-cut partitioner (same source, section
-3.3): a value that a gradient reads is kept, or computed again from the inputs of the group,
-whichever adds fewer bytes. Reductions are never computed again.
+3.3): a value that a gradient reads is kept, or recomputed from the inputs of the group, whichever
+adds fewer bytes. Reductions are never recomputed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ APART = frozenset(
         *("dropout", "feature_dropout"),
     )
 )
-"""Ops that belong to a fusible family but run as kernels of their own."""
+"""Ops of fusible families that nevertheless run as separate kernels."""
 
 
 def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
-    """Return the graph with a ``Fused`` for each op that a compiler fuses."""
+    """Return the graph with a ``Fused`` on each op that a compiler fuses."""
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
         for group in _groups(graph, block.nodes):
@@ -51,7 +51,7 @@ def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
-    """Return the graph with these ``Fused``, by the names of their nodes."""
+    """Return the graph with the ``Fused`` of ``found`` on the nodes that it names."""
     nodes = tuple(
         replace(node, fused=found[node.name]) if node.name in found else node
         for node in graph.nodes
@@ -62,7 +62,7 @@ def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
 def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
     """Return whether a compiler generates the kernel of an op itself, so that it can be fused.
 
-    Ops ``apart`` run as kernels of their own.
+    Ops in ``apart`` run as separate kernels.
 
     >>> [is_fusible(Node("n", "op", f"aten.{op}")) for op in ("mul.Tensor", "linear.default")]
     [True, False]
@@ -78,7 +78,7 @@ def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
 
 
 def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
-    """Yield the groups of a block, except groups of views alone."""
+    """Yield the fused groups of a block, except groups that contain only views."""
     depth: dict[str, int] = {}
     member: dict[str, list[str]] = {}
     for name in names:
@@ -105,7 +105,7 @@ def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
 
 @dataclass(frozen=True)
 class _Group:
-    """The ops of one fused kernel: ``names`` in the order of ``block``, the names of all nodes."""
+    """Ops of one fused kernel: ``names`` in the order of ``block``, the names of all its nodes."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -123,11 +123,11 @@ class _Group:
         return family_of(self.graph[name]) == "view"
 
     def root(self, ref: Ref) -> Ref:
-        """Return the base of a view, followed within the group."""
+        """Return the base tensor of a view, followed back through views inside the group."""
         return self._bases(ref)[-1]
 
     def _bases(self, ref: Ref) -> list[Ref]:
-        """Return a value followed by the chain of its bases within the group."""
+        """Return a value followed by the chain of its bases inside the group."""
         found = [ref]
         while found[-1].name in self.nodes and self._is_view(found[-1].name):
             found.append(self.nodes[found[-1].name].inputs[0])
@@ -154,7 +154,7 @@ class _Group:
 
     @cached_property
     def _outside(self) -> frozenset[Ref]:
-        """Return the group's values that ops outside of it read, directly or through views."""
+        """Return the group's values that ops outside the group read, directly or through views."""
         found = {self.root(self.graph.loss)}
         found.update(map(self.root, self.graph.updates.values()))
         for name, node in self.nodes.items():
@@ -167,7 +167,7 @@ class _Group:
 
     @cached_property
     def _kept(self) -> frozenset[Ref]:
-        """Return the values that the group keeps for its backward, or inputs to recompute from."""
+        """Return the values kept for the group's backward, or the inputs to recompute them from."""
         wanted: dict[Ref, None] = {}
         for name in self.kernels:
             node = self.nodes[name]
@@ -200,7 +200,7 @@ class _Group:
         )
 
     def _sources(self, ref: Ref) -> set[Ref]:
-        """Return the values from which a value of the group can be recomputed."""
+        """Return the values that must be kept so that a value of the group can be recomputed."""
         found: set[Ref] = set()
         waiting = [ref]
         while waiting:
@@ -215,9 +215,9 @@ class _Group:
         return found
 
     def _forks(self, root: Ref) -> bool:
-        """Return whether ops after the group also read a value.
+        """Return whether ops after the group also read ``root``.
 
-        The group's backward runs after theirs and adds its gradient to theirs.
+        The group's backward runs after the backward of these ops and adds to their gradient.
         """
         return any(
             user not in self.nodes and self._order.get(user, -1) > self._order[self.names[0]]
@@ -229,7 +229,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Return whether the gradient of an op's output is its inputs' gradient, unchanged."""
+        """Return whether an op is an addition that passes its output's gradient on unchanged."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]
@@ -238,7 +238,7 @@ class _Group:
 
     @cached_property
     def fused(self) -> dict[str, Fused]:
-        """Return the ``Fused`` of each op. The last op that is no view carries the kernels."""
+        """Return the ``Fused`` by op. The last op that is not a view counts the kernels."""
         trained = any(
             self.graph[root.name].kind == "parameter" and self.graph.spec(root).requires_grad
             for root in self._reads.values()
@@ -267,9 +267,9 @@ class _Group:
         return found
 
     def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
-        """Yield the positions of inputs whose gradients are written; twice if added to another.
+        """Yield the positions of inputs whose gradient is written; twice if it is added to another.
 
-        All inputs of an addition have the same gradient, which is written once.
+        All inputs of an addition have the same gradient, which is written only once.
         """
         node, is_written = self.nodes[name], False
         for at in reads:

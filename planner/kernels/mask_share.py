@@ -1,9 +1,9 @@
-"""The share of attention's positions that its masks show.
+"""The fraction of attention positions that masks leave visible.
 
-In: a graph, and the ops between the products of an attention. Out: the mean over queries of the
-positions that the softmax sees. Masks are constants that are added to scores, fill them, or choose
-between them and a value. They are computed here with numpy from the ops that made them. A mask with
-an unknown op or input shows all positions.
+In: a graph, and the ops between the products of an attention. Out: the fraction of (query, key)
+pairs that the softmax sees. Masks are constants that are added to scores, that select scores to
+fill, or that select between scores and a value. They are computed with numpy from the ops that made
+them. A mask with an unknown op or input is taken to hide nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 
 MOST_ELEMENTS = 2**28
-"""Maximum elements of a computed mask: bytes for truth values."""
+"""Maximum elements of a computed mask; a boolean takes one byte."""
 _UNSEEN = -1e4
-"""Score below which a position has no softmax weight; masks are -1e4, the least number or -inf."""
+"""Score below which a position gets no softmax weight; masks use -1e4, the least number or -inf."""
 
 _BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -51,7 +51,7 @@ def _is_broadcast(first: Array, second: Array) -> bool:
 
 
 def _seen_by(node: Node, values: Masks) -> Array | None:
-    """Return the positions whose scores an op leaves as they are; None if it is no known mask."""
+    """Return the mask of positions whose scores an op leaves unchanged; None if it is unknown."""
     name, args = packet(node.op), node.args
     if name == "add":
         known = [found for found in map(values.of, args[:2]) if found is not None]
@@ -72,9 +72,9 @@ def _hides(value: Array | None) -> bool:
 
 
 class Masks:
-    """The masks of a graph, each computed once.
+    """Masks of a graph, each computed once.
 
-    In the values of constants, a dimension in which a value is repeated may have size 1.
+    A dimension along which a constant repeats may have size 1 in its computed value.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -82,7 +82,7 @@ class Masks:
         self._known: dict[str, Array | None] = {}
 
     def seen_share(self, names: Iterable[str]) -> float:
-        """Return the share of positions that all masks among these ops show."""
+        """Return the fraction of positions that all masks among the ops ``names`` leave visible."""
         seen: Array = np.ones((), bool)
         for name in names:
             mask = _seen_by(self.graph[name], self)
@@ -93,7 +93,7 @@ class Masks:
         return float(np.mean(seen))
 
     def of(self, item: Any) -> Array | None:
-        """Return the value of an argument, None if it is not known."""
+        """Return the value of an op's argument; None if it is unknown."""
         if isinstance(item, bool | int | float):
             return np.asarray(item)
         if not isinstance(item, Ref) or item.index:
@@ -125,7 +125,7 @@ class Masks:
 
 
 def _all_of(values: Sequence[Array]) -> Array:
-    """Return the conjunction of masks; an unknown mask shows all."""
+    """Return the conjunction of masks; unknown masks, which are omitted, hide nothing."""
     first, *others = (np.asarray(value, bool) for value in values)
     return np.logical_and(first, others[0]) if others else first
 

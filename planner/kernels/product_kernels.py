@@ -1,26 +1,26 @@
-"""Find fused kernels over matrix products: attention that is written out, scans in chunks.
+"""Fused kernels over matrix products: written-out attention, and scans in chunks (Mamba-2).
 
-In: the captured graph and its blocks. Out: for each op of such a kernel its ``Fused``.
+In: the captured graph and its blocks. Out: a ``Fused`` for each op of such a kernel.
 
-An *expanding* product has an output with more elements than either operand, before an operand is
-repeated. A *contracting* product has an operand that is computed from expanded values and has more
-elements than its output. Expanded values are the outputs of expanding products, and those of
-elementwise ops, normalizations, copies, views and reductions of them; and those of ops that make
-more bytes than they read (repeated heads, masks, decays, casts to a wider format), if nothing but
-such kernels reads them. A kernel is a contracting product, or a product with an operand of the
-latter kind, together with all ops that compute its expanded operands. If another op reads an
-expanded value of a product, no kernel is formed. Of a product whose operands are repeated equally
-(C·B of the heads of a group in Mamba-2) each value is computed once.
+An *expanding* product has an output with more elements than either operand (before operands are
+repeated). A *contracting* product has an operand that is computed from expanded values and has more
+elements than its output. Expanded values are the outputs of expanding products, and of elementwise
+ops, normalizations, copies, views and reductions of them; and the outputs of ops that make more
+bytes than they read (repeated heads, masks, decays, casts to a wider format), if only such kernels
+read them. A kernel is a contracting product, or a product with an operand of the latter kind,
+together with all ops that compute its expanded operands. If another op reads an expanded value of a
+product, no kernel is formed. If both operands of a product are equally repeated (C·B of the heads
+of a group in Mamba-2), each distinct value is computed once.
 
-The kernel reads its inputs, each once, and writes the output of the last product. Its backward
-reads the inputs, the output and the output's gradient, computes the first product again, and writes
-the gradients of the inputs: five products for the forward's two (Dao 2023, FlashAttention-2,
-section 3; Dao & Gu 2024, Mamba-2, section 6). Constants are computed in the kernel. A kernel with a
-softmax is attention, and skips the positions that no row sees by the masks that are constants.
+The kernel reads each of its inputs once, and writes the output of the last product. Its backward
+reads the inputs, the output and the output's gradient, recomputes the first product, and writes the
+gradients of the inputs: five products for the forward's two (Dao 2023, FlashAttention-2, section 3;
+Dao & Gu 2024, Mamba-2, section 6). Constants are computed in the kernel. A kernel with a softmax is
+attention, and skips the positions that constant masks hide from every row.
 
-A kernel multiplies in the format of the values that it reads: where a model casts values of 16 bits
-to 32 for exponentials and sums, tensor cores take 16 bits and add in 32, as the kernels of both
-sources do.
+A kernel multiplies in the format of the values that it reads: if a model casts 16-bit values to 32
+bits for exponentials and sums, tensor cores multiply in 16 bits and add in 32, as the kernels of
+both sources do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .mask_share import Masks
 _APART = (APART | {"cross_entropy_loss"}) - {
     *("cumsum", "cumprod", "logcumsumexp", "prod", "dropout")
 }
-"""Ops that no kernel over products contains."""
+"""Ops that a kernel over products never contains."""
 
 _HALF = frozenset(("bfloat16", "float16"))
 
@@ -47,7 +47,7 @@ _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 
 def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
-    """Return the graph with a ``Fused`` for each op of a kernel over products."""
+    """Return the graph with a ``Fused`` on each op of a kernel over products."""
     fixed, masks = _find_fixed(graph), Masks(graph)
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
@@ -56,7 +56,7 @@ def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
-    """The blocks with separate kinds for different shares of positions that attention sees."""
+    """Return the blocks with separate kinds for different fractions of visible positions."""
 
     def shares(block: Block) -> object:
         fused = (graph[name].fused for name in block.nodes)
@@ -78,7 +78,8 @@ def _find_fixed(graph: Graph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One kernel: its last product, the products that it computes again, and all its ops."""
+    """A kernel over products: its last product, the products its backward recomputes, all its
+    ops."""
 
     last: str
     expanding: tuple[str, ...]
@@ -87,7 +88,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Block:
-    """The ops of one block, ``names`` in their order. ``fixed`` nodes depend on no input."""
+    """Ops of one block, ``names`` in order. ``fixed`` nodes depend on no input of the model."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -107,12 +108,12 @@ class _Block:
         return found
 
     def _fuses(self, name: str) -> bool:
-        """Return whether a kernel over products can contain an op."""
+        """Return whether a kernel over products may contain an op."""
         return is_fusible(self.nodes[name], _APART)
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:
-        """The two operands of each product, unless an operand is made of parameters alone."""
+        """Map each product to its two operands, unless an operand is made of parameters alone."""
         found: dict[str, tuple[Ref, Ref]] = {}
         for name, node in self.nodes.items():
             if family_of(node) != "matmul" or not node.op.startswith("aten."):
@@ -128,7 +129,7 @@ class _Block:
         return self.graph.spec(ref).numel
 
     def _source_numel(self, ref: Ref) -> int:
-        """Return the fewest elements on the path to a value through views and copies."""
+        """Return the fewest elements among a value and the values it is a view or copy of."""
         fewest = self._numel(ref)
         while ref.name in self.nodes and self._fuses(ref.name):
             node = self.nodes[ref.name]
@@ -139,8 +140,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return the repetitions of each value of a product: the operands' if views and
-        copies repeat both equally, else 1."""
+        """Return how often each value of a product is repeated: as often as both operands are, else
+        1 if they are repeated differently."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 
@@ -150,13 +151,13 @@ class _Block:
 
     @cached_property
     def _ends(self) -> frozenset[str]:
-        """Return the nodes whose values are read after the forward: the loss, and new states."""
+        """Return the nodes whose values are read after the forward: the loss, updated buffers."""
         return frozenset(ref.name for ref in (self.graph.loss, *self.graph.updates.values()))
 
     def _region(self, product: str) -> tuple[str, frozenset[str]] | None:
         """Return the contracting product that an expanding product leads to, and the ops between.
 
-        None if another op reads a value between.
+        None if another op reads a value in between.
         """
         between: set[str] = set()
         last: set[str] = set()
@@ -176,14 +177,15 @@ class _Block:
         return (last.pop(), frozenset(between)) if len(last) == 1 else None
 
     def _contracts(self, product: str, name: str) -> bool:
-        """Return whether a product reduces an operand that an op made."""
+        """Return whether a product's output is smaller than its only operand that ``name``
+        makes."""
         made = self.nodes[product].spec.numel
         read = [ref for ref in self._products[product] if ref.name == name]
         return len(read) == 1 and self._numel(read[0]) > made
 
     @cached_property
     def _cores(self) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-        """Map each contracting product to its expanding products and the ops between."""
+        """Map each contracting product to its expanding products and the ops between them."""
         found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
         for name in self._products:
             region = self._region(name) if self._is_expanding(name) else None
@@ -212,9 +214,9 @@ class _Block:
         )
 
     def _find_feeders(self, inside: set[str]) -> frozenset[str]:
-        """Return the ops that are computed in the kernels that read them.
+        """Return the ops that are computed inside the kernels that read them.
 
-        No other op reads their values, they write more than they read, or read such an op.
+        Only kernels read their values; they write more bytes than they read, or read such an op.
         """
         read_inside = set(inside)
         for name in reversed(self.names):
@@ -231,7 +233,7 @@ class _Block:
         return frozenset(found)
 
     def _expands(self, name: str) -> bool:
-        """Return whether an op writes more bytes than it reads."""
+        """Return whether an op writes more bytes than it reads, constants not counted."""
         read = {
             ref: self.graph.spec(ref).num_bytes
             for ref in self.nodes[name].inputs
@@ -250,7 +252,7 @@ class _Block:
         return frozenset(inside)
 
     def _fused(self, kernel: _Kernel) -> dict[str, Fused]:
-        """Return the ``Fused`` of each op of a kernel. The last product carries the kernel."""
+        """Return the ``Fused`` of each op of a kernel. The last product counts the kernel."""
         names = [name for name in self.names if name in kernel.names]
         is_attention = any(packet(self.nodes[name].op) in _SOFTMAX for name in names)
         between = [name for name in names if self._fuses(name)]
@@ -293,7 +295,8 @@ class _Block:
         return found[0] if all(found) else own
 
     def _half_source(self, name: str, seen: set[str]) -> str:
-        """Return the 16-bit format of a value of the block that ``name`` is computed from."""
+        """Return the 16-bit format of a value of the block that ``name`` is computed from, or
+        ""."""
         if name in seen or self.graph[name].kind in ("parameter", "constant"):
             return ""
         seen.add(name)
@@ -307,7 +310,7 @@ class _Block:
 
 
 def _join(first: Fused, second: Fused) -> Fused:
-    """Return the ``Fused`` of an op that two kernels compute, each for itself."""
+    """Merge the ``Fused`` of an op that two kernels both compute."""
     return replace(
         first,
         reads=first.reads + second.reads,

@@ -1,1 +1,1 @@
-"""Costs of ops, layouts, conversions and whole runs of blocks on a mesh."""
+"""Pricing of ops, layouts, conversions and whole runs of blocks on a mesh."""

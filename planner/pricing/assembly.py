@@ -1,12 +1,12 @@
-"""A run of blocks on a mesh as an integer program, and its answer as layouts.
+"""Assembly of a run of blocks into an integer program, and of its answer into layouts.
 
 In: the tables of a mesh, a run, its recomputation, the micro-batches in flight, a memory limit.
-Out: an ``ilp.Problem`` whose objective is the seconds per micro-batch, a step's seconds divided by
-its micro-batches. Equal blocks share their variables, weighted by their number; every distinct edge
-between kinds is kept.
+Out: an ``ilp.Problem`` whose objective is the seconds per micro-batch, that is, a step's seconds
+divided by its micro-batches. Equal blocks share their variables, weighted by their number; every
+distinct edge between kinds is kept.
 
 Recomputed blocks run their forward twice and keep only the values they read from outside; selective
-recomputation keeps further values.
+recomputation keeps some further values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .stage_model import Kept, StageModel
 from .structure import Edge, Occurrences, Row, Run
 
 Solution = Mapping[str, tuple[int, ...]]
-"""Map each kind to the choices of its decisions, and each shared parameter to its own."""
+"""Map from each kind to its decisions' choices, and from each shared parameter to its choice."""
 
 GATHERED_BLOCKS = 2
 """Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
@@ -33,12 +33,12 @@ GATHERED_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """Training of a run: ZeRO stage, micro-batches per step and in flight, recomputed blocks.
+    """Options of a run as a stage: ZeRO, micro-batches per step and in flight, recomputed blocks.
 
-    ``policy`` is the number of recomputed blocks of each of the run's classes. ``limit_bytes``
-    limits its memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
-    schedule that splits backwards, the micro-batches that wait for their backward, and for their
-    weight gradients only (``schedules.held``).
+    ``policy`` has the number of recomputed blocks of each of the run's classes. ``limit_bytes``
+    limits the memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
+    schedule that splits backwards, pairs of micro-batches that wait for their whole backward, and
+    for their weight gradients only (``schedules.held``).
     """
 
     num_microbatches: int = 1
@@ -51,7 +51,7 @@ class StageOptions:
 
 
 class StageProblem:
-    """The decisions of a run in one list, converted to an integer program."""
+    """Problem of a run: its decisions in one list, which can be converted to an integer program."""
 
     def __init__(self, model: StageModel, run: Run) -> None:
         self.model = model
@@ -73,7 +73,7 @@ class StageProblem:
         return self.model.kind(kind).edges
 
     def position(self, name: str) -> int:
-        """Return the position of a member's decision in the list."""
+        """Return the position in the list of the decision that ``name`` is a member of."""
         structure = self.model.structure
         if structure.graph[name].kind == "parameter" and structure.is_shared(name):
             return self.start[name]
@@ -81,7 +81,7 @@ class StageProblem:
         return self.start[owner] + self.model.kind(owner).where[name]
 
     def problem(self, setting: StageOptions) -> Problem:
-        """Build the integer program."""
+        """Build the integer program of the run under ``setting``."""
         rows = self.run.occurrences(setting.policy)
         costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
         for boundary, count in self.model.boundaries(self.run):
@@ -143,7 +143,7 @@ class StageProblem:
         )
 
     def solution(self, choices: tuple[int, ...]) -> Solution:
-        """Return the choices by kind and shared parameter."""
+        """Return flat choices as choices by kind and shared parameter."""
         found: dict[str, tuple[int, ...]] = {}
         for kind in self.run.counts:
             start = self.start[kind]
@@ -191,7 +191,7 @@ class StageProblem:
         )
 
     def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
-        """Return the storages that a kind's block keeps, one entry per storage."""
+        """Return the storages that a kind's block keeps, an entry per storage."""
         holders: dict[str, dict[int, list[set[int]]]] = {}
         for number, choices in enumerate(kept):
             for index, parts in enumerate(choices):
@@ -216,7 +216,8 @@ class StageProblem:
     def _peaks(
         self, rows: Mapping[Row, Occurrences], zero: int
     ) -> tuple[tuple[Alternative, ...], ...]:
-        """Return transient bytes: the largest op; gathered parameters with the recomputed block."""
+        """Return transient bytes as peaks: the largest op; gathered parameters, one block's
+        values."""
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
@@ -236,8 +237,8 @@ class StageProblem:
         return tuple(working), tuple(blocks)
 
     def _made_again(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
-        """Return the bytes that a selectively recomputed block recomputes: all that it needs, less
-        the kept values."""
+        """Return the bytes that a selectively recomputed block recomputes: all that its backward
+        needs, minus the kept values."""
         model = self.model.kind(kind)
         either = tuple(
             tuple((*own, *kept) for own, kept in zip(saved, selected, strict=True))
@@ -254,7 +255,7 @@ class StageProblem:
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """Drop sides of the same decision that always want the same class."""
+    """Return ``sides`` without repetitions: equal decisions that always want the same class."""
     found: list[Side] = []
     for side in sides:
         if not any(
@@ -266,18 +267,18 @@ def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 
 def constant_bytes(model: StageModel, run: Run) -> int:
-    """The bytes that no choice changes: constants, buffers and the batch's inputs of a run."""
+    """Return the bytes of a run that no choice changes: constants, buffers, batch inputs."""
     return model.structure.leaf_bytes(run, model.prices.mesh.row_parts)
 
 
 def context_bytes(model: StageModel) -> int:
-    """Return the bytes of a device that hold no tensors: its context and communication buffers."""
+    """Return the bytes of a device that hold no tensor: its context and communication buffers."""
     num_groups = sum(size > 1 for size in model.prices.mesh.shape)
     return reserve_bytes(model.prices.device.kind, num_groups)
 
 
 def fixed_bytes(model: StageModel, run: Run) -> float:
-    """The bytes that every choice holds: constants, buffers, the largest op at its smallest."""
+    """Return the bytes of any choice: constants, buffers, and the largest op at its smallest."""
     sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
     working = max((float(each.min()) for each in sizes), default=0.0)
     return constant_bytes(model, run) + context_bytes(model) + working

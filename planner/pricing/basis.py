@@ -1,7 +1,7 @@
-"""The basis of prices besides the cluster's figures: measurements, and training assumptions.
+"""Basis of prices beside the cluster's figures: measurements, and assumptions about the program.
 
-A search records its queries to a profile in ``CostQueries``: ops and collectives, each with the
-source of its time and the predicted time that depends on it.
+A search records its queries in ``CostQueries``: ops and collectives, each with the source of its
+time and the predicted time that depends on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class QueriedOp:
-    """A queried op: ``seconds`` is its predicted time over all its uses, ``error`` is relative."""
+    """An op that was queried: predicted ``seconds`` over all its uses, relative ``error``."""
 
     case: OpCase
     source: Source
@@ -39,7 +39,7 @@ class QueriedOp:
 
 @dataclass(slots=True)
 class QueriedTransfer:
-    """A queried collective or message on a group, with the least and the most bytes."""
+    """A collective or message on a group that was queried, with its least and most bytes."""
 
     kind: Kind
     group: Group
@@ -52,28 +52,28 @@ class QueriedTransfer:
 
 @dataclass
 class CostQueries:
-    """All queries so far. ``uses`` is the number of occurrences of a node in the model."""
+    """Record of all queries. ``uses`` maps a node to its number of occurrences in the model."""
 
     uses: Mapping[str, int] = field(default_factory=dict)
     num_microbatches: int = 1
     ops: dict[OpCase, QueriedOp] = field(default_factory=dict)
     transfers: dict[tuple[Kind, Group], QueriedTransfer] = field(default_factory=dict)
     unwritten: set[str] = field(default_factory=set)
-    """Ops with work that cannot be measured alone (a profile cannot express an argument)."""
+    """Ops with work that cannot be measured alone, as a profile cannot express an argument."""
 
     def of(self, num_microbatches: int) -> CostQueries:
-        """Return the same record, for queries about one of ``num_microbatches`` micro-batches."""
+        """Return the same record, for queries about a micro-batch out of ``num_microbatches``."""
         return CostQueries(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
 
     def op(self, name: str, found: QueriedOp, seconds: float) -> None:
-        """Record a query of a node's op; ``seconds`` is the time of one use."""
+        """Record a query of node ``name``'s op; ``seconds`` is the time of one use."""
         found = self.ops.setdefault(found.case, found)
         found.seconds += seconds * self.uses.get(name, 1) * self.num_microbatches
 
     def transfer(
         self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
     ) -> None:
-        """Record a query of a collective or message."""
+        """Record a query of a collective or message, (kind, group, partition), of ``num_bytes``."""
         kind, group, partition = what
         entry = self.transfers.get((kind, group))
         if entry is None:
@@ -85,7 +85,7 @@ class CostQueries:
         entry.seconds += seconds
 
     def add(self, other: CostQueries) -> None:
-        """Add the entries of another record that are missing here."""
+        """Add the entries of ``other`` that are missing here."""
         for case, op in other.ops.items():
             self.ops.setdefault(case, op)
         for key, transfer in other.transfers.items():
@@ -93,7 +93,7 @@ class CostQueries:
 
     @property
     def unmeasured(self) -> list[str]:
-        """Return the ops and collectives that are not measured, with their numbers."""
+        """Return the ops and collectives that are not measured, as texts with their counts."""
         counts: dict[str, int] = {}
         for op in self.ops.values():
             if op.source != "measured":
@@ -116,11 +116,11 @@ def uses_of(blocks: Blocks) -> dict[str, int]:
 
 
 AttentionKernel = Literal["flash", "cudnn"]
-"""The kernel of fused attention: PyTorch's FlashAttention-2, or cuDNN's, which TransformerEngine
-runs on Hopper and later devices."""
+"""Kernel of fused attention: PyTorch's FlashAttention-2, or cuDNN's, which TransformerEngine runs
+on Hopper and later devices."""
 
 Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
-"""Elements per scale: a tensor, a row, 32 elements (MXFP8), or 16 elements of 4 bits (NVFP4)."""
+"""Unit of 8-bit and 4-bit scaling: a tensor, a row, 32 elements (MXFP8), 16 of 4 bits (NVFP4)."""
 
 SCALINGS: Mapping[Scaling, tuple[str, float]] = {
     "tensorwise": (EIGHT_BITS, 1.0),
@@ -128,35 +128,35 @@ SCALINGS: Mapping[Scaling, tuple[str, float]] = {
     "mxfp8": ("mxfp8", 1 + 1 / 32),
     "nvfp4": ("nvfp4", 0.5 + 1 / 16),
 }
-"""The format of a product's factors, as ``cost_model.ops.compute`` names it, and the bytes of a
+"""By scaling: format of a product's factors, as named in ``cost_model.ops.compute``, and bytes of a
 cast element with its share of the scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostAssumptions:
-    """Assumptions about the program that trains.
+    """Assumptions about the training program whose cost is predicted.
 
-    ``policy``: the bytes per parameter, if they differ from those of precision and optimizer.
-    ``recomputed``: the parts of a layer that selective recomputation runs again
-    (``pricing.recomputed_parts``); by default this package's own. ``joint_states``: a parameter's
-    states are sharded, and its gradient is summed, over all data-, expert- and context- parallel
-    ranks that hold it whole, in one collective, as Megatron-LM's distributed optimizer and
-    torchtitan's FSDP do. ``slowdown``: factor of compute beside collectives of states, if it is not
-    the device's; infinite if nothing runs beside compute. ``cast_bytes``: memory traffic of casting
-    an element of a product's factor to 8 bits: the largest value is found (2 bytes read) to scale
-    by, then the tensor is cast in both layouts (2 read, 1 written twice), as torchao does with one
-    scale per tensor. ``scaling``: the scaling of 8-bit products, of ``SCALINGS``. ``keeps_casts``:
-    an 8-bit product keeps the cast of its input for its backward, as TransformerEngine's does, and
-    not the input. ``regathers``: a linear layer whose weight is split by rows keeps the rank's part
-    of its input from before the gather, and gathers it again beside the gradient of the input
-    (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8
-    the products of experts are 8-bit, too. ``expert_kernels``: the kernels of experts
-    (``planner.rules.expert_traffic``); unless separate, experts keep only the inputs of their
-    products and activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens
-    of the fullest rank of experts, over the mean; ``routing``: experts that a token visits.
-    ``copies_states``: parameters and gradients pass through buffers that ZeRO 2 and 3 exchange; XLA
-    exchanges the tensors themselves. ``attention``: the kernel of fused attention, if a device has
-    an efficiency for it.
+    ``policy``: bytes per parameter, if precision and optimizer do not determine them.
+    ``recomputed``: the parts of a layer that selective recomputation reruns
+    (``pricing.recomputed_parts``); by default this package's own selection. ``joint_states``: one
+    collective shards a parameter's states, or sums its gradient, over all data-, expert- and
+    context-parallel ranks that hold it whole, as in Megatron-LM's distributed optimizer and
+    torchtitan's FSDP. ``slowdown``: factor of compute beside collectives of states, if not the
+    device's; infinite if they do not overlap compute. ``cast_bytes``: memory traffic of casting an
+    element of a product's factor to 8 bits: the largest value is found (2 bytes read) to scale by,
+    then the tensor is cast in both layouts (2 read, 1 written twice), as torchao does with one
+    scale per tensor. ``scaling``: the scaling of 8-bit products, from ``SCALINGS``.
+    ``keeps_casts``: an 8-bit product keeps the cast of its input for its backward instead of the
+    input, as in TransformerEngine. ``regathers``: a linear layer whose weight is split by rows
+    keeps the rank's part of its input from before the gather, and gathers it again beside the
+    gradient of the input (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2).
+    ``casts_experts``: in fp8 the products of experts are 8-bit, too. ``expert_kernels``: the
+    kernels of experts (``planner.rules.expert_traffic``); unless separate, experts keep only the
+    inputs of their products and activations. ``dispatcher``: transport of tokens to experts.
+    ``imbalance``: tokens of the fullest rank of experts divided by the mean; ``routing``: the
+    experts that a token may visit. ``copies_states``: parameters and gradients pass through buffers
+    in ZeRO 2 and 3; XLA exchanges the tensors themselves. ``attention``: the kernel of fused
+    attention, if a device has an efficiency for it.
     """
 
     policy: PrecisionPolicy | None = None
@@ -177,29 +177,29 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Return whether the backward repeats no collective of an op that it does not run again.
+        """Return whether the backward repeats no collective of an op that it does not rerun.
 
-        This package's own backward may: it calls the kernels of attention over several ranks again,
-        with their collectives, for the tensors that autograd keeps.
+        This package's own backward may repeat them: it reruns the kernels of attention over several
+        ranks, with their collectives, for the tensors that autograd keeps.
         """
         return bool(self.recomputed)
 
     @property
     def sends_tokens(self) -> bool:
-        """Return whether each rank of experts has tokens of its own, and sends them to experts."""
+        """Return whether each rank of experts has its own tokens and sends them to experts."""
         return self.dispatcher != "gather"
 
 
 RUNTIME = CostAssumptions()
-"""Assumptions of this package's own runtime."""
+"""Assumptions that hold for this package's own runtime."""
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Measurements and their use. ``asked`` records every query. ``asked`` records every question.
+    """Measurements and their use in prices. ``asked`` records every query.
 
-    With ``only``, seconds of other sources count as zero. ``assumptions``: rules of the program
-    that trains.
+    With ``only``, seconds from other sources count as zero. ``assumptions``: facts about the
+    program that trains.
     """
 
     profile: Profile | None = None
@@ -210,9 +210,9 @@ class Basis:
 
     @property
     def used(self) -> Profile | None:
-        """Return the profile that prices come from."""
+        """Profile that prices are taken from; None if there is none, or in mode "analytic"."""
         return None if self.mode == "analytic" else self.profile
 
 
 DEFAULT = Basis()
-"""A basis without measurements."""
+"""Basis without measurements."""

@@ -1,12 +1,12 @@
-"""Branches: stages that do not depend on each other, and so run at the same time.
+"""Branches: stages that do not depend on each other, and so can run at the same time.
 
-In: the values that blocks read from each other. Out: the graph of the stages of a plan, and the
-sections of a model whose branches can have devices of their own: two towers, an encoder beside
-another, the arms of a wide module.
+In: the values that blocks read from each other. Out: the graph of a plan's stages, and the sections
+of a model whose branches can be on separate devices: two towers, parallel encoders, the arms of a
+wide module.
 
-A value from stage 0 to stage 2 by way of stage 1 needs no edge of its own, so the edges are those
-of the transitive reduction. Stages that each depend on the stage before are a chain, the usual
-pipeline; otherwise schedule, simulator and runtime follow the edges
+A value from stage 0 to stage 2 that passes stage 1 needs no edge of its own, so the edges form the
+transitive reduction. Stages that each depend on the stage before are a chain, the usual pipeline;
+otherwise schedule, simulator and runtime follow the edges
 (``cost_model.simulator.actions.Schedule``).
 """
 
@@ -25,17 +25,17 @@ from ..schedules.orders import depths
 from .structure import Structure
 
 SMALLEST_SHARE = 0.05
-"""Minimum share of a section's ops in a branch that is worth a device."""
+"""Minimum fraction of a section's ops that a branch must have to be worth separate devices."""
 
 WeightedEdges = tuple[tuple[int, int, float], ...]
-"""Edges with the share of the later stage's receive seconds that each takes."""
+"""Edges (source stage, target stage, fraction of the target's receive seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks ``bounds[0]`` to ``bounds[-1]`` in parallel branches, cut at the bounds.
+    """Blocks ``bounds[0]`` to ``bounds[-1]``, which are parallel branches, cut at the bounds.
 
-    No branch reads values of another.
+    No branch reads values of another branch.
     """
 
     bounds: tuple[int, ...]
@@ -55,14 +55,14 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """Devices of stages: the first and the last of each on a cluster."""
+    """Devices of stages: the first and the last device of each, on a cluster."""
 
     cluster: Cluster
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """Return the seconds in which stage ``target`` receives from stage ``source``, divided by
-        those in which it receives from the stage just before ``target``."""
+        """Return the ratio of the time in which stage ``target`` receives a value from stage
+        ``source`` to the time from the devices just before ``target``."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:
@@ -72,7 +72,7 @@ class StagePlacement:
 
 
 def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
-    """Reduce pairs to the edges that imply all of them; None if these are a chain of all stages.
+    """Return the edges whose paths imply all ``pairs``; None if they are a chain of all stages.
 
     >>> reduce_edges([(0, 1), (1, 2), (0, 2)], 3), reduce_edges([(0, 2), (1, 2)], 3)
     (None, ((0, 2), (1, 2)))
@@ -91,8 +91,8 @@ def stage_edges(
 ) -> WeightedEdges | None:
     """Return the edges between stages that begin at the blocks ``starts``; None for a chain.
 
-    Received values are priced over the link from the stage before; with ``places``, shares of edges
-    over slower links are scaled up.
+    Received values are priced over the link from the devices before; with ``places``, fractions of
+    edges over slower links are scaled up.
     """
     stage_of = _stage_of(structure, starts)
     num_bytes: dict[tuple[int, int], int] = {}
@@ -121,12 +121,12 @@ def _stage_of(structure: Structure, starts: Sequence[int]) -> list[int]:
 
 
 def stage_starts(plan: Plan) -> list[int]:
-    """Return the position of each stage's first block."""
+    """Return the position of the first block of each stage."""
     return list(accumulate((len(stage.blocks) for stage in plan.stages[:-1]), initial=0))
 
 
 def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...]:
-    """Return for each stage the number of stages on the longest path to an end, itself included.
+    """Return, for each stage, the number of stages on the longest path to an end, itself included.
 
     >>> stage_depths(None, 3), stage_depths(((0, 2, 0.5), (1, 2, 0.5)), 3)
     ((3, 2, 1), (2, 2, 1))
@@ -136,7 +136,7 @@ def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...
 
 
 def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
-    """Return pairs (block, later block that reads from it)."""
+    """Return the pairs (block, later block that reads from it)."""
     return frozenset(
         (structure.position[ref.name], reader)
         for ref, readers in structure.readers.items()
@@ -146,11 +146,11 @@ def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
 
 
 def find_sections(structure: Structure) -> tuple[Section, ...]:
-    """Find the sections of parallel branches, disjoint and in order.
+    """Return the sections of parallel branches, disjoint and in order.
 
-    A line between two independent blocks splits branches on both sides as far as no edge crosses
-    it; the best line has the most ops on its smaller side. The largest section is taken first; its
-    branches are not split again.
+    A line between two independent blocks separates branches, as far on both sides as no edge
+    crosses it; the best line has the most ops on its smaller side. The largest section is taken
+    first; its branches are not divided again.
     """
     weights = [len(block.nodes) for block in structure.blocks.blocks]
     return parallel_sections(block_edges(structure), weights)
@@ -159,7 +159,7 @@ def find_sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """Find the sections of blocks with these edges and weights.
+    """Return the sections of blocks with these edges and weights.
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)
@@ -186,7 +186,7 @@ def parallel_sections(
 def _widest(
     edges: Iterable[tuple[int, int]], weights: Sequence[int], split: int
 ) -> tuple[int, int, int] | None:
-    """Return (weight of the smaller side, start, stop) of the widest section around a split."""
+    """Return (weight of the smaller side, start, stop) of the best section around ``split``."""
     crossing = [(i, j) for i, j in edges if i < split <= j]
     best: tuple[int, int, int] | None = None
     for start in sorted({0, *(i + 1 for i, _ in crossing)}):

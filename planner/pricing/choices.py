@@ -1,8 +1,8 @@
-"""Strategies of a node on a whole mesh: one strategy per axis, combined and pruned.
+"""Strategies of a node on a whole mesh: a strategy per axis, combined and pruned.
 
 In: a node, the rules, a mesh, and restrictions of its axes. Out: the node's layouts with the
 collectives they need inside. Only combinations whose splits divide every tensor are offered; of two
-with equal layouts the first of the rules stays, except that causal attention is offered both
+with equal layouts the first in the rules' order is kept, but causal attention is offered both
 balanced and not.
 """
 
@@ -47,9 +47,9 @@ Inner = tuple[tuple[int, InnerCollective], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeStrategy:
-    """An execution of a node: its layouts, and the number of its strategy by axis.
+    """Strategy of a node on a mesh: its layouts, and the number of its strategy on each axis.
 
-    ``num_inner`` collectives inside the node belong to it: see ``inner_of``.
+    ``num_inner`` is the number of collectives inside the node: see ``inner_of``.
     """
 
     layout: NodeLayout
@@ -59,21 +59,21 @@ class NodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Permitted uses of the mesh axes.
+    """Permitted uses of the axes of a mesh.
 
-    On an axis of ``split_batch`` every value that counts the batch is split along it and parameters
-    are replicated. On one of ``split_parameters`` no value is split along the batch and every
-    parameter of two or more dimensions that the axis divides is split, and used split where an op
+    On axes of ``split_batch`` every value that counts the batch is split along it, and parameters
+    are replicated. On axes of ``split_parameters`` no value is split along the batch; every
+    parameter of two or more dimensions that the axis divides is split, and used split if the op
     can; ``sequence_parallel`` says whether values outside such ops are split along positions there,
-    as in Megatron-LM with and without sequence parallelism (None leaves it to the solver). On one
-    of ``split_positions`` every value that counts positions is split along them and parameters are
-    replicated (context parallelism); on one of ``split_experts`` the weights of experts are split
+    as in Megatron-LM with and without sequence parallelism (None: the solver decides). On axes of
+    ``split_positions`` every value that counts positions is split along them, and parameters are
+    replicated (context parallelism); on axes of ``split_experts`` the weights of experts are split
     by expert and all other values as on ``split_batch`` (expert parallelism). ``pins`` are the
-    layouts that the user requires, by node of a kind, ``features`` the allowed features. On axes of
-    ``gathers`` a parameter that is used whole may still be held split, along its first dimension,
-    and gathered. On axes of ``tokens`` each rank has tokens of its own at layers of experts. Its
-    ranks hold different experts if the axis is in ``folded``, and parts of the same experts if it
-    is in ``sliced``.
+    layouts that the user requires, by template node, ``features`` the allowed features. On axes of
+    ``gathers`` a parameter that is used whole may be stored split along its first dimension, and
+    gathered. On axes of ``tokens`` each rank has its own tokens at layers of experts; the ranks
+    have different experts if the axis is in ``folded``, and slices of the same experts if it is in
+    ``sliced``.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -107,18 +107,18 @@ class Restriction:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Return the axes whose use is fixed for all values they apply to."""
+        """Return the axes whose use is fixed for every value."""
         return (*self.split_batch, *self.split_positions, *self.split_experts)
 
 
 def node_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[NodeStrategy, ...]:
-    """Return every execution of an op on the mesh.
+    """Return every strategy of an op on the mesh.
 
-    Two axes may each divide an op alone but not both together: of 6 flattened samples, one axis
-    splits off 3, which the other cannot split by 2. Then the restriction does not hold on the
-    axes of positions; if that is not enough, on no axis.
+    Each of two axes may divide an op but not both together: of 6 flattened samples, one axis splits
+    off 3, which the other cannot split by 2. Then the restriction is lifted on the axes of
+    positions; if this is not enough, on all axes.
     """
     every_axis = range(len(prices.mesh.shape))
     for free in ((), restriction.split_positions, every_axis):
@@ -131,7 +131,7 @@ def node_strategies(
 def _matching_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
 ) -> tuple[NodeStrategy, ...]:
-    """Return the executions of an op; the restriction does not apply to the axes ``free``."""
+    """Return the strategies of an op if the restriction does not apply to the axes ``free``."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
     per_axis = [
@@ -158,7 +158,7 @@ def _matching_strategies(
 def _numbered(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> list[tuple[int, AxisStrategy]]:
-    """Return the strategies on an axis with their numbers among all of the node's."""
+    """Return the strategies on an axis, numbered within all strategies of the node."""
     allowed_here = _axis_strategies(node, graph, axis, prices, restriction)
     if prices.mesh.shape[axis] == 1:
         return list(enumerate(allowed_here))
@@ -168,7 +168,7 @@ def _numbered(
 
 
 def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -> Inner:
-    """Return the collectives inside a node that runs as ``strategy``, by axis."""
+    """Return (axis, collective) for all collectives inside a node under ``strategy``."""
     return tuple(
         (axis, item)
         for axis, (number, size) in enumerate(
@@ -182,7 +182,7 @@ def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -
 def _as_pinned(
     node: Node, found: tuple[NodeStrategy, ...], prices: Prices, restriction: Restriction
 ) -> tuple[NodeStrategy, ...]:
-    """Keep the executions that satisfy the node's pins, or all if none does."""
+    """Return the strategies that satisfy the node's pins, or all if none does."""
     pins = restriction.pins.get(node.name, ())
     if not pins:
         return found
@@ -196,7 +196,7 @@ def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
 
 
 def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
-    """Return the collectives inside a node that runs in ``layout``."""
+    """Return (axis, collective) for all collectives inside a node with layout ``layout``."""
     found: list[tuple[int, InnerCollective]] = []
     balanced = balanced_axes(layout)
     for axis, size in enumerate(prices.mesh.shape):
@@ -215,7 +215,7 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Return every strategy of a node on an axis of a size, shared by equal nodes."""
+    """Return every strategy of a node on an axis of ``size`` ranks, shared by equal nodes."""
     form, sends = _form(node, graph, prices), prices.assumptions.sends_tokens
     limit = group_limit(node, graph) if sends else (1, 1)
 
@@ -229,7 +229,7 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
-    """Return the number of the node's form, which determines its strategies, from 1."""
+    """Return the number, from 1, of the node's form; nodes of a form have equal strategies."""
     numbers = prices.cache.form_numbers
     return find(
         prices.cache.forms,
@@ -273,8 +273,8 @@ def _axis_strategies(
 def _tokens_split(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split tokens on an axis. A layer of experts has the strategy for
-    which the axis is folded or sliced."""
+    """Return the strategies that split tokens on an axis. A layer of experts has the strategy that
+    the axis is folded or sliced for."""
     strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label in (label, TOKENS))
@@ -283,19 +283,19 @@ def _tokens_split(
 
 
 def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
-    """Return the nodes that see joined tokens. Cached per graph."""
+    """Return the names of nodes on joined tokens (``token_nodes``). Cached per batch size."""
     return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
 
 
 def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
-    """Return the batch dimensions; if rows meet, those of the nodes before."""
+    """Return the batch dimensions by node; if rows are mixed, of the nodes before that."""
     if graph.batch_dims:
         return graph.batch_dims
     return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
 
 
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
-    """Return the dimensions of rows and positions. Cached per graph and size of an axis."""
+    """Return the dimensions of rows and positions, by value. Cached by batch and axis size."""
     return find(
         prices.cache.position_dims,
         (size, graph.batch_size),
@@ -304,8 +304,8 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Return the strategies along which positions descend. If rows and positions are joined, they
-    descend at layers of experts alone."""
+    """Return the strategies along which positions are followed. Through views that join rows and
+    positions they are followed only at layers of experts."""
     strategies = strategies_of(node, graph, size, prices)
     if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
         return strategies
@@ -313,7 +313,7 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
-    """Return the expert dimensions on an axis of a size. Cached per graph."""
+    """Return the expert dimensions for an axis of ``size`` ranks. Cached per batch size."""
     return find(
         prices.cache.expert_dims,
         (size, graph.batch_size),
@@ -328,8 +328,8 @@ def _as_megatron(
     dims: Dims,
     restriction: Restriction,
 ) -> tuple[AxisStrategy, ...]:
-    """Restrict strategies as Megatron-LM: split weights used split, tables of the batch by entries,
-    positions as restricted."""
+    """Return the strategies that Megatron-LM allows: split weights are used split, embedding tables
+    split by entries, and positions as ``restriction`` says."""
     if restriction.sequence_parallel:
         fitting = positions_where_whole(node, strategies, dims)
     else:
@@ -352,10 +352,10 @@ def _divides(
 def held_layouts(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[Layout, ...]:
-    """Return the layouts a parameter may be held in: split or replicated on each axis.
+    """Return the layouts that a parameter may be stored in: split or replicated on each axis.
 
-    Where positions stay whole (``sequence_parallel`` False) its gradient is the same on all
-    ranks of the axis, so it may be ``I``.
+    If positions stay whole (``sequence_parallel`` False) its gradient is the same on all ranks of
+    the axis, so it may be ``I``.
     """
     shape = node.spec.shape
     same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
@@ -384,7 +384,7 @@ def held_layouts(
 def _split_weights(
     graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> Mapping[str, int]:
-    """Return the weights of experts that an axis splits by expert in every layout."""
+    """Return the weights of experts that an axis must split by expert, with their experts."""
     size = prices.mesh.shape[axis]
     is_split = axis in restriction.split_experts or axis in restriction.folded
     if not is_split or axis in restriction.gathers or size == 1:
@@ -393,10 +393,10 @@ def _split_weights(
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
-    """Return the layouts of a parameter that are worth holding for one wanted use.
+    """Return the layouts that are worth storing a parameter in for one use with layout ``wanted``.
 
-    A split use is held split; a whole use is held whole, or on any of its axes split along the
-    first dimension that can be, and gathered. Other layouts are worse in every figure.
+    For a split use it is stored split; for a whole use it is stored whole, or on any of its axes
+    split along the first possible dimension, and gathered. Other layouts are worse in every figure.
     """
     serving = [layout for layout in held if _serves(wanted, layout)]
     if not serving:
@@ -408,16 +408,17 @@ def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def _serves(wanted: Layout, held: Layout) -> bool:
-    """Return whether every axis that is wanted split is held split."""
+    """Return whether layout ``held`` equals ``wanted`` on every axis that ``wanted`` splits."""
     return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
 
 
 def unsharded_ops(
     graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
 ) -> tuple[str, ...]:
-    """Return products and attention that run whole on each rank of an axis that cannot divide them.
+    """Describe products and attention that are whole on each rank of an axis that cannot divide
+    them.
 
-    One line per op and axis; ``nodes`` are names of templates.
+    There is a line per op and axis; ``nodes`` are names of template nodes.
     """
     found = []
     for name in nodes:
@@ -437,7 +438,7 @@ def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
 
 
 def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
-    """Return whether only the size of the axis keeps an op with work from being split."""
+    """Return whether an op with work could be split if the axis size divided it."""
     work = prices.rules.work(node, input_specs(node, graph), node.outputs)
     if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
         return False

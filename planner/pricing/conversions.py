@@ -1,11 +1,11 @@
-"""Conversions between lists of layouts, computed together.
+"""Conversions between two lists of layouts, computed together as arrays.
 
-In: a tensor's spec, two lists of layouts, prices. Out: seconds forward and backward from each
+In: a tensor's spec, two lists of layouts, prices. Out: seconds of forward and backward from each
 layout of the first to each of the second, equal to ``Prices.conversion`` of every pair.
 
-The collectives of a change of layout depend on the two layouts alone, so they are found once per
-pair of layouts for all tensors and meshes with as many axes. A price is queried once per tensor,
-kind of collective, axis and set of other axes that split the tensor meanwhile.
+The collectives of a conversion depend on the two layouts alone, so they are derived once per pair
+of layouts, for all tensors and all meshes with the same number of axes. A price is queried once per
+tensor, kind of collective, axis and set of other axes that split the tensor meanwhile.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Sent = tuple[str, int, tuple[int, ...]]
-"""A collective: its kind, its axis, the other axes that split the tensor."""
+"""Collective of a conversion: kind, axis, and the other axes that split the tensor."""
 
 _Steps = tuple[tuple[int, int], ...]
-"""Numbers of each step's collectives, forward and backward; 0 is none."""
+"""Numbers of each step's collectives in forward and backward; 0 for none."""
 
 
 @dataclass
 class Changes:
-    """Collectives of all pairs of layouts queried so far, on meshes with as many axes.
+    """Collectives of all pairs of layouts queried so far, for meshes with the same number of axes.
 
     ``pairs[source, target]`` is the number of a pair of layouts, -1 if unknown; ``there`` and
-    ``back`` hold a pair's collectives ``[step, pair]``, ``steps`` its number of steps.
+    ``back`` have a pair's collectives in forward and backward, ``[step, pair]``; ``steps`` its
+    number of steps.
     """
 
     sent: dict[Sent, int] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Changes:
     _found: list[_Steps] = field(default_factory=list)
 
     def number(self, layouts: Sequence[Layout]) -> Ints:
-        """Return the numbers of layouts."""
+        """Return the numbers of ``layouts``; new layouts get new numbers."""
         for layout in layouts:
             if layout not in self.numbers:
                 self.numbers[layout] = len(self.layouts)
@@ -59,7 +60,7 @@ class Changes:
         return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
 
     def between(self, sources: Ints, targets: Ints) -> Ints:
-        """Return ``[source, target]``, the numbers of the pairs."""
+        """Return ``[source, target]``, the numbers of the pairs of layouts."""
         missing = len(self.layouts) - len(self.pairs)
         if missing:
             self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)
@@ -106,16 +107,16 @@ class Changes:
 
 
 def changes_of(prices: Prices) -> Changes:
-    """Return the shared changes of meshes with as many axes as this mesh."""
+    """Return the changes that all meshes with the same number of axes share."""
     return find(prices.cache.changes, len(prices.mesh.shape), Changes)
 
 
 def conversion_seconds(
     prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> tuple[Floats, Floats]:
-    """Return seconds forward and backward, ``[source, target]``.
+    """Return the seconds of forward and of backward conversions, each ``[source, target]``.
 
-    The lists must not change afterwards: the numbers of their layouts are cached by identity.
+    The lists must not change afterwards, as the numbers of their layouts are cached by identity.
     """
     changes = changes_of(prices)
     has_gradient = spec.requires_grad
@@ -142,7 +143,7 @@ def conversion_seconds(
 
 
 def _seconds(prices: Prices, spec: TensorSpec, changes: Changes, used: Ints) -> Floats:
-    """Return the seconds of the used collectives, by number."""
+    """Return the seconds of the collectives with the numbers ``used``, by number."""
     found = np.zeros(len(changes.sent) + 1)
     every: list[Any] = [None, *changes.sent]
     sizes = prices.mesh.shape

@@ -1,13 +1,13 @@
-"""Decisions of the solver in one kind of block: merged nodes, with a price per choice.
+"""Decisions of the solver in a kind of block: merged nodes, with a price per choice.
 
-In: a block, the graph, prices. Out: decisions. A decision is a node with all of its strategies,
-together with the parameters that only it uses and with the views that follow it: ops without work
-that read values of this decision alone, write no more than they read, and accept every layout of
-these values. So a layer of Llama, 57 ops and 9 parameters, has 44 decisions. Nothing inside a
-decision is converted but its parameters.
+In: a block, the graph, prices. Out: decisions. A decision is a node with all its strategies,
+together with the parameters that only it uses and the views that follow it: ops without work that
+read values of this decision only, write no more than they read, and accept every layout of these
+values. So a layer of Llama, with 57 ops and 9 parameters, has 44 decisions. Inside a decision only
+parameters are converted.
 
 The candidates are a ``DecisionSpace``, made once for all prices; here they are priced, as arrays
-over all candidates of a kind, and dominated candidates are dropped.
+over all candidates of a kind, and dominated candidates are removed.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ZEROS = (0, 1, 2, 3)
 Floats = NDArray[np.float64]
 
 RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
-"""Seconds that recomputation may skip: of the device, of the host, and of an op's collectives."""
+"""Resources whose forward seconds recomputation may skip: device, host, collectives of ops."""
 
 DEVICE, HOST, SENT = range(len(RECOMPUTED))
-"""The columns of these seconds in ``skipped_seconds``."""
+"""Columns of the resources ``RECOMPUTED`` in ``skipped_seconds``."""
 
 MOST_COMPARED = 1 << 22
-"""Maximum figures that are compared at once."""
+"""Maximum number of figures that are compared at once."""
 
 
 @dataclass(frozen=True)
 class Decision:
     """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
 
-    ``seconds[zero, choice]`` and ``states[zero, choice]`` hold the fields of ``Seconds`` and
-    ``StateBytes``; ``skipped_seconds[mode, choice]`` the part of the forward (device, host,
-    collectives) that recomputation in a mode (``RECOMPUTE_MODES``) skips.
+    ``seconds[zero, choice]`` and ``states[zero, choice]`` have the fields of ``Seconds`` and
+    ``StateBytes``; ``skipped_seconds[mode, choice]`` is the part of the forward (device, host,
+    collectives) that recomputation in a mode of ``RECOMPUTE_MODES`` does not rerun.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Decision:
 
     @cached_property
     def recompute_seconds(self) -> Floats:
-        """Return the device seconds that recomputation in a mode runs again, ``[mode, choice]``."""
+        """Return the device seconds that recomputation reruns, ``[mode, choice]``."""
         skipped = self.skipped_seconds[:, :, DEVICE] + self.skipped_seconds[:, :, SENT]
         again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
         return again
@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Fields of ``Decision`` as arrays, one entry per candidate of a kind of decision."""
+    """Arrays of ``Decision`` over all candidates of a kind of block."""
 
     seconds: Floats
     states: Floats
@@ -85,7 +85,7 @@ def decide(
     *,
     merge: bool = True,
 ) -> tuple[Decision, ...]:
-    """Return the decisions of a block, in order of their first nodes."""
+    """Return the decisions of a block, in the order of their first nodes."""
     own = find(
         prices.cache.spaces,
         (merge, structure_key(block, graph, prices, restriction)),
@@ -135,7 +135,7 @@ def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
 
 
 def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
-    """Return the ``Seconds`` of every strategy, ``[strategy, field]``, followed by zeros."""
+    """Return the ``Seconds`` of every strategy, ``[strategy, field]``, and a last row of zeros."""
     computes = [
         prices.op(graph[name], input_specs(graph[name], graph), layout)
         for name, layout in own.computes
@@ -172,7 +172,7 @@ def _holding_costs(
 
 
 def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
-    """Return the candidates that no other with the same outside layouts dominates."""
+    """Return the candidates that no other candidate with the same outside layouts dominates."""
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
@@ -189,7 +189,7 @@ def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
 
 
 def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
-    """Return ``[group, member]``: whether another member is no worse in any figure, ``[group,
+    """Return, as ``[group, member]``, whether another member is no worse in any of ``figures[group,
     member, figure]``; of equal members, all but the first are dominated."""
     at_most = np.logical_and.reduce(figures[:, :, None] <= figures[:, None], axis=3)
     earlier = np.triu(np.ones(at_most.shape[1:], dtype=bool), 1)
@@ -201,7 +201,7 @@ def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
 def parameter_decision(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> Decision:
-    """Return the decision of a parameter with several uses."""
+    """Return the decision of a parameter that is used several times."""
     layouts = held_layouts(node, graph, prices, restriction)
     costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
     seconds = np.array([[own for own, _ in each] for each in costs])
@@ -220,7 +220,7 @@ def parameter_decision(
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
-    """Return a choice per layout, the same objects for the same layouts."""
+    """Return a choice per layout; equal arguments return the same objects."""
     return find(
         prices.cache.held_choices,
         (name, layouts),

@@ -1,20 +1,20 @@
-"""Bytes that ops keep for the backward on a rank and use while they run; deferred weight gradients.
+"""Bytes on a rank that ops keep for the backward and use while they run; deferred weight gradients.
 
 In: a node in a layout. Out: the (storage, bytes) that autograd keeps, so that tensors that share
 storage (a view and its base, a value that two ops keep) count once in a block; the bytes of its
-inputs and outputs; the storages kept in a recomputed block (its recomputed ops are in
-``planner.replay``); the seconds of its weight gradients and the bytes kept for them. Sizes of
-states and activations: see ``prices``.
+inputs and outputs; the storages kept in a recomputed block (``planner.replay`` finds its rerun
+ops); the seconds of its weight gradients and the bytes kept for them. Sizes of states and
+activations: see ``prices``.
 
 Schedules that split the backward (ZB-H1, ZB-H2, ZB-V, DualPipeV) defer the weight gradients of
 matrix products, convolutions and embeddings whose weights are made of parameters alone, as
-``passes.backward.weight_gradients`` does. The first half has the rest: the backward of other ops,
-recomputation, every collective. The product for the weights has as many operations and bytes as the
-product for the data, so it takes half of the op's backward, or all of it where the data has no
-gradient; so does issuing it. Until then a micro-batch keeps the op's data and the gradient of its
+``passes.backward.weight_gradients`` does. The first half has everything else: the backward of other
+ops, recomputation, every collective. The product for the weights has as many FLOPs and bytes as the
+product for the data, so it takes half of the op's backward, or all of it if the data has no
+gradient; likewise on the host. Until then a micro-batch keeps the op's data and the gradient of its
 result.
 
-A block waits in each half until the device has computed and the host has issued it: with C and H
+In each half a block waits until the device has computed and the host has issued it: with C and H
 their seconds for the whole backward, and c and h for the deferred part, the halves take max(C - c,
 H - h) and max(c, h). So a faster device or host never lengthens a half.
 
@@ -45,7 +45,7 @@ Part = tuple[str, int]
 
 
 def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """Return the storages that autograd keeps of an op on a rank, with local bytes."""
+    """Return the storages, with local bytes, that autograd keeps of an op on a rank."""
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
     found: dict[Part, None] = {}
@@ -71,8 +71,8 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
 
 
 def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Prices) -> float:
-    """Return the bytes that experts in fused kernels keep: for each pair of a token and an expert,
-    the token and the activation's input and result."""
+    """Return the bytes that experts in fused kernels keep: for each (token, expert) pair, the token
+    and the activation's input and result."""
     tokens, up, down = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
     per_expert = [weight.numel // weight.shape[0] for weight in (up, down)]
     read, made = (numel // tokens.shape[-1] for numel in per_expert)
@@ -83,7 +83,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
-    """The number of ranks that gathered a linear layer's input and split its weight by rows."""
+    """Return the number of ranks that gather a linear's input and split its weight by rows."""
     if packet(node.op) != "linear" or ref != node.inputs[0]:
         return 1
     data, weight = layout.inputs[:2]
@@ -92,10 +92,10 @@ def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> 
 
 
 def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:
-    """Return whether a kept value takes memory of its own.
+    """Return whether a kept value needs memory of its own.
 
-    A parameter and its views are in memory anyway; but a part of a parameter that is wanted split
-    (one of several fused projections) is a copy, as the parameter's own split cuts elsewhere.
+    A parameter and its views are in memory anyway; but a part of a parameter that is used split
+    (one of several fused projections) is a copy, as the parameter's own split cuts it elsewhere.
     """
     kind = graph[root.name].kind
     if kind == "parameter" and ref != root:
@@ -105,15 +105,15 @@ def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) 
 
 
 def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:
-    """Return the layout in which a node sees one of its inputs or outputs."""
+    """Return the layout in which a node reads or makes ``ref``."""
     if ref.name == node.name:
         return layout.outputs[ref.index]
     return layout.inputs[node.inputs.index(ref)]
 
 
 def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, TensorSpec]:
-    """Return the value whose memory holds an op's kept input or output, with its spec: the op's own
-    copy, or the base of a view."""
+    """Return the value whose memory holds a kept input or output of an op, and its spec: the op's
+    own copy, or the base of a view."""
     if ref.name != node.name:
         copied = copy_of(node.name, node.inputs.index(ref))
         if copied in storages(graph, prices):
@@ -123,17 +123,17 @@ def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, 
 
 
 def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
-    """Return the value whose memory a value lives in: itself, or the base of a view."""
+    """Return the value that owns the memory of ``ref``: itself, or the base of a view."""
     return Ref(*storages(graph, prices)[ref.name, ref.index])
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """The storage of every value, once per micro-batch size: a copy of one row may be a view."""
+    """Map each value to its memory's owner, per batch size: a copy of one row may be a view."""
     return find(prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph))
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
-    """Return the bytes of an op's distinct inputs and its outputs on a rank.
+    """Return the bytes on a rank of an op's distinct inputs and its outputs.
 
     Values that a fused kernel keeps in registers do not count.
     """
@@ -161,7 +161,7 @@ def _local_specs(
 
 
 def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
-    """Return the ops that the backward of a block runs again. Cached per graph."""
+    """Return the ops that the backward of a recomputed block reruns. Cached."""
     given, parts = (block, graph), prices.assumptions.recomputed
 
     def make() -> Replay:
@@ -174,9 +174,9 @@ def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
 def kept_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
 ) -> tuple[Part, ...]:
-    """Return the storages that selective recomputation keeps of an op on a rank, with local bytes.
+    """Return the storages, with local bytes, that selective recomputation keeps of an op on a rank.
 
-    With parts of a layer recomputed, these are the values that autograd keeps of other parts.
+    If parts of a layer are recomputed, these are the values that autograd keeps of the other parts.
     """
     batch = read_parts(node, layout, graph, prices)
     if prices.assumptions.recomputed:
@@ -202,7 +202,7 @@ def kept_parts(
 
 
 def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """The parts of the batch that any recomputation keeps for an op on a rank: its inputs."""
+    """Return the batch inputs, with local bytes, that recomputation keeps for an op on a rank."""
     pairs = zip(node.inputs, layout.inputs, strict=True)
     found = {
         (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
@@ -224,13 +224,13 @@ POSITIONS = {
     "conv2d": _CONVOLUTION,
     "conv3d": _CONVOLUTION,
 }
-"""Positions of data and weights among the arguments of ops that defer weight gradients."""
+"""Positions of data and of weights in the arguments of ops that defer weight gradients."""
 
 
 def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
-    """The seconds of a node's backward that a split schedule may defer: computing and issuing."""
+    """Return the seconds of a node's backward that can be deferred: of the device, of the host."""
     share = weight_grad_share(node, graph, prices)
     if not share:
         return 0.0, 0.0
@@ -241,7 +241,7 @@ def weight_grad_seconds(
 def weight_grad_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[Part, ...]:
-    """Return the storages kept for deferred weight gradients, with local bytes."""
+    """Return the storages, with local bytes, that are kept for deferred weight gradients."""
     if not weight_grad_share(node, graph, prices):
         return ()
     data = node.args[POSITIONS[packet(node.op)][0]]
@@ -255,7 +255,7 @@ def weight_grad_parts(
 
 
 def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
-    """Return the part of a node's backward that computes weight gradients: 0, 0.5 or 1."""
+    """Return the fraction of a node's backward that computes weight gradients: 0, 0.5 or 1."""
     positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
     if positions is None or node.kwargs:
         return 0.0
@@ -276,7 +276,7 @@ def _argument(node: Node, position: int) -> Ref | None:
 
 
 def _is_of_parameters(ref: Ref, graph: Graph, prices: Prices) -> bool:
-    """Return whether a value is computed from parameters alone."""
+    """Return whether a value is a parameter or computed from parameters alone."""
     known = prices.cache.from_parameters
     if ref.name not in known:
         for node in graph:

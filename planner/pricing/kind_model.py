@@ -1,6 +1,6 @@
-"""One kind of block on a mesh: its decisions, its edges, and the bytes that choices keep.
+"""Model of a kind of block on a mesh: its decisions, its edges, and the bytes that choices keep.
 
-In: priced decisions, and a function that finds the storages of a choice. Out: a ``KindModel``;
+In: priced decisions, and a function that finds the storages of a choice. Out: a ``KindModel``; the
 bytes that choices keep from forward to backward, by recomputation mode; the cost of one block
 (``RowCost``).
 """
@@ -22,19 +22,20 @@ from .structure import Edge
 
 NUM_FIGURES = len(Resource) + 3
 RECEIVED, STATES, KEPT = range(len(Resource), NUM_FIGURES)
-"""Columns of ``unrecomputed`` after the seconds of each resource."""
+"""Columns of ``RowCost.unrecomputed`` that follow the seconds of each resource."""
 
 NO_STATES = np.zeros((len(ZEROS), len(State)))
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of one occurrence of a row, for given layouts.
+    """Cost of one occurrence of a row (a block, shared parameter or edge), for given layouts.
 
     The first axis of ``seconds[mode, zero, RESOURCE]``, ``kept_bytes[mode]`` and
     ``transient_bytes[mode, zero]`` is the recomputation mode of its block: none, full or selective.
-    ``recompute_seconds[mode]`` is the device time of the last two. ``transient_bytes`` are gathered
-    parameters and recomputed values; ``working_bytes`` belong to the largest op.
+    ``recompute_seconds[mode]`` is the device time of full and selective recomputation.
+    ``transient_bytes`` are gathered parameters and recomputed values; ``working_bytes`` belong to
+    the largest op.
     """
 
     seconds: Floats
@@ -56,12 +57,12 @@ class RowCost:
 
 
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
-"""The kept storages of each decision and choice, with their bytes."""
+"""Kept storages with their bytes, by decision and choice."""
 
 
 class SavedTensors(NamedTuple):
-    """Bytes that a choice holds: the (storage, bytes) saved by autograd, the largest inputs and
-    outputs of a member, storages kept by selective recomputation, and inputs of the batch."""
+    """Bytes of a choice: (storage, bytes) saved by autograd, the inputs and outputs of its largest
+    member, storages kept by selective recomputation, and batch inputs."""
 
     saved: tuple[Part, ...]
     working_bytes: int
@@ -71,12 +72,12 @@ class SavedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class KindModel:
-    """One kind of block on the mesh.
+    """Model of a kind of block on a mesh.
 
-    ``where`` finds the decision of a member. ``edges`` are the values read inside the block by
-    another decision. ``held`` finds the ``SavedTensors`` of one choice: most meshes never need it
-    for all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list it per decision and
-    choice. ``costs`` keeps the cost of a block by the choice of every decision.
+    ``where`` maps a member to its decision. ``edges`` are values that another decision of the block
+    reads. ``held`` returns the ``SavedTensors`` of a choice, on demand, as most meshes do not need
+    all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and choice.
+    ``costs`` caches the cost of a block by the choices of all decisions.
     """
 
     kind: str
@@ -116,16 +117,17 @@ class KindModel:
         return tuple(tuple(held.read for held in choices) for choices in self._held)
 
     def parts(self, mode: Recompute) -> Kept:
-        """Return the storages that a block keeps from its forward to its backward, without other
-        blocks' values."""
+        """Return the storages that a block keeps from its forward to its backward, values of other
+        blocks not included."""
         if mode == "none":
             return self.saved
         return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """The bytes kept by each choice of all decisions, a storage counted with its first keeper.
+        """Return the bytes kept by each choice of all decisions; a storage counts with its first
+        keeper.
 
-        Their sum over a block's decisions is at most the bytes that the block keeps.
+        The sum over a block's decisions is at most the bytes that the block keeps.
         """
         counted: dict[str, int] = {}
         found = []

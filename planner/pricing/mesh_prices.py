@@ -1,12 +1,12 @@
-"""Costs of collectives and parameters on one stage's mesh.
+"""Prices of collectives and parameters on one stage's mesh.
 
 In: a mesh on ranks of a cluster; the bytes of a collective, or a parameter with its layout and ZeRO
-stage. Out: seconds, and bytes per device. A parameter costs the sum of its gradient, its gathering
-and the optimizer's step.
+stage. Out: seconds, and bytes per device. The seconds of a parameter are the sum of its gradient
+synchronization, its gathers and its optimizer step.
 
-A parameter that is held whole on an axis has a partial gradient there, summed once per step (once
-per micro-batch under ZeRO 2 and 3). This package's runtime shards states over axis "dp" alone, and
-sums over the other axes apart. Other programs do both in one collective of all data-, expert- and
+A parameter that is whole on an axis has a partial gradient there, summed once per step (once per
+micro-batch under ZeRO 2 and 3). This package's runtime shards states over axis "dp" alone, and sums
+over the other axes separately. Other programs do both in one collective over all data-, expert- and
 context-parallel ranks (``CostAssumptions.joint_states``).
 """
 
@@ -45,19 +45,19 @@ from .seconds import Priced, Seconds, StateBytes
 from .update import host_update_seconds, step_bytes, update_curve
 
 JOINT_AXES = ("dp", "ep", "cp")
-"""Axes whose ranks hold a parameter whole (except experts' weights), the data axis first."""
+"""Axes whose ranks hold parameters whole (except weights of experts), the data axis first."""
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
-"""ZeRO's collectives as they are measured: with the copies into and out of their buffers."""
+"""ZeRO's collectives by their kind in a profile, which includes copies around their buffers."""
 
 
 @dataclass(frozen=True)
 class MeshPrices:
     """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
 
-    ``cache`` may be shared by every use with one cluster and one graph. ``asked`` records every
-    first query. With ``only``, seconds of other sources count as zero. ``own``: the ranks that
-    compute, if not all compute the same.
+    ``cache`` may be shared by all uses with one cluster and one graph. ``asked`` records every new
+    query. With ``only``, seconds from other sources count as zero. ``own``: the ranks that compute,
+    if ranks differ in their compute.
     """
 
     mesh: Mesh
@@ -94,7 +94,7 @@ class MeshPrices:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return a key that is equal if all prices but stage transfers are, in one ``cache``."""
+        """Return a key of all prices but transfers between stages, for one ``cache``."""
         return (
             type(self),
             self.mesh,
@@ -109,11 +109,11 @@ class MeshPrices:
         )
 
     def group(self, *axes: int) -> Group:
-        """Return the slowest group of the ranks that differ on ``axes`` alone."""
+        """Return the slowest group of ranks that differ only in their coordinates on ``axes``."""
         return self.groups[axes[0]] if len(axes) == 1 else self._slowest_group(*axes)
 
     def _slowest_group(self, *axes: int) -> Group:
-        """Find the slowest group, once per cluster and ranks: a large mesh has many groups."""
+        """Find the slowest group, once per cluster and ranks, as a large mesh has many groups."""
 
         def find_slowest() -> tuple[Cluster, Group]:
             groups = [
@@ -130,10 +130,10 @@ class MeshPrices:
         return find(self.cache.groups, key, find_slowest)[1]
 
     def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
-        """Return the seconds of one collective over all ranks of some axes.
+        """Return the seconds of a collective over all ranks of ``axes``.
 
-        ``num_bytes`` is the size of the whole tensor. ``measured_as`` is the kind in a profile, if
-        it differs.
+        ``num_bytes`` is the size of the whole tensor. ``measured_as`` is the kind's name in a
+        profile, if it differs.
         """
         group, name = self.group(*axes), measured_as or kind
         key = (name, num_bytes, group, self.profile)
@@ -158,11 +158,11 @@ class MeshPrices:
 
     @property
     def has_spec(self) -> bool:
-        """Return whether seconds from specifications count."""
+        """Return whether seconds from specifications count (see ``only``)."""
         return self.only in (None, "spec")
 
     def num_parts(self, layout: Layout) -> int:
-        """Return the number of different parts into which a layout cuts a tensor."""
+        """Return the number of different parts that a layout splits a tensor into."""
         return prod(
             size
             for placement, size in zip(layout, self.mesh.shape, strict=True)
@@ -171,7 +171,8 @@ class MeshPrices:
 
     @cached_property
     def state_axes(self) -> tuple[int, ...]:
-        """The axes over which a replicated parameter's states are sharded and gradients summed."""
+        """Return the axes over which replicated parameters' states are sharded, gradients
+        summed."""
         names = JOINT_AXES if self.assumptions.joint_states else JOINT_AXES[:1]
         sizes = zip(self.mesh.axes, self.mesh.shape, strict=True)
         found = [axis for axis, (name, size) in enumerate(sizes) if name in names and size > 1]
@@ -179,17 +180,17 @@ class MeshPrices:
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks that ZeRO may shard a replicated parameter over."""
+        """Return the number of ranks that ZeRO shards a replicated parameter over."""
         return self._size(self.state_axes)
 
     def _size(self, axes: tuple[int, ...]) -> int:
         return prod(self.mesh.shape[axis] for axis in axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
-        """Return the seconds and bytes of a parameter: its gradient sums and its optimizer step.
+        """Return the seconds and bytes of a parameter: gradient sums, gathers and optimizer step.
 
-        Latency per collective is left out over ``state_axes``, where a block's parameters travel
-        together; ``block_sync`` has it once per block.
+        Over ``state_axes`` the latency of collectives is not included, as a block's parameters
+        travel together; ``block_sync`` has it once per block.
         """
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes
@@ -217,7 +218,7 @@ class MeshPrices:
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
-        """Return the seconds to gather parameters and sum gradients, as often as ZeRO does."""
+        """Return the seconds of gathers and gradient sums, as often as ZeRO repeats them."""
         summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
@@ -235,10 +236,10 @@ class MeshPrices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """The copies around ZeRO's collectives, which lengthen these and slow compute beside them.
+        """Return the copies around ZeRO's collectives, which lengthen them and slow compute.
 
-        Parameters are copied out of the buffer in which they were gathered, and gradients are cast
-        into the buffer that is reduced (``fully_shard``). The device moves these bytes while it
+        Parameters are copied out of the buffer they were gathered in, and gradients are cast into
+        the buffer that is reduced (``fully_shard``). The device moves these bytes while it
         computes. A profile measures the collectives with their copies.
         """
         is_measured = self.profile is not None or not self.has_spec
@@ -253,7 +254,7 @@ class MeshPrices:
         )
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
-        """Return the share of its compute that a device loses beside a collective of states."""
+        """Return the fraction of compute that a device loses during a collective of states."""
         given = self.assumptions.slowdown
         if given is not None:
             return 1 - 1 / given
@@ -270,7 +271,7 @@ class MeshPrices:
     def shares_links(self) -> bool:
         """Return whether collectives of states share links with the stage's other collectives.
 
-        Over several hosts they are bound by the links between hosts.
+        Collectives over several hosts are limited by the links between hosts.
         """
         own = self.state_axes or (0,)
         sizes = enumerate(self.mesh.shape)
@@ -279,7 +280,7 @@ class MeshPrices:
         return any((group.num_hosts > 1) == crosses for group in others)
 
     def _update(self, numel: float) -> float:
-        """Return the seconds of the optimizer's step on one parameter."""
+        """Return the seconds of the optimizer's step on ``numel`` elements of a parameter."""
         key = (numel, self.optimizer, self.policy, self.speed, self.profile)
         return self._counted(find(self.cache.updates, key, lambda: self._step(numel))).forward
 
@@ -296,7 +297,7 @@ class MeshPrices:
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
     def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
-        """Price a frozen parameter: whole on every rank, or sharded and gathered by ZeRO 3."""
+        """Return the price of a frozen parameter: whole on every rank, or gathered under ZeRO 3."""
         gathered_bytes = numel * self.policy.gathered_bytes
         if zero < 3:
             return Seconds(), StateBytes(parameters=gathered_bytes)
@@ -309,11 +310,11 @@ class MeshPrices:
         return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))
 
     def _states(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
-        """Return the seconds of a collective of states, with the copies around it."""
+        """Return the seconds of a collective of states, with the copies around it if measured."""
         return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
 
     def block_sync(self, zero: int) -> Seconds:
-        """Return the latency of a block's collectives of gradients and parameters."""
+        """Return the latencies of a block's collectives of gradients and parameters."""
         axes = self.state_axes
         if not axes:
             return Seconds()

@@ -1,13 +1,13 @@
-"""An op on one rank as a case to measure: its call, on tensors of local shapes.
+"""Cases to measure: an op on one rank as a call on tensors of local shapes.
 
 In: a node, the local specs of its inputs and outputs, its work. Out: an ``OpCase`` whose key is
-equal wherever the same call is made, so that equal layers, and equal ops of one layer, are measured
-once; None for an op that takes no time by itself.
+equal for equal calls, so that equal layers, and equal ops of a layer, are measured once; None for
+an op that takes no time by itself.
 
-The call is the one that ``passes.local.local_ops`` makes of the node: size arguments are taken from
-the local outputs, sizes of parts and numbers of groups divided. A causal attention over a part of
-the positions is measured as the last part, the slowest. If that pass replaces the op by a function
-of its own (a split vocabulary), the node's own op is measured at the same local shapes.
+The call is the call that ``passes.local.local_ops`` makes of the node: size arguments are taken
+from the local outputs; sizes of parts and numbers of groups are divided. A causal attention over a
+part of the positions is measured as the last part, the slowest. If that pass replaces the op by a
+function of this package (a split vocabulary), the original op is measured at the same local shapes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def op_case(
 ) -> OpCase | None:
     """Return the case of a node at local shapes; None if there is nothing to measure.
 
-    That holds for an op without forward and backward work, and for an op with an argument that
-    cannot be written down. ``work`` is the op's at the same shapes. ``in_tf32``: its products run
-    in TF32.
+    There is nothing for an op without forward and backward work, or with an argument that a profile
+    cannot express. ``work`` is the op's work at the same shapes. ``in_tf32``: its products run in
+    TF32.
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
@@ -83,7 +83,7 @@ def _as_it_is(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _argument(node: Node, position: int, name: str, value: Any) -> Arguments:
-    """Return the node's arguments with one replaced, positional or by name."""
+    """Return the node's arguments with the positional or named argument replaced by ``value``."""
     if position < len(node.args):
         args = (*node.args[:position], value, *node.args[position + 1 :])
         return args, dict(node.kwargs)
@@ -91,7 +91,7 @@ def _argument(node: Node, position: int, name: str, value: Any) -> Arguments:
 
 
 def _size_at(position: int) -> Localize:
-    """Return a function that takes the size argument from the local output."""
+    """Return a function that sets the size argument to the shape of the local output."""
 
     def localize(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
         return _argument(node, position, "size", list(outputs[0].shape))
@@ -132,7 +132,7 @@ def _split(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _slice(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Localize a slice; a slice that keeps its whole dimension keeps all of the local part."""
+    """Localize a slice; if it keeps its whole dimension, it keeps all of the local part."""
     dim = _dim(node, 1, len(inputs[0].shape))
     if outputs[0].shape[dim] == inputs[0].shape[dim]:
         return (node.args[0], dim, 0, sys.maxsize), {}
@@ -147,7 +147,7 @@ def _narrow(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _parts(node: Node, outputs: Specs, dim: int) -> int:
-    """Return the number of parts into which the op's output is split along a dimension."""
+    """Return the number of parts that dimension ``dim`` of the op's output is split into."""
     return max(1, node.spec.shape[dim] // max(outputs[0].shape[dim], 1))
 
 
@@ -162,7 +162,7 @@ in transposed convolutions, with ``output_padding`` before and ``dilation`` afte
 
 
 def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Localize a convolution: groups become those of this rank's channels."""
+    """Localize a convolution: ``groups`` becomes the number of groups of this rank's channels."""
     position = 8 if packet(node.op) == "convolution" else _GROUPS_AT
     groups = node.args[position] if position < len(node.args) else node.kwargs.get("groups", 1)
     if groups == 1:
@@ -173,7 +173,7 @@ def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _counted(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Drop the key of random numbers, which does not change the time."""
+    """Remove the key of random numbers, which does not affect the time."""
     kept = {name: value for name, value in node.kwargs.items() if name not in ("key", "start")}
     return node.args, {**kept, "number": 0}
 

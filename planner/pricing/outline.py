@@ -1,4 +1,4 @@
-"""The decisions of a kind of block before they are priced, as numbers.
+"""Decision spaces: the decisions of a kind of block as numbers, before they are priced.
 
 In: a block, the graph, a mesh and restrictions of its axes. Out: a ``DecisionSpace``: for each
 decision its members and candidates (the layouts of its members), each candidate's strategy by node
@@ -39,15 +39,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of a decision: the layouts of its members."""
+    """Choice of a decision: the layouts of its members."""
 
     layouts: Mapping[str, NodeLayout]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """A decision before pricing. ``members`` are op nodes in order, then parameters. ``members``
-    are op nodes in order, then parameters."""
+    """Decision before pricing. ``members`` are op nodes in order, then parameters."""
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -55,7 +54,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A parameter held in a layout and used in another."""
+    """Parameter stored in layout ``held`` and used in layout ``wanted``."""
 
     parameter: str
     held: Layout
@@ -64,16 +63,16 @@ class Holding:
 
 @dataclass(frozen=True)
 class DecisionSpace:
-    """All decisions of a kind, with candidates numbered across decisions, ``[candidate]``.
+    """All decisions of a kind of block, with candidates numbered over all decisions.
 
-    ``computes`` are the distinct computations, a node with layouts that split alike;
+    ``computes`` are the distinct computations (a node with layouts of equal splits);
     ``computes_as`` maps each strategy to its computation; ``inner`` are the strategies with
-    collectives inside. ``rounds`` hold the strategy of the first, second, … op of each candidate,
-    ``skipped_rounds`` those that recomputation skips (in each of ``RECOMPUTE_MODES``),
-    ``held_rounds`` the holdings of its parameters; one past the last stands for none. ``held`` are
-    the distinct held parameters, ``held_as`` maps each holding to its own. ``alike`` are candidates
-    of a decision that look equal from outside, ``[group, member]``, groups of one size together.
-    ``broken`` counts violated pins.
+    collectives inside. ``rounds`` have, by candidate, the strategy of its first, second, … op,
+    ``skipped_rounds`` of the ops that recomputation skips (for each of ``RECOMPUTE_MODES``),
+    ``held_rounds`` the holdings of its parameters; the number after the last stands for none.
+    ``held`` are the distinct stored parameters, ``held_as`` maps each holding to an entry of it.
+    ``alike`` are candidates of a decision that look equal from outside, ``[group, member]``, an
+    array per group size. ``broken`` counts violated pins.
     """
 
     decisions: tuple[Candidates, ...]
@@ -92,12 +91,12 @@ class DecisionSpace:
 
     @property
     def bounds(self) -> list[int]:
-        """Return the end of each decision's candidates."""
+        """Return the end of each decision's range of candidates."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
     def kept(self, rows: Ints) -> tuple[Candidates, ...]:
-        """The decisions with only the candidates ``rows``, the same objects for the same rows."""
+        """Return the decisions with only the candidates ``rows``, cached by ``rows``."""
         key = rows.tobytes()
         if key not in self.pruned:
             starts = [0, *self.bounds[:-1]]
@@ -108,14 +107,14 @@ class DecisionSpace:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Split ascending numbers of candidates by decision."""
+        """Split ascending candidate numbers by decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
 def decision_space(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> DecisionSpace:
-    """Build the decisions of a block, in order of their first nodes."""
+    """Build the decision space of a block, with decisions in the order of their first nodes."""
     skipped = replay(block, graph, prices).skipped
     builder = _Builder(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in merge_nodes(block, graph, prices, restriction, merge=merge):
@@ -130,7 +129,7 @@ class _Draft:
 
 
 def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
-    """Return whether a parameter is used by this node alone, and once."""
+    """Return whether ``ref`` is a parameter that is used by ``node`` only, and once."""
     return (
         graph[ref.name].kind == "parameter"
         and graph.users[ref.name] == (node.name,)
@@ -141,7 +140,7 @@ def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
 def merge_nodes(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
 ) -> list[_Draft]:
-    """Group the op nodes whose strategies are chosen together, with the strategies of each node."""
+    """Group the op nodes whose strategies are chosen together, with their strategies."""
     found: list[_Draft] = []
     home: dict[str, int] = {}
     own = [
@@ -162,7 +161,7 @@ def merge_nodes(
 
 
 def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
-    """Return the decision that a node may follow, if it is a view that reads a single decision."""
+    """Return the decision that ``node``, a view, may join: the view must read nothing else."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
         return None
@@ -173,14 +172,14 @@ def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices)
 
 
 def _read_once(ref: Ref, graph: Graph) -> bool:
-    """Return whether a single node reads a value, so that no other use shares its conversion."""
+    """Return whether only one node reads a value, so that no other use shares its conversion."""
     return sum(ref in graph[user].inputs for user in graph.users[ref.name]) == 1
 
 
 def _follow(
     draft: _Draft, node: Node, options: Sequence[NodeStrategy], home: dict[str, int], leader: int
 ) -> bool:
-    """Add a node to a decision if every choice of it has a strategy to continue with."""
+    """Add ``node`` to a decision if it has a strategy for every choice; return whether it has."""
     extended: list[dict[str, NodeStrategy]] = []
     refs = node.inputs
     for option in draft.options:
@@ -205,7 +204,7 @@ def _follow(
 
 @dataclass
 class _Builder:
-    """Builder of a decision space, decision by decision."""
+    """Builder of a decision space, to which decisions are added one by one."""
 
     graph: Graph
     prices: Prices
@@ -263,7 +262,7 @@ class _Builder:
         self.decisions.append(Candidates(members, tuple(choices)))
 
     def _number(self, name: str, strategy: NodeStrategy) -> int:
-        """Return the number of a strategy; strategies that split equally share a computation."""
+        """Return the number of a strategy; strategies with equal splits share a computation."""
         number = self.numbers.get(id(strategy))
         if number is None:
             number = self.numbers[id(strategy)] = len(self.computes_as)
@@ -288,7 +287,7 @@ class _Builder:
         )
 
     def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
-        """Record which candidates of a decision look equal from outside."""
+        """Record the groups of candidates of a decision that look equal from outside."""
         start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
         exposed = _exposed(members, self.graph)
         for number, choice in enumerate(choices, start):
@@ -324,7 +323,7 @@ def _rounds(rows: Sequence[Sequence[int]], none: int) -> tuple[Ints, ...]:
 
 
 def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
-    """Return the members with layouts that others see: read outside, or reading from outside."""
+    """Return the members whose layouts matter outside: read outside, or reading from outside."""
     inside = set(members)
     found = []
     for name in members:
@@ -339,11 +338,11 @@ def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
 def structure_key(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Key of a block kind's decision space, which does not depend on prices.
+    """Return the key of the decision space of a kind of block; it does not depend on prices.
 
     It is equal for all meshes and numbers of rows on which the kind's nodes have the same
-    executions: the same strategies on every axis (bytes of their collectives apart), and dimensions
-    that the same products of axes divide. ``prices.cache`` is of one graph and its batch sizes.
+    strategies on every axis (except for the bytes of their collectives), and dimensions that the
+    same products of axes divide. ``prices.cache`` belongs to one graph and its batch sizes.
     """
     sizes = prices.mesh.shape
     axes = tuple(_axis_key(block, graph, axis, prices, restriction) for axis in range(len(sizes)))
@@ -364,7 +363,7 @@ def structure_key(
 def _axis_key(
     block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return the roles of an axis, and the strategies of the nodes on it."""
+    """Return the uses of an axis, and the strategies of the nodes on it, as a key."""
     size = prices.mesh.shape[axis]
     given = (
         restriction.split_batch,
@@ -410,7 +409,7 @@ def _strategies_key(block: Block, graph: Graph, size: int, prices: Prices) -> in
 
 
 def _form(strategy: AxisStrategy) -> tuple[object, ...]:
-    """Return a strategy without the bytes of its collectives."""
+    """Return a key of a strategy without the bytes of its collectives."""
     inner = tuple((each.kind, each.backward) for each in strategy.collectives)
     return strategy.label, strategy.inputs, strategy.outputs, inner, strategy.groups
 
@@ -440,7 +439,7 @@ def _refs(block: Block, graph: Graph) -> list[Ref]:
 
 
 def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
-    """Return the products of axes that divide each dimension of each tensor that the nodes see."""
+    """Return, as packed bits, whether each product of axes divides each dimension in the block."""
 
     def make() -> Ints:
         nodes = [graph[name] for name in block.nodes]
@@ -456,7 +455,7 @@ def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
 
 
 def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
-    """Return for each node whether it is a view of its input (``is_light``)."""
+    """Return, for each node of a block, whether it ``is_light``."""
     light: tuple[bool, ...] = find(
         prices.cache.traits,
         ("light", block.nodes, graph.batch_size),
@@ -466,7 +465,7 @@ def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
 
 
 def is_light(node: Node, graph: Graph, prices: Prices) -> bool:
-    """Return whether an op does no work and writes no more than it reads."""
+    """Return whether an op does no forward work and writes no more than it reads: a view."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(graph[ref.name].kind != "op" for ref in read):
         return False

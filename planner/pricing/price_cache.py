@@ -1,8 +1,8 @@
 """Caches of prices and tables that all meshes of one graph share.
 
-In: a key, and a function that makes its value. Out: the value, made the first time. Every table has
-a type of its own; one ``PriceCache`` may serve all meshes, micro-batch sizes and searches of one
-graph and one cluster, whatever the order of its hosts.
+In: a key, and a function that makes its value. Out: the value, made on first use. Every cache has
+its own type; one ``PriceCache`` may serve all meshes, micro-batch sizes and searches of one graph
+and one cluster, whatever the order of its hosts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
-    """Return the value of a key, made on first use."""
+    """Return the value of ``key`` in ``table``, made on first use."""
     value = table.get(key)
     if value is None:
         value = table[key] = make()
@@ -45,9 +45,9 @@ def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
 
 @dataclass
 class ByIdentity(Generic[T]):
-    """Cache with keys of objects that are slow to compare: they are compared by identity.
+    """Cache whose keys contain objects that are slow to compare: they are compared by identity.
 
-    They stay alive with the value, so that their ids stay unique.
+    The objects are kept with the value, so that their ids stay unique.
     """
 
     _values: dict[tuple[object, ...], tuple[tuple[Any, ...], T]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class ByIdentity(Generic[T]):
 
 @dataclass
 class ConversionCache:
-    """Cache of conversions on one mesh whose axes have the same groups."""
+    """Cache of conversions for meshes with equal axes and groups."""
 
     seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
         default_factory=dict
@@ -77,7 +77,7 @@ MeshKey = tuple[Mesh, tuple[Group, ...], Profile | None, Source | None]
 
 @dataclass
 class PriceCache:
-    """All caches; an ``int`` in a key is a batch size or the size of an axis."""
+    """All caches of a graph; an ``int`` in a key is a batch size or the size of an axis."""
 
     groups: dict[tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, Group]] = field(
         default_factory=dict

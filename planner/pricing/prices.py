@@ -1,11 +1,11 @@
-"""Prices on one stage's mesh: conversions and ops, in addition to ``mesh_prices``.
+"""Prices of conversions and ops on one stage's mesh, in addition to ``mesh_prices``.
 
 In: a mesh on ranks of a cluster, a number format, an optimizer. Out: seconds and bytes per device.
-The solver's tables and ``evaluate`` both use these prices, each with its own walk over the graph.
+The solver's tables and ``evaluate`` both use these prices, but walk over the graph separately.
 
-A conversion is the sum of its single-axis steps; a step on an axis moves the tensor that is
-whole on that axis and local on the others. An op's time is its forward and backward work at
-local shapes plus the collectives its strategy needs inside.
+A conversion is the sum of its single-axis steps; a step on an axis moves the tensor that is whole
+on that axis and local on the others. An op's time is its forward and backward work at local shapes
+plus the collectives that its strategy needs inside.
 
 Times come from the profile if it has them (measured, or interpolated from measurements), else from
 the figures of devices and links ("spec").
@@ -46,14 +46,14 @@ from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
 
 CONVERSION_SECONDS = 1e-8
-"""Seconds added to each single-axis step, so that of equal plans the one with fewer steps wins."""
+"""Seconds added to each single-axis step, so that fewer steps win among otherwise equal plans."""
 
 
 class Prices(MeshPrices):
     """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order."""
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
-        """The seconds, forward and backward, of converting a value from one layout to another."""
+        """Return the seconds, forward and backward, of converting a value between two layouts."""
         if not spec.requires_grad:
             source, target = held_layout(source), held_layout(target)
         if source == target:
@@ -83,7 +83,7 @@ class Prices(MeshPrices):
         return forward, backward
 
     def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
-        """Return a rank's part of a tensor."""
+        """Return the spec of a rank's part of a tensor."""
         shape = local_shape(spec.shape, layout, self.mesh.shape)
         return TensorSpec(shape, spec.dtype, spec.requires_grad)
 
@@ -93,7 +93,7 @@ class Prices(MeshPrices):
     def compute(
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
-        """The seconds, forward and backward, of an op's local work; ``inputs`` are global specs."""
+        """Return the seconds, forward and backward, of local work; ``inputs`` are global specs."""
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
@@ -164,12 +164,12 @@ class Prices(MeshPrices):
 
     @property
     def casts_experts(self) -> bool:
-        """Return whether the products of experts are 8-bit products."""
+        """Return whether the products of experts run in 8 bits."""
         return self.assumptions.casts_experts and self.precision == "fp8"
 
     @property
     def cast_element_bytes(self) -> float:
-        """Return the bytes of an element cast for an 8-bit product."""
+        """Return the bytes per element cast for an 8-bit product, with its share of scales."""
         return SCALINGS[self.assumptions.scaling][1]
 
     def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
@@ -185,7 +185,7 @@ class Prices(MeshPrices):
     def _around_experts(
         self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
     ) -> tuple[float, float]:
-        """The seconds, forward and backward, of memory traffic around the products of experts."""
+        """Return the seconds, forward and backward, of memory traffic around experts' products."""
         own = self.assumptions
         copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
         per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
@@ -199,7 +199,7 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         inner: Sequence[tuple[int, InnerCollective]] = (),
     ) -> Seconds:
-        """Return the seconds of an op; ``inner`` are its own collectives by axis."""
+        """Return the seconds of an op; ``inner`` are the collectives inside it, with their axes."""
         own = self._priced(node, inputs, layout)
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
@@ -236,7 +236,7 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         axes: Sequence[int],
     ) -> float:
-        """Return the seconds of sending tokens to their experts over some axes, or back."""
+        """Return the seconds of sending tokens to their experts over ``axes``, or back."""
         own = self.assumptions
         parts = self.num_parts(layout.inputs[0])
         num_experts = inputs[FIRST_WEIGHT].shape[0]
@@ -252,14 +252,15 @@ class Prices(MeshPrices):
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of the part a rank gets from another stage."""
+        """Return the seconds, forward and backward, for a rank to receive its part of a value."""
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
 
     def _swap(self, num_bytes: int, group: Group) -> float:
         """Return the seconds in which ranks r and n - 1 - r of a group exchange ``num_bytes``.
 
-        Messages of both directions pass at the same time; over several hosts most pairs cross.
+        Messages of both directions travel at the same time; over several hosts most pairs cross
+        hosts.
         """
         return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
 
@@ -280,9 +281,9 @@ class Prices(MeshPrices):
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
-    """Scale an op's seconds by the factor of its block, if that was measured as a whole.
+    """Scale an op's seconds by its block's factor, if the block was measured as a whole.
 
-    With as many bytes as in that block, the result counts as measured.
+    If the op has as many bytes as in the measured block, the result counts as measured.
     """
     own = profile.factors.get(name)
     if own is None:

@@ -1,19 +1,19 @@
-"""Recomputation policies: the number of recomputed blocks of a stage, by mode.
+"""Recomputation policies: the numbers of a stage's blocks that are recomputed, by mode.
 
 In: the stage's classes of equal blocks, with counts; the seconds and bytes that a recomputed block
 of each class adds. Out: the policies worth trying (numbers of fully and selectively recomputed
-blocks of each class) and their added seconds and bytes: sums over blocks.
+blocks of each class) and their added seconds and bytes, which are sums over blocks.
 
-Few policies are all tried. Otherwise the blocks of the commonest kind mix two of the three modes at
-a time, and all blocks of another kind are in one mode: among equal blocks, the best mix for a
-memory limit, up to rounding to whole blocks, lies between two neighbours on the convex hull of
-(bytes, seconds).
+If there are few policies, all are tried. Otherwise the blocks of the commonest kind mix two of the
+three modes at a time, and all blocks of another kind are in one mode: among equal blocks, the best
+mix for a memory limit, up to rounding to whole blocks, lies between two neighbours on the convex
+hull of (bytes, seconds).
 
 With ten kinds of blocks there are a million such policies. The policies that can be the best for
 some limit are then found group by group (``efficient_policies``): seconds and bytes add up over
-groups and transient bytes are the largest of any, so a choice that is dominated within some groups
-stays dominated whatever the others do (Bellman 1957; the same as for a knapsack's states, Nemhauser
-and Ullmann, Management Science 15, 1969). Long Pareto fronts are thinned.
+groups and transient bytes are a maximum, so a choice that is dominated within some groups stays
+dominated whatever the other groups do (Bellman 1957; as for the states of a knapsack, Nemhauser and
+Ullmann, Management Science 15, 1969). Long Pareto fronts are thinned.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ FEW_POLICIES = 400
 """Number of policies up to which all are tried."""
 
 MOST_STEPS = 180
-"""Maximum number of recompute counts to try; beyond it they are sampled evenly."""
+"""Maximum numbers of recomputed blocks to try; if there are more, they are sampled evenly."""
 
 MOST_POLICIES = 5_000
-"""Maximum listed policies, and approximate maximum of points of a Pareto front."""
+"""Maximum number of listed policies, and approximate maximum of points on a Pareto front."""
 
 FEWEST_POINTS = 10
-"""Minimum points of the front that are kept for each transient size."""
+"""Minimum number of points that are kept of the front for each transient size."""
 
 
 class RecomputePolicy(NamedTuple):
-    """Numbers of fully and selectively recomputed blocks of each class; () is none."""
+    """Numbers of fully and of selectively recomputed blocks of each class; () for none."""
 
     full: tuple[int, ...] = ()
     selective: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of recomputed blocks, in any mode."""
+        """Return the number of recomputed blocks, in either mode."""
         return sum(self.full) + sum(self.selective)
 
 
@@ -61,7 +61,7 @@ NO_RECOMPUTE = RecomputePolicy()
 
 
 def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
-    """Return the policy with all blocks in the same mode.
+    """Return the policy in which all blocks are in one mode.
 
     >>> uniform_policy("full", (1, 3))
     RecomputePolicy(full=(1, 3), selective=(0, 0))
@@ -74,13 +74,14 @@ def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
 
 @dataclass(frozen=True)
 class Policies:
-    """``blocks[mode, policy, class]``, fully and selectively recomputed; the first has none."""
+    """Policies as an array ``blocks[mode, policy, class]``: numbers of fully and of selectively
+    recomputed blocks. The first policy recomputes none."""
 
     blocks: Ints
 
     @staticmethod
     def of(policy: RecomputePolicy, num_classes: int) -> Policies:
-        """Return one policy as arrays."""
+        """Return a single policy as an array."""
         return Policies(np.array([[own or (0,) * num_classes] for own in policy]))
 
     def __len__(self) -> int:
@@ -91,7 +92,7 @@ class Policies:
         return RecomputePolicy(tuple(full), tuple(selective))
 
     def within(self, modes: Sequence[Recompute]) -> NDArray[np.bool_]:
-        """Return which policies use only these modes."""
+        """Return a mask of the policies that use only ``modes``."""
         is_used: NDArray[np.bool_] = np.logical_or.reduce(self.blocks > 0, axis=2)
         denied = [number for number, mode in enumerate(("full", "selective")) if mode not in modes]
         allowed: NDArray[np.bool_] = ~np.logical_or.reduce(is_used[denied], axis=0)
@@ -102,8 +103,8 @@ class Policies:
     ) -> NDArray[np.bool_]:
         """Return a mask of the allowed policies.
 
-        Allowed is the policy of the mode that is ``forced`` for all blocks; without one, every
-        policy of ``modes``.
+        If a mode is ``forced``, only the policy with all blocks in it is allowed; otherwise every
+        policy of ``modes`` is.
         """
         if forced is None:
             return self.within(modes)
@@ -112,14 +113,14 @@ class Policies:
         return allowed
 
     def sums(self, added: Floats) -> Floats:
-        """Return the sum of each policy, given the addition of a block, ``[mode, class]``."""
+        """Return the total of each policy, given the value added by a block, ``[mode, class]``."""
         total: Floats = self.blocks[0] @ added[0] + self.blocks[1] @ added[1]
         return total
 
     def largest(self, sizes: Floats) -> Floats:
-        """Return the largest size of a recomputed block in each policy, 0 without any.
+        """Return the largest size of a recomputed block in each policy, 0 if it has none.
 
-        Given ``[mode, …, class]``; returns ``[…, policy]``.
+        Takes sizes ``[mode, …, class]``; returns ``[…, policy]``.
         """
         largest = np.zeros((*sizes.shape[1:-1], len(self)))
         for used, of_mode in zip(self._is_used, sizes, strict=True):
@@ -129,14 +130,14 @@ class Policies:
 
     @cached_property
     def _is_used(self) -> NDArray[np.bool_]:
-        """Return ``[mode, class, policy]``: whether blocks of the class are recomputed."""
+        """Return ``[mode, class, policy]``: whether the policy recomputes blocks of the class."""
         return self.blocks.swapaxes(1, 2) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCosts:
     """Additional cost of a recomputed block: ``seconds[mode, class]`` per micro-batch,
-    ``kept_bytes[mode, class]`` (negative if it saves), ``transient_bytes[mode, zero, class]``
+    ``kept_bytes[mode, class]`` (negative for savings), ``transient_bytes[mode, zero, class]``
     during recomputation."""
 
     seconds: Floats
@@ -147,8 +148,8 @@ class RecomputeCosts:
 def group_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...]
 ) -> tuple[list[list[int]], list[Ints]]:
-    """Return groups of classes, and the policies of each group, ``[mode, policy, class]`` numbers
-    of recomputed blocks, to be combined with all policies of other groups."""
+    """Return groups of classes, and the policies of each group as numbers of recomputed blocks
+    ``[mode, policy, class]``; they are combined with all policies of the other groups."""
     if prod(comb(count + 2, 2) for count in counts) <= FEW_POLICIES:
         return (
             [[number] for number in range(len(counts))],
@@ -169,13 +170,13 @@ def group_policies(
 
 @lru_cache(maxsize=4096)
 def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
-    """Return the number of policies that ``policies`` lists."""
+    """Return the number of policies that ``policies`` returns."""
     return prod(own.shape[1] for own in group_policies(counts, kinds)[1])
 
 
 @lru_cache(maxsize=4096)
 def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
-    """List the policies of a stage with these numbers of blocks and kinds of its classes.
+    """Return the policies of a stage, given the number of blocks and the kind of each class.
 
     >>> listed = policies((1,), ("layer",))
     >>> [tuple(listed[number]) for number in range(3)]
@@ -190,7 +191,7 @@ def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
 
 
 def _all_pairs(count: int) -> Ints:
-    """Return ``[mode, policy]``, all pairs of numbers of fully and selectively recomputed blocks.
+    """Return ``[mode, policy]``: all pairs of numbers of fully and selectively recomputed blocks.
 
     >>> _all_pairs(2).tolist()
     [[0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]]
@@ -214,7 +215,7 @@ def _mixes(count: int) -> Ints:
 
 
 def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
-    """Return ``[mode, policy, class]``: blocks taken from classes in order, full mode first."""
+    """Return ``[mode, policy, class]``: blocks are taken from classes in order, full mode first."""
     before = np.cumsum(counts) - counts
     first = np.clip(full[:, None] - before, 0, counts)
     both = np.clip((full + selective)[:, None] - before, 0, counts)
@@ -224,7 +225,7 @@ def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
 def efficient_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...], costs: RecomputeCosts
 ) -> Policies:
-    """Return the policies on the Pareto fronts of seconds, bytes kept and transient bytes, for each
+    """Return the policies on the Pareto fronts of seconds, kept bytes and transient bytes, for each
     set of allowed modes; the first recomputes nothing, and uniform policies are included."""
     allowed: tuple[tuple[Recompute, ...], ...] = (("full", "selective"), ("full",), ("selective",))
     modes: tuple[Recompute, ...] = ("none", "full", "selective")
@@ -237,8 +238,8 @@ def efficient_policies(
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Recompute policies as arrays, with their bytes and seconds: ``blocks[mode, point, class]`` is
-    the number of blocks of a class that a policy recomputes in a mode."""
+    """Policies as arrays, with their seconds and bytes: ``blocks[mode, point, class]`` is the
+    number of blocks of a class that a policy recomputes in a mode."""
 
     blocks: Ints
     seconds: Floats
@@ -260,7 +261,7 @@ def _front(
     costs: RecomputeCosts,
     modes: Sequence[Recompute],
 ) -> _Points:
-    """Return the Pareto front of the policies that use only these modes."""
+    """Return the Pareto front of the policies that use only ``modes``."""
     points = _points(np.zeros((2, 1, len(counts)), dtype=np.int64), costs)
     for group, own in zip(*group_policies(counts, kinds), strict=True):
         allowed = own[:, Policies(own).within(modes)]
@@ -281,7 +282,7 @@ def _points(blocks: Ints, costs: RecomputeCosts) -> _Points:
 
 
 def _combined(one: _Points, other: _Points) -> _Points:
-    """Combine every point of the first with every point of the second."""
+    """Return the combinations of every point of ``one`` with every point of ``other``."""
     here = np.repeat(np.arange(len(one.seconds)), len(other.seconds))
     there = np.tile(np.arange(len(other.seconds)), len(one.seconds))
     return _Points(
@@ -293,8 +294,8 @@ def _combined(one: _Points, other: _Points) -> _Points:
 
 
 def _undominated(points: _Points) -> _Points:
-    """Return for each transient size the Pareto front of seconds and bytes; a long front is
-    thinned, without losing its ends."""
+    """Return, for each transient size, the Pareto front of seconds and bytes; a long front is
+    thinned evenly, its ends kept."""
     _, group = np.unique(points.transient_bytes, axis=0, return_inverse=True)
     group = group.ravel()
     order = np.lexsort((points.seconds, points.kept_bytes, group))

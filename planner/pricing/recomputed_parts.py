@@ -1,8 +1,8 @@
-"""Parts of a layer that selective recomputation runs again, in Megatron-LM's names and bounds.
+"""Parts of a layer that selective recomputation reruns, with Megatron-LM's names and extents.
 
 In: a block and the names of parts. Out: the ops of these parts, found by the modules that made
 them. All other values are kept, unlike in this package's own selective recomputation
-(``planner.replay``), which keeps the results of products.
+(``planner.replay``), which keeps the results of products only.
 
 Source: ``--recompute-modules`` of Megatron-LM (megatron/core/transformer/transformer_config.py);
 the core of attention: Korthikanti et al. 2022 (arXiv:2205.05198, section 5); the scan:
@@ -21,16 +21,16 @@ from .choices import dims_on
 from .prices import Prices
 
 SMALLEST_AXIS = 2
-"""Size of the axis on which dimensions of positions are found."""
+"""Axis size for which the dimensions of positions are determined."""
 
 LATENT = "_b_proj"
-"""Suffix of modules that project from a latent form (transformers' DeepSeek models)."""
+"""Suffix of modules that project from a latent form, in transformers' DeepSeek models."""
 
 
 def of_parts(
     found: Replay, block: Block, graph: Graph, prices: Prices, parts: Sequence[RecomputedPart]
 ) -> Replay:
-    """Return ``found`` with selective recomputation that runs these parts again and no more."""
+    """Return ``found`` with a selective recomputation that reruns exactly these parts."""
     nodes = [graph[name] for name in block.nodes]
     again: set[str] = set()
     for part in parts:
@@ -46,7 +46,7 @@ def of_parts(
 
 
 def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
-    """Return attention as one op, or the ops on values with two position dimensions (scores)."""
+    """Return attention ops, or the ops on values with two dimensions of positions (scores)."""
     dims = dims_on(graph, SMALLEST_AXIS, prices)
 
     def is_square(ref: Ref) -> bool:
@@ -65,7 +65,7 @@ def _is_attention(node: Node) -> bool:
 
 
 def _layer(nodes: Sequence[Node]) -> str:
-    """Return the module of a whole layer: the shortest path among its ops."""
+    """Return the module path of the layer: the shortest path among its ops."""
     return min((node.module for node in nodes if node.module), key=len, default="")
 
 
@@ -91,7 +91,7 @@ def _up_projections(nodes: Sequence[Node]) -> set[str]:
 
 
 def _experts_module(nodes: Sequence[Node]) -> str:
-    """Return the module of router and experts; "" if there is none."""
+    """Return the path of the module with router and experts; "" if there is none."""
     return next((n.module.rpartition(".")[0] for n in nodes if is_expert_layer(n)), "")
 
 

@@ -1,8 +1,8 @@
-"""A run of blocks as one stage: its kinds, and the values its blocks read.
+"""Runs of blocks as stages: their kinds of blocks, and the values that the blocks read.
 
-In: each block's kind and its edges from elsewhere (``structure`` finds them). Out: the occurrences
-of every kind and distinct edge, in all and in recomputed blocks, and the classes of equal blocks:
-the facts that determine the run's price.
+In: each block's kind and its edges from other blocks (``structure`` finds them). Out: the
+occurrences of every kind and distinct edge, in recomputed and other blocks, and the classes of
+equal blocks: all facts that determine the run's price.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Origin = Literal["block", "parameter", "received"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Use:
-    """The ``position``-th input of a node of a kind (by template name)."""
+    """Use of a value: input ``position`` of a template node of a kind."""
 
     kind: str
     node: str
@@ -33,10 +33,10 @@ class Use:
 class Edge:
     """A value and all its uses in one block: its conversions are made once per block.
 
-    ``name``/``index``: the template of a block's value; the key of a parameter; the template of the
-    producer of a received value, with ``first``, the stage's first use of it. ``again``: an earlier
-    block of the stage reads the value too. It is kept once: values read by recomputed blocks count
-    with the first reader.
+    ``name``/``index``: the template of a block's value; the key of a parameter; the template of a
+    received value's producer, with ``first``, the stage's first use of it. ``again``: an earlier
+    block of the stage reads the value, too. The value is kept once: if blocks are recomputed it
+    counts with the first reader.
     """
 
     origin: Origin
@@ -53,16 +53,17 @@ class Edge:
 
 
 Row = str | Edge
-"""A summand of a stage's cost: a kind of block, a parameter of several blocks (both by name), or an
+"""Summand of a stage's cost: a kind of block, a parameter of several blocks (both by name), or an
 edge between blocks."""
 
 Occurrences = tuple[int, int, int]
-"""Occurrences of a row: in blocks that are not, fully and selectively recomputed."""
+"""Occurrences of a row in blocks that are not, that are fully, and that are selectively
+recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """Equal blocks of a run: of one kind, with the same edges from elsewhere."""
+    """Class of equal blocks in a run: of one kind, with equal edges from other blocks."""
 
     kind: str
     edges: tuple[Edge, ...]
@@ -70,7 +71,7 @@ class BlockClass:
 
 
 Alike = tuple[str, tuple[Edge, ...]]
-"""The key of equal blocks of a run: their kind, and their edges from elsewhere."""
+"""Key of a class of equal blocks: their kind, and their edges from other blocks."""
 
 
 def _class_key(own: Alike) -> Any:
@@ -82,13 +83,13 @@ def _class_key(own: Alike) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks ``start`` to ``stop`` (exclusive) as one stage.
+    """Blocks ``start`` to ``stop`` (exclusive) of the model as a stage.
 
-    ``kinds`` and ``edges_of`` list each block's kind and its edges from elsewhere; ``counts`` and
-    ``edges`` count them. ``leaves`` are the inputs, constants and buffers that it reads. Runs of
-    equal ``key`` cost the same; runs of one ``family`` share decisions. ``received`` maps each
-    first use to a received value, ``sent`` counts produced values that later stages read, by
-    template. ``shared`` are the parameters of several blocks.
+    ``kinds`` and ``edges_of`` list each block's kind and edges from other blocks; ``counts`` and
+    ``edges`` count them. ``leaves`` are the inputs, constants and buffers that the run reads. Runs
+    with equal ``key`` cost the same; runs of one ``family`` share decisions. ``received`` has each
+    received value with its first use, ``sent`` counts, by template, the values that later stages
+    read. ``shared`` are the parameters that several blocks use.
     """
 
     start: int
@@ -112,9 +113,9 @@ class Run:
 
     @cached_property
     def _alike(self) -> tuple[Alike, ...]:
-        """Return the key of equal blocks for each block: one object for all that are equal.
+        """Return the key of each block's class; equal blocks have the same key object.
 
-        Most equal lists of edges are the same object already, which is hashed once.
+        Most equal lists of edges already are the same object, which is hashed once.
         """
         marks = [*zip(self.kinds, map(id, self.edges_of), strict=True)]
         every = dict(zip(marks, zip(self.kinds, self.edges_of, strict=True), strict=True))
@@ -124,7 +125,7 @@ class Run:
 
     @cached_property
     def _distinct(self) -> list[tuple[Alike, int]]:
-        """Return every distinct ``_alike`` in order, with its number of blocks."""
+        """Return every distinct key of ``_alike`` in order, with its number of blocks."""
         counts = Counter(map(id, self._alike))
         every = dict(zip(map(id, self._alike), self._alike, strict=True))
         return [(own, counts[mark]) for mark, own in every.items()]
@@ -150,7 +151,7 @@ class Run:
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
     def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
-        """Each block's recomputation mode: the first of a class fully, the next selectively."""
+        """Return each block's recomputation mode: first blocks of a class full, then selective."""
         if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
         seen: Counter[int] = Counter()
@@ -165,7 +166,7 @@ class Run:
         return tuple(found)
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
-        """Count every row's occurrences under a recomputation policy."""
+        """Map every row to its occurrences under a recomputation policy."""
         if policy not in self._occurrences:
             recomputed: dict[Row, list[int]] = {}
             numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)
@@ -198,7 +199,7 @@ class Run:
 
     @cached_property
     def full_family(self) -> object:
-        """Return the key of runs in which the layouts of one are valid for another."""
+        """Return the key of the run's family, whose runs can use each other's layouts."""
         return (
             tuple(self.counts),
             tuple(sorted(use for _, use in self.received)),
@@ -209,7 +210,7 @@ class Run:
 
     @cached_property
     def full_key(self) -> object:
-        """Return the key of runs with the same price."""
+        """Return the key of all facts that determine the run's price."""
         return (
             self.classes,
             tuple(sorted(self.sent.items())),

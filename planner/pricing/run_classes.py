@@ -1,14 +1,15 @@
-"""Runs of blocks that cost the same, found without pricing or building them.
+"""Classes of runs of blocks that cost the same, found without pricing or building the runs.
 
 In: a graph's structure. Out: for each pair of cuts the number of its class. Runs are of one class
-if their blocks pairwise have one kind and equal reads and writes: a value with few readers counts
-by the distance of its producer or last reader, any other value by its name. So a model of L equal
-layers has about 4 L classes (without and with the first and the last block) for its L²/2 runs.
+if their blocks pairwise have one kind and equal reads and writes: a value with few readers is
+identified by the distance to its producer or last reader, any other value by its name. So a model
+of L equal layers has about 4 L classes (with and without the first and the last block) for its L²/2
+runs.
 
-Classes that differ only in the repetitions of one block make a series. From the length at which
-repeated blocks have equal reads inside the run, the seconds of a series grow by the same amount for
-each further block, in any layouts: the least over all layouts is concave in the length.
-``chord_bounds`` uses that.
+Classes that differ only in the repetitions of one block form a series. From the length at which
+repeated blocks have equal reads inside the run, each further block adds the same seconds to a run
+of the series, in any layouts: the minimum over all layouts is concave in the length.
+``chord_bounds`` uses this.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FAR = 4
-"""Distance in blocks beyond which a value counts by name."""
+"""Distance in blocks beyond which a value is identified by its name."""
 
 FEW_READERS = 2
-"""Number of readers beyond which a value counts by name."""
+"""Number of readers beyond which a value is identified by its name."""
 
 NO_RUN = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Classes that differ in the repetitions of one block; ``lengths`` ascending.
+    """Classes that differ in the repetitions of one block, in ascending order of ``lengths``.
 
-    From ``regular`` on each further block adds the same to every sum.
+    From length ``regular`` on each further block adds the same to every sum.
     """
 
     classes: tuple[int, ...]
@@ -51,7 +52,8 @@ class Series:
 
 @dataclass(frozen=True)
 class RunClasses:
-    """``numbers[k, i]`` is the class of blocks k to i − 1; ``firsts`` has a run of each class."""
+    """Classes of runs: ``numbers[k, i]`` is the class of blocks k to i − 1, ``firsts`` a run of
+    each."""
 
     numbers: Ints
     firsts: tuple[tuple[int, int], ...]
@@ -69,7 +71,7 @@ class RunClasses:
 
     @cached_property
     def roles(self) -> Mapping[tuple[bool, bool], Ints]:
-        """Return the classes of runs that may be the first stage, the last, both or neither."""
+        """Map (may be the first stage, may be the last stage) to the classes of such runs."""
         size, found = self.num_blocks, {}
         for first in (True, False):
             for last in (True, False):
@@ -81,7 +83,7 @@ class RunClasses:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """Return the series, with every class in one of them."""
+        """Return all series; every class is in exactly one."""
         found: dict[object, list[tuple[int, int]]] = {}
         for number, (start, stop) in enumerate(self.firsts):
             parts = self._parts(start, stop)
@@ -99,14 +101,14 @@ class RunClasses:
 
     @cached_property
     def _ends(self) -> Ints:
-        """Return for each block the end of the equal blocks around it."""
+        """Return, for each block, the end of the run of equal blocks around it."""
         changes = np.flatnonzero(np.diff(self.signatures)) + 1
         bounds = np.append(changes, self.num_blocks)
         found: Ints = bounds[np.searchsorted(changes, np.arange(self.num_blocks), side="right")]
         return found
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return a run as (signature, repetitions in a row)."""
+        """Return a run as a list of (block signature, repetitions in a row)."""
         found = []
         while start < stop:
             end = min(int(self._ends[start]), stop)
@@ -134,7 +136,7 @@ def run_classes(structure: Structure) -> RunClasses:
 
 
 def _marks(structure: Structure) -> tuple[list[object], int]:
-    """Return a key that distinguishes each block, and the largest distance that values count by."""
+    """Return a key of each block, equal for equal blocks, and the largest distance in the keys."""
     readers = structure.readers
     position = structure.position
     reach = 1
@@ -175,14 +177,15 @@ def _marks(structure: Structure) -> tuple[list[object], int]:
 
 
 def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object:
-    """Return the key of an input or constant: its size, or its name if several blocks read it."""
+    """Return the key of an input or constant: its bytes, or its name if several blocks read it."""
     if readers[name] > 1:
         return name
     return sum(spec.num_bytes for spec in structure.graph[name].outputs)
 
 
 def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
-    """The lengths of a series to price: all short lengths, then each ``growth`` times longer.
+    """Return the lengths of a series to price: all short lengths, then each ``growth`` times
+    longer.
 
     >>> sampled_lengths(Series(tuple(range(100)), tuple(range(1, 101)), 2))
     (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)
@@ -197,9 +200,9 @@ def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
 def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
     """Return lower bounds for ``lengths`` of a series from the bounds of the ``known`` lengths.
 
-    A concave function lies above the chords between its points; below ``regular``, the bound
-    between two known lengths is the shorter's (a run costs at least as much as a shorter run of its
-    series).
+    A concave function is above the chords between its points; below ``regular``, the bound between
+    two known lengths is the bound of the shorter (a run costs at least as much as a shorter run of
+    its series).
 
     >>> chord_bounds(np.arange(1, 6), np.array([1, 3, 5]), np.array([1.0, 3.0, 4.0]), 1).tolist()
     [1.0, 2.0, 3.0, 3.5, 4.0]
@@ -212,10 +215,10 @@ def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> F
 
 
 def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
-    """Raise each lower bound to the bounds of shorter runs, plus ``slope`` for each block more.
+    """Return lower bounds raised to shorter runs' bounds plus ``slope`` for each further block.
 
     ``seconds`` are lower bounds. Removing blocks from the best solution of a longer run gives a
-    solution of the shorter run, which is cheaper by at least ``slope`` each.
+    solution of the shorter run, which costs at least ``slope`` less per block.
 
     >>> at_least((1, 2, 4), np.array([5.0, 1.0, 2.0]), 0.5).tolist()
     [5.0, 5.5, 6.5]
@@ -226,7 +229,7 @@ def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
 
 
 def stage_begins(graph: Graph, blocks: Blocks, asked: Sequence[str]) -> tuple[int, ...]:
-    """Return the positions of the blocks that begin stages, ascending.
+    """Return the positions of the blocks that ``asked`` (``--stage-at``) names, ascending.
 
     Raises ``UsageError`` AP181 for unknown modules, AP183 for modules that begin inside a block.
     """
@@ -263,13 +266,13 @@ def _is_under(module: str, path: str) -> bool:
 
 
 def _first_of_a_module(graph: Graph, block: Block) -> str:
-    """Return the first op of a block that a submodule makes; ops of the model itself precede it."""
+    """Return the first op of a block that a submodule makes; the model's own ops may precede it."""
     own = [name for name in block.nodes if graph[name].module]
     return (own or list(block.nodes))[0]
 
 
 def without_inner(classes: RunClasses, begins: Collection[int]) -> RunClasses:
-    """Drop runs that have one of these blocks after their first."""
+    """Return the classes without runs that contain a block of ``begins`` after their first."""
     if not begins:
         return classes
     numbers = classes.numbers.copy()

@@ -1,4 +1,4 @@
-"""Costs of a node, a parameter or a block: seconds by direction and resource, bytes held."""
+"""Costs of a node, a parameter or a block: seconds by direction and resource, bytes of states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Resource(IntEnum):
-    """The last axis of arrays of seconds: the fields of ``Seconds``, in their order."""
+    """Index into the last axis of arrays of seconds: the fields of ``Seconds`` in order."""
 
     FORWARD_COMPUTE = 0
     FORWARD_COMMUNICATION = 1
@@ -38,17 +38,17 @@ class Resource(IntEnum):
 
 
 MICROBATCH = slice(Resource.FORWARD_COMPUTE, Resource.PARAMETER_GATHER)
-"""The resources with seconds of one micro-batch."""
+"""Resources whose seconds count once per micro-batch."""
 
 FORWARD = slice(Resource.FORWARD_COMPUTE, Resource.BACKWARD_COMPUTE)
-"""The resources of the forward that recomputation repeats: all but gathering parameters."""
+"""Resources of the forward that recomputation repeats: all but gathering parameters."""
 
 STEP = slice(Resource.PARAMETER_GATHER, Resource.FORWARD_ISSUE)
-"""The resources with seconds of a step."""
+"""Resources whose seconds count once per step."""
 
 
 class State(IntEnum):
-    """The last axis of arrays of state bytes: the fields of ``StateBytes``, in their order."""
+    """Index into the last axis of arrays of state bytes: the fields of ``StateBytes`` in order."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -57,7 +57,7 @@ class State(IntEnum):
 
 
 HELD = slice(State.PARAMETERS, State.GATHERED)
-"""The states that a device holds all the time."""
+"""States that a device holds all the time."""
 
 
 class Seconds(NamedTuple):
@@ -66,11 +66,11 @@ class Seconds(NamedTuple):
 
     ``forward_states``/``backward_states``: gathering parameters and scattering gradients in every
     micro-batch (ZeRO 2 and 3), which recomputation does not repeat. ``parameter_gather``: gathering
-    parameters once (ZeRO 1 and 2), ``gradient_sync``: summing gradients once. All four run beside
-    compute (``seconds_of_passes``): ``*_slowed`` is the slowdown of that compute if it covers the
-    collectives, at most as long as these. ``forward_issue``/``backward_issue``: time of the host to
-    issue the kernels, beside compute; of a stage, until each block is both issued and computed.
-    They bound a block, not an op, and are in no sum of the solvers.
+    parameters once per step (ZeRO 1 and 2), ``gradient_sync``: summing gradients once. All four
+    overlap compute (``seconds_of_passes``): ``*_slowed`` is the time that compute loses if it
+    covers the whole collectives, at most their own time. ``forward_issue``/``backward_issue``: time
+    of the host to issue the kernels, beside compute; for a stage, until each block is both issued
+    and computed. They bound a block, not an op, and are in no sum of the solvers.
     """
 
     forward_compute: float = 0.0
@@ -94,7 +94,7 @@ class Seconds(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """Seconds forward and backward, their source, and the host's seconds to issue them."""
+    """Seconds forward and backward, the price's source, and the host's seconds to issue them."""
 
     forward: float
     backward: float
@@ -104,7 +104,7 @@ class Priced(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a parameter holds all the time, and its whole copy while in use."""
+    """Bytes of a parameter that a device holds all the time, and of its whole copy while in use."""
 
     parameters: float = 0.0
     gradients: float = 0.0
@@ -118,13 +118,13 @@ COLLECTIVES_OF_STATES = (
     (Resource.PARAMETER_GATHER, Resource.GATHER_SLOWED),
     (Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED),
 )
-"""Collectives that run beside compute, each with the slowdown of that compute."""
+"""Collectives that overlap compute, each with the time that this compute loses."""
 
 
 def objective_weights(
     num_microbatches: int, *, exposed: float = 0.0, shares_links: bool = True
 ) -> Floats:
-    """The weight of a second of each resource in the solvers' objective (seconds per micro-batch).
+    """Return the weight of a second of each resource in the solvers' objective per micro-batch.
 
     Collectives that take S seconds and slow compute of C seconds by s add at least max(s, S - C)
     to the objective (``seconds_of_passes``). The sum counts (1 - e)·s + e·(S - C) for them, where
@@ -147,17 +147,17 @@ def objective_weights(
 
 
 def _times_per_microbatch(resource: Resource, num_microbatches: int) -> float:
-    """Return 1 for seconds of a micro-batch, 1/N for seconds that occur once per step."""
+    """Return 1 for seconds of a micro-batch, 1/N for seconds that count once per step."""
     is_of_step = resource in range(*STEP.indices(len(Resource)))
     return 1 / num_microbatches if is_of_step else 1.0
 
 
 def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
-    """Return further weights of the seconds of a stage's first and of its last block.
+    """Return additional weights of the seconds of a stage's first block, and of its last block.
 
-    The first block's parameters are gathered before any compute, and its gradients are summed
-    after all compute. The last block's parameters are gathered before the backward. No compute
-    hides these collectives: they count S seconds instead of the s that ``objective_weights`` has.
+    The first block's parameters are gathered before any compute, and its gradients are summed after
+    all compute. The last block's parameters are gathered before the backward. No compute hides
+    these collectives: they count S seconds instead of the s in ``objective_weights``.
     """
     first, last = np.zeros((2, len(Resource)))
     for collective, slowed in COLLECTIVES_OF_STATES[1:]:
@@ -168,7 +168,7 @@ def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
 
 
 class Groups(NamedTuple):
-    """The seconds of a stage's blocks in order, with runs of equal blocks stored once.
+    """Seconds of a stage's blocks in order; runs of equal blocks are stored once.
 
     Entry i stands for ``counts[i]`` consecutive blocks, each of ``seconds[..., i, RESOURCE]``.
     If it stands for several, the entries before and after it have the same seconds.
@@ -179,7 +179,7 @@ class Groups(NamedTuple):
 
 
 def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
-    """Return the entries and counts of ``Groups`` for blocks in order.
+    """Return the entries and counts of ``Groups`` for a sequence of blocks.
 
     A run of three or more equal blocks becomes three entries: its first block, the blocks between,
     and its last block.
@@ -199,9 +199,9 @@ def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
 
 
 def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """The seconds added to a pass if each block is gathered while the block before it computes.
+    """Return the seconds added to a pass if each block is gathered while its predecessor computes.
 
-    The pass waits for the first block. Each other block either arrives before that compute ends,
+    The pass waits for the first block. Every other block either arrives before the compute ends,
     and lengthens it by ``slowed``, or the pass waits for it. The last axis has the entries of
     ``Groups``.
 
@@ -213,13 +213,13 @@ def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, coun
 
 
 def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Return the seconds added to a pass if all blocks are gathered in sequence from its start.
+    """Return the seconds added to a pass if all blocks are gathered in sequence from its start on.
 
     Let g be the last block that the pass waits for. It arrives after ``Σ_{h≤g} S_h`` seconds, in
     which ``Σ_{h<g} C_h`` seconds of compute are done; later collectives slow the rest by ``Σ_{h>g}
     s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)`` seconds longer, and
-    at least ``Σ s_h``, if it waits for none. Summing gradients during the backward adds as much: it
-    is the same process in reverse.
+    at least ``Σ s_h``, if it waits for no block. Summing gradients during the backward adds the
+    same: it is the same process in reverse.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
     >>> float(exposed_from_start(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7
@@ -233,14 +233,14 @@ def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, cou
 
 
 def _before(values: Floats) -> Floats:
-    """Shift values by one entry: each gets the value of the entry before it, the first 0."""
+    """Return ``values`` shifted by one: each entry is its predecessor's value, the first 0."""
     found = np.zeros_like(values)
     found[..., 1:] = values[..., :-1]
     return found
 
 
 def _after(values: Floats) -> Floats:
-    """Shift values by one entry: each gets the value of the entry after it, the last 0."""
+    """Return ``values`` shifted by one: each entry is its successor's value, the last 0."""
     found = np.zeros_like(values)
     found[..., :-1] = values[..., 1:]
     return found
@@ -249,14 +249,14 @@ def _after(values: Floats) -> Floats:
 def seconds_of_passes(
     seconds: Floats, groups: Groups, shares_links: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Return a stage's seconds: a micro-batch's forward and backward; the addition of gathering
-    parameters once per step to the first forward; the time after the last backward.
+    """Return a stage's seconds: a micro-batch's forward, its backward, the time that gathering
+    parameters once per step adds to the first forward, and the time after the last backward.
 
     ``seconds[..., RESOURCE]`` belong to the stage, ``groups`` to its blocks. Collectives of states
-    run beside compute, and beside the stage's other collectives if they do not share links with
-    those. In the forward, ZeRO 3 gathers each block while the block before it computes. In the
-    backward, while a block computes, ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter
-    the gradients of the block after it. The time in which the host issues a pass is not counted.
+    overlap compute, and the stage's other collectives unless both share links. In the forward, ZeRO
+    3 gathers each block while the previous block computes. In the backward, while a block computes,
+    ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter the gradients of the block after
+    it. The time of the host to issue a pass is not counted.
     """
 
     def of(resource: Resource) -> Floats:

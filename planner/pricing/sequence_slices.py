@@ -1,11 +1,11 @@
-"""A micro-batch's graph and plan for one slice of its sequences.
+"""Slices of sequences: the graph and plan of a micro-batch for one slice.
 
 In: the graph, its blocks, a plan, where positions are, and the slice. Out: the same with every
-value cut to the slice, under the same names. Whole values (targets, tables of positions) are cut
-where an op needs the slice's part. Causal attention takes its queries from the slice and its keys
-and values from all positions so far: a new input holds those of earlier slices, and the result is
-kept for the next slice. Random numbers equal those of the whole sequence. Source: Li et al. 2021,
-TeraPipe (arXiv:2102.07988), section 3.2.
+value cut to the slice, under the same names. Whole values (targets, tables of positions) are cut if
+an op needs only the slice's part. Causal attention takes its queries from the slice and its keys
+and values from all positions so far: a new input holds the keys or values of earlier slices, and
+the result is kept for the next slice. Random numbers are the same as in the whole sequence. Source:
+Li et al. 2021, TeraPipe (arXiv:2102.07988), section 3.2.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Layouts = dict[str, NodeLayout]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Keys or values of an attention: ``made`` at all positions so far, ``earlier`` before the
-    slice, as an input. Dimension ``dim`` counts positions."""
+    """Keys or values of an attention that slices pass on: ``made`` at all positions so far,
+    ``earlier`` at the positions before the slice, an input. Dimension ``dim`` counts positions."""
 
     made: str
     earlier: str
@@ -35,8 +35,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """The program of one slice. ``carried`` is by stage. ``carried`` is by stage. The first slice
-    has no ``earlier`` inputs."""
+    """Program of one slice. ``carried`` lists keys and values by stage. The first slice has no
+    ``earlier`` inputs."""
 
     graph: Graph
     blocks: Blocks
@@ -47,7 +47,7 @@ class SequenceSlice:
 def sequence_slice(
     graph: Graph, blocks: Blocks, plan: Plan, places: SeqDims, bounds: tuple[int, int]
 ) -> SequenceSlice:
-    """Build the slice of positions ``bounds``. ``graph`` is at the plan's micro-batch size."""
+    """Build the program of a slice of positions; ``graph`` has the plan's micro-batch size."""
     stage_of = _stage_of_block(plan)
     stages = [_StageLayouts(stage, blocks) for stage in plan.stages]
     work = _Work(graph, places, bounds)
@@ -88,7 +88,7 @@ def _stage_of_block(plan: Plan) -> list[int]:
 
 @dataclass
 class _StageLayouts:
-    """The layouts of one stage: given, and ``made`` for the slice."""
+    """Layouts of one stage: of the whole sequence, and ``made`` for nodes of the slice."""
 
     stage: StagePlan
     blocks: Blocks
@@ -109,7 +109,7 @@ def _leaf_layouts(graph: Graph, stage: _StageLayouts) -> Layouts:
 
 @dataclass
 class _Work:
-    """The slice's nodes so far, in all and by block."""
+    """Nodes of the slice made so far, all together and by block."""
 
     graph: Graph
     places: SeqDims
@@ -124,7 +124,7 @@ class _Work:
         return Ref(node.name)
 
     def add(self, node: Node, block: int, stage: _StageLayouts) -> None:
-        """Add a node as the slice has it, with the nodes it needs."""
+        """Add a node's counterpart in the slice, with further nodes that it needs."""
         layout = stage.of(node.name)
         assert layout is not None, node.name
         refs = list(node.inputs)
@@ -173,7 +173,7 @@ class _Work:
         refs: list[Ref],
         held: tuple[int, _StageLayouts, NodeLayout],
     ) -> None:
-        """Extend written-out attention to the keys and values of all positions so far."""
+        """Extend an op of written-out attention to the keys and values of all positions so far."""
         block, stage, layout = held
         if node.name == written.keys:
             refs[0] = self._carry(node, "keys", refs[0], block, (stage, layout.inputs[0]))
@@ -189,7 +189,7 @@ class _Work:
             refs[1] = self.put(made, block, stage, NodeLayout((kept,), (kept,)))
 
     def _add_share(self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout) -> None:
-        """Add a mean over the slice's positions as its share of the mean over all."""
+        """Add a mean over the slice's positions as its share of the mean over all positions."""
         place = self.places.means[own.name]
         low, high = place.rows(*self.bounds)
         mean = self.put(replace(own, name=f"{own.name}_of_slice"), block, stage, layout)
@@ -199,7 +199,7 @@ class _Work:
         self.put(share, block, stage, NodeLayout(layout.outputs, layout.outputs))
 
     def _slicing(self, node: Node, own: Node) -> Node:
-        """Return a slice along positions, limited to this slice of the sequence."""
+        """Return a slicing op along positions, limited to this slice of the sequence."""
         source = self.places.places.get(node.inputs[0])
         made = self.places.places.get(Ref(node.name))
         if source is None or made is None or source.count == made.count:
@@ -209,7 +209,7 @@ class _Work:
         return replace(own, args=(own.args[0], made.dim, low + shift, high + shift), kwargs={})
 
     def _drawing(self, own: Node) -> Node:
-        """Return random numbers as the whole sequence draws them, at the slice's offset."""
+        """Return a random op with the numbers that the whole sequence draws for the slice."""
         place = self.places.places.get(Ref(own.name))
         if place is None:
             return own
@@ -218,7 +218,7 @@ class _Work:
         return replace(own, kwargs={**own.kwargs, "start": start})
 
     def _cut(self, node: Node, index: int, place: SeqDim, block: int, stage: _StageLayouts) -> Ref:
-        """Return the slice's part of a whole input."""
+        """Return the part of a whole input that belongs to the slice."""
         ref, wanted = node.inputs[index], stage.of(node.name)
         assert wanted is not None
         spec, name = self.graph.spec(ref), f"{node.name}_slice{index}"
@@ -240,7 +240,7 @@ class _Work:
         block: int,
         stage: _StageLayouts,
     ) -> Ref:
-        """Cut as ``_cut``, along positions within a merged dimension, which is unmerged for it."""
+        """Return the part as ``_cut`` does; merged positions are first unmerged."""
         ref, place, layout = what
         spec = self.graph.spec(ref)
         low, high = place.rows(*self.bounds)
@@ -290,7 +290,7 @@ class _Work:
     def _attending(
         self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout
     ) -> tuple[Node, NodeLayout]:
-        """Return causal attention of the slice's queries to all positions so far."""
+        """Return causal attention of the slice's queries to the keys of all positions so far."""
         start, stop = self.bounds
         queries, *pair = own.inputs
         made = [
@@ -341,7 +341,7 @@ class _Work:
     def _carry(
         self, own: Node, what: str, ref: Ref, block: int, held: tuple[_StageLayouts, Layout]
     ) -> Ref:
-        """Return the keys (or values) of all positions so far."""
+        """Return the keys (or values) of all positions so far, joined with the earlier slices'."""
         stage, layout = held
         whole = self.graph.spec(ref)
         dim = len(whole.shape) - 2
@@ -372,7 +372,7 @@ def _whole_along(layout: Layout, dim: int) -> Layout:
 
 
 def slice_bounds(slices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the bounds of each slice.
+    """Return the (start, stop) positions of each slice.
 
     >>> slice_bounds((3, 2))
     ((0, 3), (3, 5))

@@ -1,7 +1,7 @@
-"""Costs and lengths of slices of the sequences.
+"""Costs of sequence slices, and their best lengths.
 
-In: a plan of whole sequences, and a function that prices the stages of a graph. Out: the part of a
-micro-batch's time that each slice takes; lengths by the dynamic program of
+In: a plan of whole sequences, and a function that prices the stages of a graph. Out: the fraction
+of a micro-batch's time that each slice takes; lengths by the dynamic program of
 ``planner.schedules.sliced``. The price of a slice is the price of its graph: attention costs as
 much as its keys so far require, and small ops have a fixed cost.
 """
@@ -21,14 +21,14 @@ from .sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 from .stage_cost import StageCost
 
 Price = Callable[[Graph, Blocks, Plan], Sequence[StageCost]]
-"""Function that prices a plan's stages; the graph is at the plan's micro-batch."""
+"""Function that prices a plan's stages; the graph has the plan's micro-batch size."""
 
 MOST_UNITS = 16
-"""Maximum units in a sequence: slice lengths are multiples of a unit."""
+"""Maximum number of units in a sequence; slice lengths are multiples of a unit."""
 
 
 class SliceShares(NamedTuple):
-    """The slices' lengths, and the part of a micro-batch's time that each takes."""
+    """Lengths of the slices, and the fraction of a micro-batch's time that each takes."""
 
     lengths: tuple[int, ...]
     forward: tuple[float, ...]
@@ -38,7 +38,7 @@ class SliceShares(NamedTuple):
 def slice_shares(
     graph: Graph, blocks: Blocks, plan: Plan, whole: Sequence[StageCost], price: Price
 ) -> SliceShares | None:
-    """Return the shares of the plan's slices over all stages; None if it has none."""
+    """Return the shares of the plan's slices, over all stages; None if it has no slices."""
     if not plan.slices:
         return None
     places = find_places(graph)
@@ -57,10 +57,9 @@ def slice_shares(
 def shares_by_work(
     graph: Graph, lengths: tuple[int, ...], work: Callable[[Node], float]
 ) -> SliceShares:
-    """Return the shares of slices by ``work`` (FLOPs) of ops, attention by its pairs of positions.
+    """Return the shares of slices by the ``work`` (FLOPs) of ops; attention counts position pairs.
 
-    A slice of n positions after b others has n (b + n) pairs, those of later positions included,
-    which a mask hides.
+    A slice of n positions after b others has n (b + n) pairs, including pairs that a mask hides.
     """
     places, length = find_places(graph), sum(lengths)
     attention = sum(work(graph[name]) for name in {*places.attention, *places.written})
@@ -75,11 +74,11 @@ def shares_by_work(
 
 
 def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
-    """Return the slice lengths with the fastest step, to a sixteenth of a sequence, that the plan's
-    layouts divide.
+    """Return the slice lengths with the fastest step, in units of at least a sixteenth of a
+    sequence, such that the plan's layouts divide them.
 
     A slice of n positions after b others takes f(n) + c n b: f is priced at every length, c from
-    the last half of a sequence, since n queries see n b keys more.
+    the second half of a sequence, since n queries see n b keys more.
     """
     places = find_places(graph)
     length = places.length
@@ -126,7 +125,7 @@ def _costs(
 
 
 def undivided_axis(part: SequenceSlice) -> str | None:
-    """A mesh axis, as ``tp=2``, that splits a dimension of a slice which it does not divide."""
+    """Return a mesh axis, as ``tp=2``, that splits but does not divide a dimension of a slice."""
     for stage in part.plan.stages:
         shape = stage.mesh.shape
         for name, own in stage.layouts.items():
@@ -151,19 +150,19 @@ def undivided_axis(part: SequenceSlice) -> str | None:
 
 
 def is_attention(node: Node) -> bool:
-    """Return whether a node is an attention with keys and values that slices pass on."""
+    """Return whether a node is an attention, whose keys and values slices pass on."""
     return node.op.startswith(f"{ATTENTION}.")
 
 
 def carried_bytes(
     node: Node, pair_bytes: float, slices: tuple[int, ...], *, again: bool = False
 ) -> float:
-    """Return the bytes that an attention keeps for slices beyond those for whole sequences.
+    """Return the bytes that an attention keeps for slices, beyond the bytes for whole sequences.
 
     ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice that
     ends at e keeps the keys and values of e positions, and a mask of its queries by e keys in the
-    attention's number format (except the first). If the op is run ``again`` in the backward, the
-    keys and values before each slice are kept.
+    attention's number format (except the first slice). If the op is rerun (``again``) in the
+    backward, the keys and values before each slice are kept.
     """
     if not slices or not is_attention(node):
         return 0.0

@@ -1,7 +1,7 @@
-"""Strategies restricted to splits of the batch, of positions, of parameters, or of none of them.
+"""Restriction of strategies to splits of the batch, of positions, of parameters, or of none.
 
-In: a node with its strategies on an axis. Out: the strategies that split the batch wherever the
-node has one, or nowhere; positions; or the parameters. If none does, all of them.
+In: a node with its strategies on an axis. Out: the strategies that split every batch dimension, or
+none; that split positions; or that split parameters. If no strategy does, all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..positions import Dims, features_only, splits
 def positions_split(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split their outputs along positions, or else use nothing split."""
+    """Return strategies that split outputs by positions, else other values, else none split."""
     fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
     making = tuple(
         strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
@@ -29,7 +29,7 @@ def batch_split(
     dims: Mapping[str, tuple[int | None, ...]],
     strategies: tuple[AxisStrategy, ...],
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split the batch of every tensor that has one, if there are any."""
+    """Return the strategies that split the batch of every tensor that has one, or else all."""
     if node.name not in dims:
         return strategies
     inputs = [dims[ref.name][ref.index] for ref in node.inputs]
@@ -46,7 +46,7 @@ def batch_split(
 def batch_whole(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along its batch, if there are any."""
+    """Return the strategies that split no tensor along its batch, or else all."""
     if not graph.batch_dims:
         return strategies
     dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
@@ -65,7 +65,7 @@ def batch_whole(
 def parameters_split(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that use every parameter of two or more dimensions split, if any do."""
+    """Return the strategies that use every parameter of two or more dims split, or else all."""
     wide = [
         position
         for position, ref in enumerate(node.inputs)
@@ -80,7 +80,7 @@ def parameters_split(
 
 
 def _is_weight(node: Node, graph: Graph) -> bool:
-    """Return whether a node is a parameter, or the parts of a fused weight."""
+    """Return whether a node is a parameter, or a part of a fused weight."""
     is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
     return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
 

@@ -1,10 +1,10 @@
-"""Cost of a stage with given layouts: seconds per micro-batch and per step, bytes.
+"""Cost of a stage with given layouts: seconds per micro-batch and per step, and bytes.
 
 In: the decisions of a stage and the choice of each. Out: ``StageCost``, for any number of equal
 blocks, any ZeRO stage and any recomputation policy. A cost is a sum over rows (kinds of blocks,
-edges between blocks), each weighted by its occurrences in blocks that are not, fully and
-selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. A row's costs
-are found once for a choice of layouts (``RowCost``).
+edges between blocks), each weighted by its occurrences in blocks that are not, that are fully and
+that are selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. The
+cost of a row is computed once per choice of layouts (``RowCost``).
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from .structure import Edge, Row, Run
 N = TypeVar("N", int, float)
 
 TRANSIENT = ("transient", "reserve", "communicators")
-"""Memory that the stages of a rank share in turn, or hold once. The search counts the communicators
-of a stage's mesh in its reserve, and no communicators of messages."""
+"""Memory categories that the stages of a rank use in turn, or hold once. The search counts the
+communicators of a stage's mesh in its reserve, and ignores communicators of messages."""
 
 BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
-"""Modes of a block: nothing recomputed, and the two of ``RECOMPUTE_MODES``."""
+"""Modes of a block: no recomputation, and the modes of ``RECOMPUTE_MODES``."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage's seconds and bytes. ``seconds`` per micro-batch and per step, see ``Seconds``.
+    """Seconds and bytes of a stage. ``seconds`` per micro-batch and per step: see ``Seconds``.
 
     ``receive_seconds`` are the transfers from earlier stages (forward, backward), per micro-batch.
-    ``memory_bytes`` by category, see ``StagePrediction``. ``late_seconds`` is the part of the
-    backward for deferred weight gradients; None if unknown. Collectives of states run beside the
-    compute of the blocks in ``groups``, and beside other collectives unless both use the same links
+    ``memory_bytes`` are by category, see ``StagePrediction``. ``late_seconds`` is the part of the
+    backward for deferred weight gradients; None if unknown. Collectives of states overlap the
+    compute of the blocks in ``groups``, and other collectives unless both use the same links
     (``shares_links``; see ``seconds_of_passes``). Without groups the stage counts as one block.
     """
 
@@ -75,8 +75,8 @@ class StageCost:
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
-        """Return the seconds of forward and backward in which the device computes and the host
-        issues all blocks."""
+        """Return the seconds of forward and backward until the device has computed, and the host
+        issued, all blocks."""
         own = self.seconds
         forward = max(own.forward_compute, own.forward_issue)
         return forward, max(own.backward_compute, own.backward_issue)
@@ -91,12 +91,12 @@ class StageCost:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of the optimizer and of exposed gathering and sums of gradients."""
+        """Return the seconds of the optimizer, exposed parameter gathers and gradient sums."""
         return self._passes[2] + self._passes[3]
 
     @property
     def end_seconds(self) -> float:
-        """Return the part of ``step_seconds`` after the last backward."""
+        """Return the part of ``step_seconds`` that follows the last backward."""
         return self._passes[3]
 
     @cached_property
@@ -106,7 +106,7 @@ class StageCost:
         return self._with_exposed(both, self.issued_groups)
 
     def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
-        """Return the figures of ``seconds_of_passes`` as floats."""
+        """Return the results of ``seconds_of_passes`` as floats."""
         found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
         forward, backward, gather, end = map(float, found)
         return forward, backward, gather, end
@@ -117,7 +117,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """The groups, with each block's compute at least as long as the host takes to issue it."""
+        """Return the groups with each block's compute at least as long as its issue by the host."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -125,14 +125,14 @@ class StageCost:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Return each block's share of the stage's compute and of its messages once per step."""
+        """Return each block's share of the stage's compute and of its collectives once per step."""
         groups = self.issued_groups
         every = np.repeat(groups.seconds, groups.counts, axis=0)
         return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
 
     @property
     def exposed_states(self) -> tuple[float, float]:
-        """Return the exposed seconds of collectives of states in a forward and in a backward."""
+        """Return the exposed seconds of collectives of states, in a forward and in a backward."""
         own = self.seconds
         forward, backward = self.compute_seconds
         return (
@@ -142,23 +142,23 @@ class StageCost:
 
     @property
     def slowed_share(self) -> float:
-        """Return the share of its compute that the stage loses beside collectives once per step."""
+        """Return the fraction of compute that the stage loses during collectives once per step."""
         own = self.seconds
         collectives = own.parameter_gather + own.gradient_sync
         slowed = own.gather_slowed + own.sync_slowed
         return min(1.0, slowed / collectives) if collectives else 0.0
 
     def objective(self, num_microbatches: int) -> float:
-        """The seconds per micro-batch with a share of the step: the objective of the solvers.
+        """Return the solvers' objective: seconds per micro-batch with a share of the step's.
 
-        They count the device alone: the host's time to issue a pass is no sum of ops.
+        It counts the device alone: the host's time to issue a pass is not a sum over ops.
         """
         forward, backward, gather, end = self._with_exposed(self.seconds, self._groups)
         return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
     def warmup_and_steady(self, num_microbatches: int) -> tuple[float, float]:
-        """Return (seconds paid once per step, further seconds if this stage is the bottleneck):
-        messages overlap with the compute of other micro-batches."""
+        """Return (q, m): seconds taken once per step, and further seconds if this stage is the
+        bottleneck. Messages overlap the compute of other micro-batches."""
         micro = self.forward_seconds + self.backward_seconds
         rest = (num_microbatches - 1) * micro + self.step_seconds
         return micro + sum(self.receive_seconds), rest
@@ -174,24 +174,24 @@ IN_PARTS = (
     Resource.BACKWARD_COMPUTE,
     Resource.GRADIENT_SYNC,
 )
-"""The resources behind the shares of ``Buckets``, in their order."""
+"""Resources of the shares in ``Buckets``, in the order of its fields."""
 
 ISSUED = (
     (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
     (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
 )
-"""Per direction: the device's compute, and the compute with the time to issue it."""
+"""Per direction: the resource of the device's compute, and of the host's issue of kernels."""
 
 
 def _shares(values: Floats) -> tuple[float, ...]:
-    """Return the parts of a sum; equal parts if the sum is 0."""
+    """Return each value's fraction of the sum; equal fractions if the sum is 0."""
     total = values.sum()
     equal = np.full(len(values), 1 / len(values))
     return tuple((values / total if total > 0 else equal).tolist())
 
 
 def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
-    """Combine the bytes by category of a rank's stages; categories in ``once`` count once.
+    """Add up the bytes of a rank's stages by category; of categories in ``once`` take the maximum.
 
     >>> combine_bytes(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
     ...          once=("transient",))
@@ -209,10 +209,10 @@ def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> d
 
 @dataclass(frozen=True, slots=True)
 class PolicyCosts:
-    """Cost of each policy in addition to the stage without recomputation.
+    """Cost of each recomputation policy, in addition to the stage without recomputation.
 
-    By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative if it saves);
-    all ``transient_bytes[zero, policy]``.
+    By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative for savings),
+    and total ``transient_bytes[zero, policy]``.
     """
 
     policies: Policies
@@ -222,9 +222,9 @@ class PolicyCosts:
 
 
 class StageTable:
-    """The costs of a stage's rows with given layouts, which price any run of its family.
+    """Costs of a stage's rows with given layouts; they price any run of the family.
 
-    ``choices`` belong to the assembly's decisions.
+    ``choices`` are the choices of the decisions of ``assembly``.
     """
 
     def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
@@ -294,7 +294,7 @@ class StageTable:
         )
 
     def _edge(self, edge: Edge) -> RowCost:
-        """Price an edge between blocks: the reading block keeps the value if it is recomputed."""
+        """Return the cost of an edge between blocks; a recomputed reading block keeps the value."""
         forward, backward = self._conversion(edge)
         recompute = forward * np.array(self.model.repeats(edge))
         seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
@@ -313,7 +313,8 @@ class StageTable:
         return int(self.model.source(edge).of_choice[self._choice(maker)])
 
     def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Return the seconds, forward and backward, to convert a value to all a block's layouts."""
+        """Return the seconds, forward and backward, to convert a value to all layouts in a
+        block."""
         forward, backward = self.model.conversions(edge)
         source = self._source_class(edge)
         _, columns = self.model.targets(edge)
@@ -327,7 +328,7 @@ class StageTable:
         )
 
     def _shared(self, name: str) -> RowCost:
-        """Price a parameter of several blocks."""
+        """Return the cost of a parameter of several blocks."""
         decision, choice = self.model.shared(name), self._choice(name)
         seconds = np.stack([decision.seconds[:, choice]] * len(BLOCK_MODES))
         return RowCost(
@@ -338,8 +339,8 @@ class StageTable:
         )
 
     def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
-        """Return the seconds, forward and backward, of a run's sent values with its loss, and of
-        its received values."""
+        """Return the seconds, forward and backward, of a run's sent values and loss, and of its
+        received values."""
         both = np.zeros((2, 2))
         for boundary, count in self.model.boundaries(run):
             own = boundary.seconds[self._choice(boundary.node)]
@@ -347,7 +348,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """The addition of one occurrence of a row or boundary, see ``RowCost.unrecomputed``."""
+        """Return the figures of a row or boundary as in ``RowCost.unrecomputed``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))
@@ -359,7 +360,7 @@ class StageTable:
         return added
 
     def policy_costs(self, run: Run) -> PolicyCosts:
-        """Return the run's costs under every policy worth trying. Cached."""
+        """Return the costs of a run under every policy worth trying. Cached."""
         if run.key not in self._policy_costs:
             costs, counts = self._recompute_costs(run), run.class_counts
             is_short = num_policies(*counts) <= MOST_POLICIES
@@ -387,14 +388,14 @@ class StageTable:
         )
 
     def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
-        """Return by ZeRO stage and policy the largest op, with gathered weights or one block."""
+        """Return, by ZeRO stage and policy: the largest op plus gathered weights or one block."""
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
         return transient
 
     @property
     def transient_bytes(self) -> Floats:
-        """Return by ZeRO stage the largest op and gathered parameters, without recomputation."""
+        """Return, by ZeRO stage: the largest op plus gathered parameters, without recomputation."""
         return self._working_bytes + self._gathered
 
     @cached_property
@@ -407,8 +408,8 @@ class StageTable:
         return largest
 
     def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
-        """Return the least seconds per byte of recomputing a block, and the largest share of its
-        kept bytes that this saves: over the kinds, without values read from outside."""
+        """Return the least seconds per byte saved by recomputing a block, and the largest fraction
+        of its kept bytes that this saves, over all kinds; values read from outside are ignored."""
         rates, shares = [], []
         for kind in self.kinds.values():
             saved, _, selected = kind.kept_bytes.tolist()
@@ -419,7 +420,7 @@ class StageTable:
         return min(rates, default=0.0), max(shares, default=0.0)
 
     def price(self, run: Run, setting: StageOptions) -> StageCost:
-        """Price a run in a setting; the run must be of this solution's family."""
+        """Return the cost of a run of this solution's family under ``setting``."""
         cost = self._priced.get((run.key, setting))
         if cost is None:
             cost = self._priced[run.key, setting] = self._price(run, setting)
@@ -462,7 +463,7 @@ class StageTable:
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
-        """Group the run's blocks in order. A parameter of several counts with the first block."""
+        """Group the run's blocks in order. A parameter of several blocks counts with the first."""
         entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:
@@ -470,8 +471,8 @@ class StageTable:
         return Groups(seconds, counts)
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
-        """Return a block's ``seconds[mode, RESOURCE]`` with issue that ends when a pass is both
-        computed and issued; for a split backward, when each half is."""
+        """Return a block's ``seconds[mode, RESOURCE]`` in which the issue ends when a pass, or each
+        half of a split backward, is both computed and issued."""
         seconds = seconds.copy()
         forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
         backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
@@ -482,13 +483,13 @@ class StageTable:
         return seconds
 
     def weight_grads(self, run: Run) -> tuple[float, float]:
-        """Return the seconds of a run's weight gradients, and the bytes kept for them."""
+        """Return the seconds of a run's deferred weight gradients, and the bytes kept for them."""
         own = [(count, *self._weight_grads_of(kind)) for kind, count in run.counts.items()]
         seconds = sum(count * float(each.max()) for count, each, _ in own)
         return seconds, sum(count * size for count, _, size in own)
 
     def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
-        """Return a block's weight gradients: seconds of the device and of the host, and bytes."""
+        """Return a block's weight gradients: seconds of the device and the host, and kept bytes."""
         if kind not in self._weight_grads:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])

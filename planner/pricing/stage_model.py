@@ -1,8 +1,8 @@
-"""Tables of one stage mesh: decisions per kind, edges, kept storages, and their costs.
+"""Tables of a stage's mesh: decisions per kind, edges, kept storages, and their costs.
 
 In: the graph's structure, prices on a mesh, restrictions of its axes. Out: for a kind of block its
 decisions and the edges inside it; for an edge the conversions between the layouts that its two ends
-may choose. All tables are made on first use and cached.
+may have. All tables are made on first use and cached.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
-    """A value that a stage sends or receives, or its loss: seconds by the choice of ``node``'s
-    decision, ``seconds[choice, direction]`` (forward, backward)."""
+    """A value that a stage sends or receives, or the loss, with ``seconds[choice, direction]``
+    (forward, backward) by the choice of ``node``'s decision."""
 
     node: str
     is_received: bool
@@ -56,14 +56,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The distinct layouts of one value or use, and the index of each choice's layout."""
+    """Distinct layouts of a value or use, and the index of each choice's layout among them."""
 
     layouts: tuple[Layout, ...]
     of_choice: Ints
 
     @staticmethod
     def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
-        """Build the options; ``cache`` shares equal tuples of distinct layouts."""
+        """Build the options from each choice's layout; ``cache`` shares equal tuples of layouts."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
         return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
@@ -71,9 +71,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The distinct layouts that an edge's uses may want; per use the index of each choice's layout.
+    """Distinct layouts that an edge's uses may need; per use, the index of each choice's layout.
 
-    ``alone``: all uses belong to one decision and want the same.
+    ``alone``: all uses belong to one decision and always need the same layout.
     """
 
     layouts: tuple[Layout, ...]
@@ -83,8 +83,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Edge of the solver for all uses of a value: the class of equal layouts of each choice of the
-    source and of each use, and the seconds between classes."""
+    """An edge with equal layouts merged into classes: the class of each choice of the source and of
+    each use, and the seconds of forward and backward between classes."""
 
     source: Ints
     uses: tuple[Ints, ...]
@@ -98,7 +98,7 @@ WeightGrads = tuple[float, float, tuple[Part, ...]]
 
 @dataclass(frozen=True)
 class StageModel:
-    """Tables on one mesh. ``link`` joins the stage to the stage before it."""
+    """Tables of a stage's mesh. ``link`` connects the stage to the stage before it."""
 
     structure: Structure
     prices: Prices
@@ -127,12 +127,12 @@ class StageModel:
         return self.merge, self.restriction.key, self.prices.key
 
     def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return the result of ``make``, shared by all models that differ only in their links."""
+        """Return the result of ``make``, shared by all models that differ in their links only."""
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
     def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
-        """Return the weights' half of the backward of one choice of a kind's decision."""
+        """Return the deferrable weight gradients of a choice of a decision of a kind."""
         key = (kind, number, choice)
         if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
@@ -146,7 +146,7 @@ class StageModel:
         return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
-        """Return the decision of a parameter of several blocks."""
+        """Return the decision of a parameter that several blocks use."""
         found = self._shared.get(parameter)
         if found is None:
             found = self._parameter(parameter)
@@ -184,7 +184,7 @@ class StageModel:
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
     def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[..., SavedTensors]:
-        """Return the function ``KindModel.held``, with cached results."""
+        """Return the function ``KindModel.held`` of a kind, which caches its results."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], SavedTensors] = {}
@@ -223,12 +223,12 @@ class StageModel:
         return held
 
     def made(self, name: str, index: int) -> Options:
-        """Return the layouts in which a kind's value may be produced; ``name`` is a template's."""
+        """Return the layouts that a template node's output may have."""
         key = ("made", name, index)
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
-        """Return the layouts in which a use may want its value."""
+        """Return the layouts in which a use may need its value."""
         node, at = use.node, use.position
         key = ("wanted", node, at)
         return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
@@ -236,7 +236,7 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """Return the layouts of a member's value by the choices of its decision."""
+        """Return the layouts that ``layout`` gives for the choices of a member's decision."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -245,7 +245,7 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """The layouts in which a stage may receive a value: the layouts of its first use."""
+        """Return the layouts in which a stage may receive a value: the needs of its first use."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:
@@ -263,7 +263,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """Return the kind (or the shared parameter's own name) and the decision of a member."""
+        """Return the kind (or the shared parameter's name) and the decision of a member."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
@@ -272,13 +272,13 @@ class StageModel:
         return kind, model.decisions[model.where[name]]
 
     def source(self, edge: Edge) -> Options:
-        """Return the layouts in which an edge's value may arrive."""
+        """Return the layouts that an edge's value may have before its conversion."""
         if edge.first is not None:
             return self.received(edge.first)
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Return whether a recomputed block converts a value again, by ``RECOMPUTE_MODES``."""
+        """Return, by ``RECOMPUTE_MODES``, whether a recomputed block converts the value again."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)
@@ -289,7 +289,7 @@ class StageModel:
         return self.structure.graph[edge.name].outputs[edge.index]
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """Return the distinct layouts that an edge's uses may want; per use the index of each
+        """Return the distinct layouts that an edge's uses may need, and per use the index of each
         choice's layout."""
         found = self._targets(edge)
         return found.layouts, found.columns
@@ -317,7 +317,7 @@ class StageModel:
         return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
-        """The seconds, forward and backward, from every source layout to every target layout."""
+        """Return the seconds, forward and backward, from every source to every target layout."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
         return prices.converted.matrices.find(
@@ -327,7 +327,7 @@ class StageModel:
         )
 
     def merged(self, edge: Edge) -> Merged:
-        """Merge equal rows and columns of an edge's conversions."""
+        """Return an edge's conversions with equal rows and columns merged."""
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
@@ -348,7 +348,7 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """Return a run's sent values, its loss and its received values, each with its count."""
+        """Return (boundary, count) of a run's sent values, its loss and its received values."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss
@@ -357,7 +357,8 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """The boundary of a value sent in its boundary layout, or of the loss, which ends whole."""
+        """Return the boundary of a value sent in its boundary layout, or of the loss, then
+        whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
@@ -367,7 +368,7 @@ class StageModel:
         return self._boundaries[key]
 
     def _incoming(self, ref: Ref, first: Use) -> Boundary:
-        """Return the boundary of a value received as its first use wants it."""
+        """Return the boundary of a value received in the layout that its first use needs."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
@@ -377,14 +378,14 @@ class StageModel:
         return self._boundaries[key]
 
     def block_sync(self, kind: str, zero: int) -> Seconds:
-        """Return the latency of a block's collectives over the sharding axis."""
+        """Return the latencies of a block's collectives of states; none without parameters."""
         if not self.kind(kind).has_parameters:
             return Seconds()
         return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
-        """Return a lower bound of a stage's seconds per micro-batch in which no compute hides the
-        collectives of its first and last block (``wait_weights``)."""
+        """Return a lower bound of a stage's seconds per micro-batch in which it waits for
+        collectives of its first and last block that no compute hides (``wait_weights``)."""
         key = run.kinds[0], run.kinds[-1], run.shared, zero, num_microbatches
         if key not in self._least_waits:
             self._least_waits[key] = self._least_wait(run, zero, num_microbatches)
@@ -406,5 +407,5 @@ def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:
 
 
 def loss_layout(layout: Layout) -> Layout:
-    """Return the layout that is whole on every axis."""
+    """Return the layout of the loss: whole on every axis."""
     return (INVARIANT,) * len(layout)

@@ -1,6 +1,6 @@
-"""The step of a pipeline: from each stage's cost to a simulated timeline.
+"""Simulated step of a pipeline, from the costs of its stages.
 
-In: a schedule, the number of micro-batches, the cost of each stage. Out: the timeline.
+In: a schedule, the number of micro-batches, the cost of each stage. Out: the timeline of the step.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _UNSIMULATED = frozenset(
     }
 )
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
-"""Fields that determine a step and its bubble; the others are further figures of a timeline."""
+"""Fields that determine a step and its bubble; the others are further data of a timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule by name, with its number of micro-batches.
+    """Schedule by name, with the number of micro-batches and the dependences of stages.
 
-    ``edges`` are dependences (earlier stage, later stage, share of the later stage's received
-    values); without them each stage depends on the stage before. ``slices`` of sequences, if they
-    are sliced.
+    ``edges`` are (earlier stage, later stage, fraction of the values that the later stage
+    receives); without them each stage depends on the stage before. ``slices``: shares of sequence
+    slices, if any.
     """
 
     schedule: str
@@ -52,10 +52,10 @@ class Pipeline:
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds of every message besides its bytes.
+    """Seconds of any message, in addition to the time for its bytes.
 
     ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is the
-    time that the sending and the receiving host each spend on it, while their devices wait.
+    time that the sending and the receiving host each spend on it, during which their devices wait.
     """
 
     latency: float = 0.0
@@ -71,20 +71,20 @@ def simulate_stages(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> Timeline:
-    """Simulate the step of a pipeline of these stages."""
+    """Simulate the step of a pipeline of stages with these costs."""
     own = _own_costs(pipeline, costs, message)
     return simulate(pipeline_table(pipeline, len(costs)), own)
 
 
 class Step(NamedTuple):
-    """Seconds of a simulated step, and the share of them that ranks wait."""
+    """Seconds of a simulated step, and the fraction of them that ranks wait."""
 
     seconds: float
     bubble_fraction: float
 
 
 KnownSteps = dict[tuple[object, ...], Step]
-"""Cache of simulated steps, by all facts that determine them."""
+"""Cache of simulated steps, keyed by all facts that determine them."""
 
 
 def simulated_step(
@@ -94,7 +94,7 @@ def simulated_step(
     message: MessageSeconds = NO_SECONDS,
     known: KnownSteps | None = None,
 ) -> Step:
-    """Simulate the step of a pipeline of these stages, without its timeline.
+    """Simulate the step of a pipeline of stages with these costs, without its timeline.
 
     ``known`` caches steps of earlier calls.
     """
@@ -119,7 +119,7 @@ def _figures(values: Sequence[object] | None) -> object:
 def _own_costs(
     pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
 ) -> StageCosts:
-    """Return the simulator's input, without edges if they form a chain."""
+    """Return the input of the simulator, without edges if they form a chain."""
     edges, slices = pipeline.edges, pipeline.slices
     if edges is not None and _pairs(edges) == chain(len(costs)):
         edges = None
@@ -130,7 +130,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """The pipeline's schedule for ``num_stages`` stages (parts of the model, for Chimera)."""
+    """Return the pipeline's schedule for ``num_stages`` stages (Chimera: parts of the model)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):
@@ -151,12 +151,12 @@ def _pairs(edges: WeightedEdges) -> Edges:
 
 @lru_cache(maxsize=16)
 def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Return a chain's schedule, built once for several costs of its stages."""
+    """Return the schedule of a chain of stages, cached as it serves many costs."""
     return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
 
 
 def message_seconds(cluster: Cluster) -> MessageSeconds:
-    """Return the least seconds of every message between devices of the cluster."""
+    """Return the least seconds of any message between devices of the cluster."""
     links = [host.link for host in cluster.hosts if host.num_devices > 1]
     links += [host.detour for host in cluster.hosts if host.detour is not None]
     links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
@@ -165,7 +165,7 @@ def message_seconds(cluster: Cluster) -> MessageSeconds:
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
-    """Return for each stage the seconds of a micro-batch's messages to the stages that need it."""
+    """Return, for each stage, the forward seconds of a micro-batch's messages to later stages."""
     found = [0.0] * len(costs)
     chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
     for source, target, share in chained if edges is None else edges:
@@ -179,7 +179,7 @@ def stage_costs(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> StageCosts:
-    """Convert priced stages to the simulator's input."""
+    """Convert costs of stages to the input of the simulator."""
     received = [(target, 1.0) for target in range(1, len(costs))]
     if edges is not None:
         received = [(target, share) for _, target, share in edges]
@@ -217,7 +217,7 @@ def stage_costs(
 
 
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
-    """Convert a stage's cost to a plan's prediction. ``send_seconds``: forward, to the next."""
+    """Convert a stage's cost to a prediction; ``send_seconds``: forward, to later stages."""
     own = cost.seconds
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}

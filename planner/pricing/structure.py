@@ -1,7 +1,7 @@
-"""Structure of runs of blocks: kinds, and the values that blocks read from each other.
+"""Structure of a model: kinds of blocks, the values that blocks read from each other, and runs.
 
 In: the graph and its blocks. Out, once per graph: for each block the values that it reads from
-elsewhere; and for each run of blocks the occurrences of every distinct edge between kinds, and the
+outside; and for each run of blocks the occurrences of every distinct edge between kinds, and the
 values received from earlier stages and sent to later stages. Nodes are named by the first block of
 their kind (the template), other values by their own name.
 """
@@ -30,8 +30,8 @@ from .run import Use as Use
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A block's edges if all values it reads are produced in the run; the first block for which
-    that holds; the parameters of several blocks that it uses."""
+    """A block's edges in a run that makes all values it reads; the first block that such a run must
+    contain; the parameters of the block that other blocks use, too."""
 
     edges: tuple[Edge, ...]
     first: int
@@ -40,7 +40,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph's blocks with the values they read. ``runs`` are made on demand and cached."""
+    """Blocks of a graph with the values that they read. ``runs`` are made on demand and cached."""
 
     graph: Graph
     blocks: Blocks
@@ -50,7 +50,7 @@ class Structure:
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
-        """The same blocks for another batch: only shapes differ, so runs and readers are shared."""
+        """Return the structure at another batch size; data independent of shapes are shared."""
         found = replace(self, graph=self.graph.with_batch_size(batch_size))
         found.__dict__.update({name: getattr(self, name) for name in _OF_ANY_BATCH})
         return found
@@ -66,7 +66,7 @@ class Structure:
 
     @cached_property
     def readers(self) -> dict[Ref, tuple[int, ...]]:
-        """Map each value of a block to the positions of the blocks that read it, in order."""
+        """Map each value of a block to the ascending positions of the blocks that read it."""
         found: dict[Ref, dict[int, None]] = {}
         for position, block in enumerate(self.blocks.blocks):
             for name in block.nodes:
@@ -77,7 +77,7 @@ class Structure:
 
     @cached_property
     def _shared(self) -> frozenset[str]:
-        """Return the parameters that several blocks use."""
+        """Names of the parameters that several blocks use."""
         position, users = self.position, self.graph.users
         return frozenset(
             node.name
@@ -95,12 +95,12 @@ class Structure:
 
     @cached_property
     def outside(self) -> tuple[tuple[tuple[Ref, tuple[Use, ...]], ...], ...]:
-        """Return for each block the values from elsewhere that it reads, with their uses."""
+        """Return, for each block, the values that it reads from outside, with their uses."""
         return tuple(self._outside(block) for block in self.blocks.blocks)
 
     @cached_property
     def leaves(self) -> tuple[tuple[str, ...], ...]:
-        """Return for each block the batch inputs, constants and buffers that it reads."""
+        """Return, for each block, the batch inputs, constants and buffers that it reads."""
         kinds = ("input", "constant", "buffer")
         return tuple(
             tuple(
@@ -115,14 +115,14 @@ class Structure:
         )
 
     def leaf_bytes(self, run: Run, row_parts: int) -> int:
-        """The bytes of a run's inputs, constants and buffers on a rank; see ``leaf_bytes``."""
+        """Return the bytes on a rank of a run's inputs, constants and buffers (``leaf_bytes``)."""
         key = run.key, row_parts
         if key not in self._leaf_bytes:
             self._leaf_bytes[key] = leaf_bytes(self.graph, run.leaves, row_parts)
         return self._leaf_bytes[key]
 
     def leaf_bytes_of_blocks(self, row_parts: int) -> tuple[int, ...]:
-        """Return the same bytes for every block."""
+        """Return the bytes on a rank of the inputs, constants and buffers of every block."""
         return tuple(leaf_bytes(self.graph, names, row_parts) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
@@ -137,14 +137,14 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Return whether a use of a value from elsewhere has its own layout to convert from."""
+        """Return whether a node's input from outside has a separate layout to convert from."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
         return kind == "op"
 
     def own_parameters(self, block: Block) -> tuple[str, ...]:
-        """Return the parameters that only this block uses, several times."""
+        """Return the parameters that only ``block`` uses, but several times."""
         found: dict[str, None] = {}
         for name in block.nodes:
             for ref in self.graph[name].inputs:
@@ -154,7 +154,7 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """Return the edges inside a kind from parameters that it uses several times."""
+        """Return a kind's edges from parameters that its block alone uses, several times."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]
@@ -162,7 +162,7 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """The ends of a kind's blocks: values that other blocks read, and uses of their values."""
+        """Return a kind's ends: values that other blocks read, and uses of other blocks' values."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]
@@ -183,7 +183,7 @@ class Structure:
 
     @cached_property
     def _made_for_others(self) -> dict[str, dict[tuple[str, int], None]]:
-        """Map each kind to its values, by template, that other blocks read, and the loss."""
+        """Map each kind to its values, by template, that other blocks read, the loss included."""
         found: dict[str, dict[tuple[str, int], None]] = {}
         for ref, readers in self.readers.items():
             block = self.blocks.blocks[self.position[ref.name]]
@@ -230,8 +230,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Return for each block the edges into it, for a contiguous range of blocks that makes all
-        values that it reads."""
+        """Return, for each block, its edges in a run that makes all values that it reads."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
@@ -241,7 +240,7 @@ class Structure:
         return tuple(found)
 
     def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
-        """A block's edges in a run that begins at ``start``; equal edges share one object."""
+        """Return a block's edges in a run that begins at ``start``; equal edges are one object."""
         outside = self.outside[at]
         own = tuple([self._edge(at, ref, uses, start, received) for ref, uses in outside])
         return self._known.setdefault((self.blocks.blocks[at].kind, own), own)
@@ -259,18 +258,18 @@ class Structure:
         return Edge("received", template, ref.index, uses, first, again)
 
     def first_reader(self, ref: Ref, start: int) -> int:
-        """Return the first block from ``start`` on that reads another block's value."""
+        """Return the first block from ``start`` on that reads ``ref`` of another block."""
         readers = self.readers[ref]
         at = bisect_left(readers, start)
         return readers[at + (readers[at] == self.position[ref.name])]
 
     def first_values(self, at: int) -> list[Ref]:
-        """Return the values of other blocks that a block is the first to read, in any run."""
+        """Return the values of other blocks that no block before block ``at`` reads."""
         values = (ref for ref, _ in self.outside[at] if self.graph[ref.name].kind == "op")
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
     def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """Return the edge to a block of a value produced in the same run."""
+        """Return the edge to block ``at`` from a value that is produced in the same run."""
         return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
@@ -283,14 +282,14 @@ class Structure:
 
     @cached_property
     def _crossed(self) -> tuple[Ints, Ints]:
-        """Return for each value of ``crossing`` the block that produces it, and its last reader."""
+        """Return the producing block and the last reader of each value of ``crossing``."""
         every = [(made, last) for _, made, last in self.crossing]
         made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
         return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
-        """Return values read outside their block: (value, producing block, last reading block)."""
+        """Return (value, producing block, last reading block) of values read by other blocks."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])
             for ref, readers in self.readers.items()
@@ -299,9 +298,9 @@ class Structure:
 
 
 def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
-    """Return the bytes of inputs, constants and buffers on a rank, in any layouts.
+    """Return the bytes on a rank of inputs, constants and buffers, whatever their layouts.
 
-    A leaf with rows of the batch is cut into ``row_parts`` parts; every other leaf is held whole.
+    A leaf that counts the batch is split into ``row_parts`` parts; any other leaf is whole.
     """
     total = 0
     for name in names:
@@ -324,4 +323,4 @@ _OF_ANY_BATCH = (
     "_template_outside",
     "_made_for_others",
 )
-"""Cached properties that do not depend on shapes."""
+"""Cached properties that do not depend on the batch size."""

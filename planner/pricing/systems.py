@@ -1,7 +1,7 @@
-"""Training by other systems: the assumptions behind their prices, by name.
+"""Other training systems: the assumptions for predicting their costs, by name.
 
 In: a system's name and a precision. Out: ``CostAssumptions`` and the kernels that its programs run.
-Systems for ``simulate`` and the validation:
+Systems that ``simulate`` and the validation know:
 
 - ``megatron``: Megatron-LM with TransformerEngine. One group shards a parameter's states and sums
   its gradient over all ranks that hold it; sequence parallelism gathers inputs again in the
@@ -28,7 +28,7 @@ Kernels = Literal["eager", "compiled", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A system's title, its kernels, the assumptions of its prices in fp8; ``splits_sequences``:
+    """A training system: title, kernels, and cost assumptions in fp8; ``splits_sequences``: its
     tensor parallelism splits sequences outside of products."""
 
     title: str
@@ -61,12 +61,12 @@ _SYSTEMS: Mapping[SystemName, System] = {
 
 
 def system(name: SystemName) -> System:
-    """Return the system of a name."""
+    """Return the system with this name."""
     return _SYSTEMS[name]
 
 
 def assumptions_of(name: SystemName, precision: Precision) -> CostAssumptions:
-    """Return the assumptions of a system's prices in a precision.
+    """Return the cost assumptions of a system at a precision.
 
     >>> [assumptions_of(name, "fp8").keeps_casts for name in SYSTEMS]
     [False, True, False, False]

@@ -1,8 +1,8 @@
-"""Cross-mesh transfers: the boxes of a tensor that devices of one mesh send to another mesh.
+"""Transfers between meshes: the boxes of a tensor that devices of one mesh send to another mesh.
 
-In: a tensor's global shape, its layout on the source mesh and on the target mesh. Out: the messages
-after which every target device has exactly its box: each element once, from a device that holds it.
-Layouts are S and I (R is taken as I: the value is the same).
+In: a tensor's global shape, its layouts on the source mesh and on the target mesh. Out: the
+messages after which every target device has exactly its box: each element once, from a device that
+holds it. Layouts are S and I (R is treated as I: the value is the same).
 
 Source: the slice algorithm of Zhuang et al. 2023, "On Optimizing the Communication of Model
 Parallelism" (arXiv:2211.05322), section 3, with a greedy balance of the senders' loads.
@@ -21,7 +21,7 @@ from ..layout import Layout, Mesh, Region, divides, format_layout, intersect, lo
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message: ``box`` of the global tensor from a source device to a target device.
+    """Message with ``box`` of the global tensor, from a source device to a target device.
 
     ``source`` and ``target`` are device indices in their meshes' row-major order.
     """
@@ -48,9 +48,9 @@ def transfers(
 ) -> tuple[Transfer, ...]:
     """Return the messages that move a tensor from one mesh to another, sorted by target and box.
 
-    A box that several source devices hold comes from the device that has sent the least so far;
-    ties go to the most similar position in the mesh. A pair of devices exchanges at most one box.
-    Raises ValueError for a partial layout or an uneven split.
+    A box that several source devices hold is sent by the device that has sent the least so far;
+    ties go to the device at the most similar position in its mesh. A pair of devices exchanges at
+    most one box. Raises ValueError for a partial layout or an uneven split.
 
     >>> from autoparallel.planner.layout import INVARIANT, shard
     >>> two = Mesh(("dp",), (2,)), Mesh(("tp",), (2,))

@@ -1,7 +1,8 @@
-"""Seconds of the optimizer's step per parameter, from measurements.
+"""Seconds of the optimizer's step on a parameter, from measurements or figures of the host.
 
-In: a profile, an optimizer's name. Out: seconds per parameter over the bytes of its master that a
-rank steps. They are stored among the profile's transfers, on the level of one device.
+In: a profile, an optimizer's name. Out: the seconds of a step as a curve over the bytes of the
+master parameters that a rank steps. A profile stores them among its transfers, at the level of one
+device.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from ...cost_model.profile.lookup import Profile
 from ...cost_model.profile.transfers import TransferCurve, transfer_curve
 
 HOST_EFFICIENCY = 0.5
-"""Share of a host's memory rate that an optimizer's step on its cores reaches; an estimate."""
+"""Estimated fraction of a host's memory rate that an optimizer's step on its cores reaches."""
 
 HOST_LINK = 12e9
-"""Bytes per second to a host without figures: PCIe 3.0 x16."""
+"""Bytes per second to a host without figures of its own: PCIe 3.0 x16."""
 
 LEVEL = "device"
 LIBRARY = "torch"
 
 
 def update_kind(optimizer: str) -> str:
-    """Return the kind under which a profile stores an optimizer's step.
+    """Return the name of the kind of transfer by which a profile stores an optimizer's step.
 
     >>> update_kind("adamw")
     'update.adamw'
@@ -44,10 +45,10 @@ def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
 
 
 def step_bytes(policy: PrecisionPolicy) -> int:
-    """Return the bytes a step moves per parameter: reads of all states, writes of all but gradient.
+    """Return the bytes a step moves per element: reads of all states, writes of all but gradients.
 
-    A gradient of fewer bytes than the master is first written in its format, and read. In host
-    memory the master is written in its format of compute too, to be sent to the device.
+    A gradient of fewer bytes than the master is first written in the master's format, and read. In
+    host memory the master is also written in the compute format, to be sent to the device.
     """
     if policy.host_bytes:
         cast = 8 if policy.gradient_bytes < 4 else 0
@@ -58,11 +59,11 @@ def step_bytes(policy: PrecisionPolicy) -> int:
 
 
 def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -> float:
-    """Return the seconds of a step of ``numel`` parameters in host memory, its parts in sequence.
+    """Return the seconds of a step on ``numel`` elements in host memory, its parts in sequence.
 
     Gradients go down and parameters up over the device's link to its host, and in between the
-    host's cores move ``step_bytes``: bytes over rates, without overlap. A device without figures of
-    its host gets the rate of PCIe 3 for link and memory.
+    host's cores move ``step_bytes``: bytes divided by rates, without overlap. A device without
+    figures of its host gets the rate of PCIe 3 for link and memory.
     """
     link = device.host_link_bytes_per_second or HOST_LINK
     memory = HOST_EFFICIENCY * (device.host_bytes_per_second or HOST_LINK)

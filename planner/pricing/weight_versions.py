@@ -1,7 +1,7 @@
-"""Older versions of weights that stages hold under asynchronous schedules.
+"""Older weight versions that stages hold under asynchronous schedules.
 
-In: a schedule's name, the number of stages and of micro-batches. Out: the number of versions on
-each stage, and their bytes.
+In: a schedule's name, the number of stages and of micro-batches. Out: the number of weight versions
+on each stage, and their bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .stage_cost import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:
-    """Return whether a schedule of this name updates weights while micro-batches are under way.
+    """Return whether a schedule updates weights while micro-batches are in flight.
 
     >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
     (True, False)
@@ -38,7 +38,7 @@ def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int
 
 
 def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Return the bytes of older versions of a stage's weights, of ``parameters`` bytes in all."""
+    """Return the bytes of a stage's older weight versions; ``parameters``: bytes of all copies."""
     rules = policy(plan.model.precision, plan.model.optimizer, plan.states)
     held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
     return (held[stage] - 1) * parameters * _version_share(rules)
@@ -53,9 +53,9 @@ def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> Sta
 
 
 def _version_share(rules: PrecisionPolicy) -> float:
-    """Return the share of one version in the bytes of parameters in all copies.
+    """Return the fraction that one version makes up of the bytes of parameters in all copies.
 
-    Versions are kept in the compute format: in mixed precision without a master copy.
+    Versions are in the compute format: in mixed precision they have no master copy.
     """
     copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
     return rules.gathered_bytes / copies

@@ -1,14 +1,14 @@
-"""Time of a block measured as a whole, against the sum of its ops measured one by one.
+"""Factors between the time of a block measured as a whole and the sum of its ops' times.
 
-In: a graph, its blocks, a profile that has whole blocks among its ops. Out: by node a factor of its
+In: a graph, its blocks, a profile with whole blocks among its ops. Out: by node a factor of its
 seconds, forward and backward, with which the ops of a block add up to the block's time. It captures
 effects that no single op shows: values that have left the caches, views, sums of gradients of
-values used more than once, and the interpreter between the ops. Ops that were not measured
-themselves are scaled like the others, so that a block alone, measured in one piece, gives its time;
-ops of blocks that were not measured have the mean factor of measured blocks.
+values used more than once, and the interpreter between the ops. Ops that were not measured alone
+are scaled like the others, so that a block measured only as a whole still gives its time; ops of
+blocks that were not measured get the mean factor of the measured blocks.
 
-A whole block is kept as an op case: ``BLOCK_OP`` on the block's inputs at the rows of one rank, its
-arguments a hash of its computation. Of several cases of one kind the nearest in bytes counts.
+A whole block is stored as an op case: ``BLOCK_OP`` on the block's inputs with the rows of one rank,
+its argument a hash of its computation. If a kind has several cases, the nearest in bytes is used.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ ONE_DEVICE = Mesh(("dp",), (1,))
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """A block of a graph as it was measured: as a whole, and as the sum of its ops."""
+    """Comparison of a measured block: seconds as a whole, and as the sum of its ops."""
 
     whole: tuple[float, float]
     summed: tuple[float, float]
     num_bytes: tuple[int, ...]
-    """Bytes that each of its ops reads and writes."""
+    """Bytes that each of the block's ops reads and writes."""
 
     @property
     def factors(self) -> Iterator[Factor]:
-        """Yield the factor of each op."""
+        """Yield the factor of each op of the block."""
         ratios = [_ratio(*each) for each in zip(self.whole, self.summed, strict=True)]
         return (Factor(ratios[0], ratios[1], each) for each in self.num_bytes)
 
@@ -58,16 +58,16 @@ def _ratio(whole: float, summed: float) -> float:
 
 
 def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
-    """Return the values a block reads from outside (parameters, buffers too), by first use."""
+    """Return the values, parameters and buffers that a block reads from outside, by first use."""
     own = set(block.nodes)
     found = (ref for name in block.nodes for ref in graph[name].inputs if ref.name not in own)
     return tuple(dict.fromkeys(found))
 
 
 def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase:
-    """Return the profile's case of a block on one device, at the graph's batch size.
+    """Return the case by which a profile stores a block, at the graph's batch size on one device.
 
-    ``tf32`` are the families that the device computes in TF32.
+    ``tf32`` are the families of products that the device computes in TF32.
     """
     return OpCase(
         op=BLOCK_OP,
@@ -83,7 +83,7 @@ def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase
 
 
 def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str, ...]:
-    """Return the families among ``families`` of the block's float32 products."""
+    """Return the members of ``families`` to which some float32 op of the block belongs."""
     nodes = [graph[name] for name in block.nodes if graph[name].spec.dtype == "float32"]
     works = (default_rules.work(each, input_specs(each, graph), each.outputs) for each in nodes)
     return tuple(sorted({work.family for work in works} & set(families)))
@@ -92,7 +92,7 @@ def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str
 def whole_blocks(
     graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
 ) -> Basis:
-    """Return ``basis`` with its profile's factors of whole blocks for the nodes of ``graph``."""
+    """Return ``basis`` with its profile's whole-block factors added for the nodes of ``graph``."""
     profile = basis.used
     if profile is None:
         return basis
@@ -133,7 +133,7 @@ def _compared(
     profile: Profile,
     measured: Mapping[str, list[tuple[OpCase, Measurement]]],
 ) -> _Compared | None:
-    """Compare the nearest measured block of this kind with its ops; None if there is none."""
+    """Compare the measured block nearest in bytes with its ops; None if there is none."""
     tf32 = cluster.device(0).tf32 or ()
     own = block_case(graph, block, tf32)
     same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0], tf32)]
@@ -151,7 +151,7 @@ def _compared(
 def seconds_by_ops(
     graph: Graph, block: Block, cluster: Cluster, profile: Profile
 ) -> tuple[float, float]:
-    """Return the seconds of a block on one device, forward and backward, as the sum of its ops."""
+    """Return the seconds of a block on one device, forward and backward, summed over its ops."""
     bare = replace(profile, factors={}, rest=(1.0, 1.0))
     prices = Prices(ONE_DEVICE, cluster, (0,), "fp32", "adamw", default_rules, profile=bare)
     forward = backward = 0.0
@@ -165,7 +165,7 @@ def seconds_by_ops(
 
 
 def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> int | None:
-    """Return the batch size at which the block has the case's inputs; None if there is none."""
+    """Return the batch size at which the block has the inputs of ``case``; None if none."""
     refs = block_inputs(graph, block)
     if len(refs) != len(case.tensors):
         return None
@@ -182,7 +182,7 @@ def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> in
 
 
 def _digest(graph: Graph, block: Block) -> str:
-    """Return a hash of the block's computation, independent of names and batch."""
+    """Return a hash of the block's computation, independent of names and the batch size."""
     numbers = {name: index for index, name in enumerate(block.nodes)}
     lines = [
         [

@@ -1,1 +1,1 @@
-"""The search as proposers: each makes candidates from a context and the pool so far."""
+"""Proposers of the search: each makes candidates from a search context and the pool so far."""

@@ -1,8 +1,8 @@
 """Pipelines with equal ranks: the bases of interleaved and replicated candidates.
 
 In: the candidates so far. Out: pipelines of one stage per rank, a chain of stages on equal meshes,
-ordered by the work of their busiest rank. If a schedule of several stages per rank is forced and
-there is no such pipeline, pipelines are made with the mesh of each stage on all ranks, and at other
+ordered by the work of their busiest rank. If a schedule of several stages per rank is forced and no
+such pipeline exists, pipelines are made with the mesh of each stage on all ranks, and at other
 micro-batch sizes.
 """
 
@@ -21,12 +21,12 @@ from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 
 MOST_BASES = 4
-"""Maximum pipelines that serve as bases of other candidates."""
+"""Maximum number of pipelines that serve as bases of other candidates."""
 
 
 def groups_of_bases(context: SearchContext, pool: CandidatePool) -> Iterator[list[Candidate]]:
-    """Yield the bases; then, if plans of one stage per rank are not allowed and these led to
-    nothing, further bases."""
+    """Yield the bases; then, if plans of one stage per rank are not allowed and the caller
+    continues as it found no candidate, further bases."""
     bases = alike_pipelines(context, pool)
     yield bases
     if not context.request.allows_one_stage:
@@ -36,7 +36,7 @@ def groups_of_bases(context: SearchContext, pool: CandidatePool) -> Iterator[lis
 
 
 def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candidate]:
-    """Return the pipelines of the pool, each set of cuts, mesh and micro-batch size once."""
+    """Return the pool's best pipelines with equal ranks, by micro-batch size, length and mesh."""
     below = pool.step_seconds if context.request.allows_one_stage else float("inf")
     by_kind: dict[object, tuple[float, int, Candidate]] = {}
     for number, each in enumerate(pool.ranked()):
@@ -52,13 +52,13 @@ def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candida
 
 
 def is_alike(context: SearchContext, made: Candidate) -> bool:
-    """Return whether all stages have one mesh, and form a chain."""
+    """Return whether all stages are on one mesh and form a chain."""
     meshes = {model.prices.mesh for model, _ in made.answers}
     return len(meshes) == 1 and edges(context, made.rows, made.stages) is None
 
 
 def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's pipelines with stages of one size, every stage on one mesh."""
+    """Yield the pool's pipelines with stages of equal size, solved again on one mesh for all."""
     seen: set[object] = set()
     for each in pool.ranked():
         sizes = {stage.num_devices for stage in each.stages}
@@ -74,9 +74,9 @@ def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 
 
 def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candidate | None:
-    """Solve a pipeline again with each stage on a mesh of this shape.
+    """Solve a pipeline again with each stage on ``mesh``.
 
-    Return None if a stage does not fit into memory.
+    Return None if a stage does not fit in memory.
     """
     chosen: list[Chosen] = []
     number = len(pipeline.stages)
@@ -93,7 +93,7 @@ def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candida
 
 
 def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the pipelines at other micro-batch sizes, more micro-batches first."""
+    """Yield the base pipelines at other micro-batch sizes, more micro-batches first."""
     every = set(microbatch_rows(context.structure.graph, context.request, context.cluster))
     for base in bases:
         for rows in sorted(every - {base.rows}, key=lambda rows: (rows > base.rows, -rows)):
@@ -105,5 +105,5 @@ def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[C
 
 
 def _seconds(base: Candidate) -> float:
-    """Return T of a pipeline."""
+    """Return the pipeline time T of ``base``."""
     return total_seconds([cost.warmup_and_steady(base.num_microbatches) for cost in base.costs])

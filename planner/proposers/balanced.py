@@ -1,13 +1,13 @@
-"""Cuts of blocks into runs with the heaviest run as light as possible.
+"""Cuts of blocks into runs of consecutive blocks, with the heaviest run as light as possible.
 
 In: the weights of blocks in order, such as FLOPs; a number of runs. Out: the starts of the runs.
-Dynamic programming over ends and runs; runs heavier than the heaviest of a known cut are left out,
-which leaves few.
+Dynamic programming over ends and runs; runs heavier than the heaviest run of a known cut are
+omitted, which leaves few.
 
-``rebalance`` balances ranks with several runs each: blocks move one at a time from a run of the
-heaviest rank to a run of the lightest, while this lowers the sum of the ranks' squared weights. (In
-V-shaped schedules, runs cannot all be equal: the first and the last, a light embedding and a heavy
-loss, share a rank.)
+``rebalance`` balances ranks that have several runs each: blocks move one at a time from a run of
+the heaviest rank to a run of the lightest, while this lowers the sum of the ranks' squared weights.
+(In V-shaped schedules, runs cannot all be equal: the first and the last, a light embedding and a
+heavy loss, share a rank.)
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MARGIN = 1e-9
 """Relative difference of sums of squares that counts as rounding."""
 
 NUM_HALVINGS = 40
-"""Number of halvings of the range of the heaviest run's weight."""
+"""Number of bisections of the interval that contains the heaviest run's least weight."""
 
 
 def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
-    """Return the forward and backward FLOPs of each block, from the first block of its kind."""
+    """Return the FLOPs of forward and backward of each block; equal blocks are counted once."""
     flops: dict[str, float] = {}
     for kind, block in blocks.kinds.items():
         flops[kind] = 0.0
@@ -47,7 +47,8 @@ def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
     """Return the starts of ``number`` runs of blocks with the heaviest run as light as possible.
 
-    Ties go to the least sum of squares, where each run is added to the best cut before it.
+    Among equal cuts the least sum of squared weights wins, but each run only extends the best cut
+    of the blocks before it.
 
     >>> balanced([1.0, 1.0, 1.0, 3.0, 1.0], 3)
     (0, 3, 4)
@@ -83,8 +84,8 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
 def rebalance(
     weights: Sequence[float], starts: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """Move blocks between the runs of ``starts`` until the ranks, with the runs ``parts`` each, are
-    about equally heavy. Ties go to the most equal runs.
+    """Return ``starts`` with blocks moved between runs until the ranks, with the runs ``parts``
+    each, are about equally heavy. Among equal cuts the most equal runs win.
 
     >>> rebalance([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], (0, 2, 4, 6), ((0, 3), (1, 2)))
     (0, 3, 4, 6)
@@ -111,7 +112,7 @@ def rebalance(
 
 
 def _moved(at: Places, giving: int, taking: int) -> Places:
-    """Return the ends of runs after one run gives a block to another."""
+    """Return the ends of runs after run ``giving`` gives a block to run ``taking``."""
     found = at.copy()
     if giving < taking:
         found[giving + 1 : taking + 1] -= 1
@@ -121,15 +122,15 @@ def _moved(at: Places, giving: int, taking: int) -> Places:
 
 
 def _squares(sums: Floats, at: Places, ranks: Places) -> tuple[float, float]:
-    """Return the sums of squared weights of ranks, and of runs."""
+    """Return the sum of squared weights of ranks, and of runs."""
     runs = np.diff(sums[at])
     return float((np.bincount(ranks, weights=runs) ** 2).sum()), float((runs**2).sum())
 
 
 def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
-    """Return for each end the starts of runs that weigh ``most`` or less, and their weights.
+    """Return, for each end, the starts of runs that weigh at most ``most``, and their weights.
 
-    ``[end, choice]``; other entries are infinite.
+    Both have the shape ``[end, choice]``; weights of impossible choices are infinite.
     """
     ends = np.arange(len(sums))
     width = max(1, int((ends - np.searchsorted(sums, sums - most)).max()))
@@ -140,8 +141,8 @@ def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
 
 
 def _enough(sums: Floats, number: int) -> float:
-    """Return an upper bound, near the minimum, of the heaviest range's weight, when a sequence with
-    the prefix sums ``sums`` is cut into ``number`` contiguous ranges."""
+    """Return an upper bound, near the minimum, of the heaviest run's weight if a sequence with
+    prefix sums ``sums`` is cut into ``number`` runs."""
     low, high = sums[-1] / number, sums[-1]
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

@@ -1,18 +1,18 @@
-"""Several stages (chunks) per pipeline rank: interleaved, breadth-first, ZB-V, DualPipeV.
+"""Candidates with several stages (chunks) per pipeline rank: interleaved, BFS, ZB-V, DualPipeV.
 
 In: pipelines of one stage per rank with equal ranks. Out: candidates with the layouts and ZeRO
-stages of such a pipeline, its blocks cut into more stages, placed by the schedule. Cuts balance the
-FLOPs of all stages, or of all ranks. Every stage is priced from the tables that solved the
-pipeline, and blocks are recomputed only if a rank's stages would not fit (``rank_memory``).
+stages of such a pipeline, whose blocks are cut into more stages, placed by the schedule. Cuts
+balance the FLOPs of all stages, or of all ranks. Every stage is priced with the tables that solved
+the pipeline, and blocks are recomputed only if a rank's stages would not fit (``rank_memory``).
 
-The options are ordered by a lower bound, the busiest rank's work,
+Options are ordered by a lower bound of the step, the work of the busiest rank,
 
     T >= F before it + N (F + B) of its chunks + B behind it + the end of the step,
 
-where "before" are the forwards and messages that its first stage waits for with the first
-micro-batch, and "behind" the backwards and messages from that stage on with the last one. A
-schedule that defers weight gradients may compute them meanwhile: then T is at least the bound
-without B behind it, and the bound with B less these gradients.
+where "before" are the forwards and messages that the first micro-batch passes before the rank's
+first stage, and "behind" the backwards and messages that the last micro-batch passes from that
+stage on. A schedule that defers weight gradients may compute them meanwhile: then T is at least the
+bound without B behind it, and at least the bound with B less these gradients.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit
 
 MOST_ACTIONS = 16_384
-"""Maximum stages times micro-batches of a pipeline."""
+"""Maximum of stages times micro-batches of a pipeline that is tried."""
 
 NUM_CHUNKS = (2, 3, 4, 6, MOST_CHUNKS)
 FEW_CHUNKS, MOST_STAGES = 4, 128
 """Numbers of stages per rank to try; more than ``FEW_CHUNKS`` only up to ``MOST_STAGES`` stages, as
-the time to price and simulate a pipeline grows with them."""
+the time to price and simulate a pipeline grows with its stages."""
 
 MOST_SIMULATED = 12
-"""Maximum options of one schedule that are simulated."""
+"""Maximum options per schedule that are simulated."""
 
 ROUNDING = 1e-9
-"""Relative excess of a bound over a simulation that is due to rounding."""
+"""Relative excess of a bound over a simulated step that rounding explains."""
 
 
 def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
@@ -70,7 +70,7 @@ def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candida
 def _of_bases(
     context: SearchContext, pool: CandidatePool, bases: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Yield the candidates of some pipelines."""
+    """Yield the candidates of the pipelines ``bases``, in order of their lower bounds."""
     bounded = sorted(
         (
             (option.least_seconds(), number, option)
@@ -91,7 +91,7 @@ def _of_bases(
 
 
 def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
-    """Yield every cut of the pipelines under every allowed schedule that is not too large."""
+    """Yield every cut of the pipelines under every allowed schedule, if not too large."""
     request, flops = (
         context.request,
         block_flops(context.structure.graph, context.structure.blocks, context.rules),
@@ -121,10 +121,10 @@ def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Int
 
 @dataclass
 class ChunkPricing:
-    """Prices of stages of any blocks on the ranks of a pipeline, with its layouts.
+    """Prices of stages of any blocks on the ranks of a pipeline, with the pipeline's layouts.
 
-    A kind of block has the layouts of its first stage: with one stage per rank that has the most
-    micro-batches in flight, and here all ranks hold about as many.
+    A kind of block has the layouts of the first stage that contains it: with one stage per rank
+    this has the most micro-batches in flight, and with chunks all ranks hold about as many.
     """
 
     context: SearchContext
@@ -140,7 +140,7 @@ class ChunkPricing:
         }
 
     def model(self, rank: int, before: int) -> StageModel:
-        """Return the model of a rank's mesh with values coming from rank ``before``."""
+        """Return the model of a rank's mesh with values received from rank ``before``."""
         base = self.base
         stage, source = base.stages[rank], base.stages[before]
         link = None
@@ -156,7 +156,7 @@ class ChunkPricing:
         return solver.model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
-        """Return a stage of a rank, without recomputation; None if layouts do not apply."""
+        """Return a rank's stage without recomputation; None if layouts do not apply to it."""
         model, base = self.model(rank, before), self.base
         run = self.context.at(base.rows).run(start, stop)
         key = id(model), run.family
@@ -186,7 +186,7 @@ class ChunkPricing:
 
 
 class Interleaving:
-    """A pipeline cut into several stages per rank, which begin with the blocks ``starts``."""
+    """Option: a pipeline cut into several stages per rank, which begin at the blocks ``starts``."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Interleaving:
 
     @property
     def is_priced(self) -> bool:
-        """Return whether every stage has layouts."""
+        """Return whether the pipeline's layouts apply to every stage."""
         return len(self.priced) == len(self.stages)
 
     def least_seconds(self) -> float:
@@ -244,7 +244,7 @@ class Interleaving:
     def _waits(
         self, seconds: Sequence[float], costs: Sequence[StageCost], direction: int
     ) -> list[float]:
-        """Return by stage the time of the stages before it, with messages between ranks."""
+        """Return, by stage, the seconds of all stages before it, with messages between ranks."""
         received = [cost.receive_seconds[direction] for cost in costs[1:]]
         moves = [
             seconds if rank != other else 0.0
@@ -254,8 +254,8 @@ class Interleaving:
         return list(accumulate((own + move for own, move in pairs), initial=0.0))
 
     def candidate(self) -> Candidate | None:
-        """Build the candidate, with blocks recomputed where its ranks would not fit; None if the
-        schedule cannot run its stages."""
+        """Return the candidate, with blocks recomputed if its ranks would not fit otherwise; None
+        if the schedule cannot run its stages."""
         context, base = self.context, self.base
         if edges(context, base.rows, self.stages) is not None:
             return None
@@ -294,8 +294,8 @@ class Interleaving:
     def _fitted(
         self, stages: list[RankStage], limit: float
     ) -> tuple[tuple[RecomputePolicy, ...], int]:
-        """Return the recomputation of a rank's stages, and their ZeRO stage: the pipeline's own, or
-        a higher stage if that does not fit."""
+        """Return the recomputation policies of a rank's stages, and their ZeRO stage: the
+        pipeline's, or a higher ZeRO stage if they do not fit."""
         request = self.context.request
         zero = stages[0].zero
         found: tuple[tuple[RecomputePolicy, ...], int] | None = None
@@ -313,7 +313,7 @@ class Interleaving:
 def fits(
     stages: Sequence[RankStage], policies: Sequence[RecomputePolicy], limit_bytes: float
 ) -> bool:
-    """Return whether the stages of a rank fit together."""
+    """Return whether the stages of a rank fit in memory together."""
     costs = [stage.cost(policy) for stage, policy in zip(stages, policies, strict=True)]
     total = sum(combine_bytes([cost.memory_bytes for cost in costs], once=TRANSIENT).values())
     return total <= limit_bytes
@@ -322,7 +322,7 @@ def fits(
 def _answered(
     stage: RankStage, policy: RecomputePolicy, gap: float
 ) -> tuple[StageModel, StageAnswer]:
-    """Return a stage's answer under a recomputation policy."""
+    """Return the model and answer of a stage under a recomputation policy."""
     table, setting = stage.table, stage.setting(policy)
     solution = table.assembly.solution(table.choices)
     objective = stage.cost(policy).objective(stage.num_microbatches)

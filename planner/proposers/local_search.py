@@ -1,12 +1,14 @@
-"""Local search over cuts: pipelines that the dynamic program passed over.
+"""Local search over cuts, for pipelines that the dynamic program does not propose.
 
-In: a context, the pool. Out: candidates that may be faster than the best so far, the most promising
-first. T = Σ q + max m ignores split backwards, with a second half that may fill a wait, and hosts
-that bind a stage: of pipelines with equal T, one may be much faster under a schedule. If there are
-few pipelines, all are considered; otherwise neighbours of the best, with one cut moved by a block.
+In: a search context, the pool. Out: candidates that may be faster than the best so far, the most
+promising first. The dynamic program's T = Σ q + max m ignores split backwards, whose weight
+gradients may fill a wait, and stages that wait for the host: of pipelines with equal T, one may be
+much faster under some schedule. If there are few pipelines, all are considered; otherwise only
+neighbours of the best pipeline, with one cut moved by a block.
 
-Each has the bound of ``candidates.least_seconds`` with its stages' figures, the backward in halves
-if a schedule may split it; pipelines with a bound above the best are not simulated.
+Each pipeline has the lower bound ``candidates.least_seconds`` from its stages' costs, with the
+backward in halves if a schedule may split it; it is simulated only if its bound is below the best
+step.
 """
 
 from __future__ import annotations
@@ -29,23 +31,23 @@ from ..search.space import tilings
 
 MOST_DEVICES = 16
 MOST_FEW = 2_000
-"""Maximum pipelines of all micro-batch sizes that are all considered."""
+"""Maximum number of pipelines, over all micro-batch sizes, that are all considered."""
 
 MOST_CUTS = 5_000
-"""Maximum cuts of the blocks into stages for pipelines to count as few."""
+"""Maximum number of cuts of the blocks into stages with which pipelines count as few."""
 
 MOST_CLIMBED = 8
-"""Maximum rounds of moving the winner's cuts."""
+"""Maximum rounds of moving the best pipeline's cuts."""
 
 MOST_STAGES = 8
-"""Maximum stages of a pipeline whose cuts are moved; more take long to simulate."""
+"""Maximum stages of a pipeline whose cuts are moved, as simulating more stages takes long."""
 
 Stages = tuple[StageChoice, ...]
 
 
 def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the candidates of few pipelines, or else neighbours of the fastest, then of the fastest
-    of these, and so on."""
+    """Yield candidates of all pipelines if they are few; else neighbours of the fastest pipeline,
+    then neighbours of the fastest of these, and so on."""
     if pool.best is None:
         return
     began = context.budget.work
@@ -73,7 +75,7 @@ def _better(
     pipelines: Iterable[tuple[int, Stages]],
     began: float,
 ) -> Iterator[Candidate]:
-    """Yield the candidates of pipelines that were not simulated and may be faster than the best."""
+    """Yield candidates of pipelines that were not yet simulated and may be faster than the best."""
     known = {proposal.key for proposal in pool.proposals}
     new = [each for each in pipelines if each not in known]
     for least, proposal in bounded_below(
@@ -86,7 +88,7 @@ def _better(
 def few_pipelines(
     context: SearchContext, rows: Sequence[int], numbers: tuple[int, ...]
 ) -> list[tuple[int, Stages]] | None:
-    """Return all pipelines of all micro-batch sizes; None if these are not few."""
+    """Return all pipelines at all micro-batch sizes; None if there are too many."""
     if context.cluster.num_devices > MOST_DEVICES or not is_few(context, numbers):
         return None
     every = ((each, stages) for each in rows for stages in stagings(context, each, numbers))
@@ -95,7 +97,7 @@ def few_pipelines(
 
 
 def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
-    """Return whether there are few cuts of the blocks into these numbers of stages."""
+    """Return whether the blocks have few cuts into these numbers of stages."""
     num_blocks = len(context.structure.blocks.blocks)
     return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
 
@@ -103,7 +105,7 @@ def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
 def stagings(
     context: SearchContext, rows: int, numbers: tuple[int, ...]
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield every cut of the blocks on every tiling of the devices, as far as cuts are free."""
+    """Yield every cut of the blocks on every tiling of the devices that the request allows."""
     num_blocks = len(context.structure.blocks.blocks)
 
     def extend(
@@ -130,7 +132,7 @@ def stagings(
 
 
 def shift_cuts(stages: Stages) -> Iterator[Stages]:
-    """Yield the pipelines with one cut moved by a block."""
+    """Yield the pipelines in which one cut is moved by a block."""
     for at in range(len(stages) - 1):
         before, after = stages[at], stages[at + 1]
         for cut in (before.stop - 1, before.stop + 1):
@@ -145,7 +147,7 @@ def bounded_below(
     below: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[tuple[float, PipelineProposal]]:
-    """Return pipelines with a lower bound under ``below``, sorted by it; stop pricing when late."""
+    """Return the pipelines with a lower bound below ``below``, sorted by it; stop when late."""
     found = []
     for rows, stages in pipelines:
         if is_late():
@@ -157,7 +159,7 @@ def bounded_below(
 def _draft(
     context: SearchContext, rows: int, stages: Stages
 ) -> Iterator[tuple[float, PipelineProposal]]:
-    """Price a pipeline and yield it with a bound of its step; yield nothing if it does not fit."""
+    """Yield the priced pipeline with a lower bound of its step; nothing if it does not fit."""
     needs = edges(context, rows, stages)
     answers: list[StageAnswer] = []
     depths = stage_depths(needs, len(stages))
@@ -181,7 +183,7 @@ def answers_seconds(
     needs: WeightedEdges | None,
     schedules: Collection[str],
 ) -> float:
-    """A lower bound of the step of stages run as in ``answers``, under any of ``schedules``."""
+    """Return a lower bound of the step under any of ``schedules``, for stages as in ``answers``."""
     halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
     figures = []
     for answer in answers:

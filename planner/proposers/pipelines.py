@@ -1,8 +1,8 @@
-"""Pipelines of one stage per rank, by dynamic programming, best-first.
+"""Pipelines of one stage per rank, by best-first search with dynamic programming.
 
 A node of the search is a micro-batch size with a tiling of the devices
-(``search.branch_and_bound``). Nodes with stages of one size come first, so that there soon is a
-plan; then nodes of mixed sizes. The most promising node is expanded first, its stages priced
+(``search.branch_and_bound``). Nodes with stages of one size come first, so that there is a plan
+soon; then nodes of mixed sizes. The most promising node is expanded first; its stages are priced
 lazily. Each pipeline found is simulated under every schedule that the request allows.
 """
 
@@ -23,17 +23,18 @@ from ..search.pool import CandidatePool
 from ..search.space import mixed_tiling, uniform_tiling
 
 NEAR = 1.05
-"""Factor of the best step up to which proposals of another part are added to the pool."""
+"""Ratio to the best step up to which proposals from other workers are added to the pool."""
 
 SOON = 800
-"""The work after which a first plan is made from the nodes known so far."""
+"""Work after which the nodes known so far are searched for a first plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """Result of the search of some micro-batch sizes: proposals with their steps, fastest first.
+    """Result of searching some micro-batch sizes: proposals with their steps, fastest first.
 
-    ``steps`` were simulated. ``is_open``: further plans may fit; ``excess_bytes`` of others.
+    ``steps`` are simulated steps. ``is_open``: plans that were not tried may fit. ``excess_bytes``:
+    bytes over the limit of stages that did not fit.
     """
 
     proposals: tuple[tuple[float, PipelineProposal], ...]
@@ -43,8 +44,8 @@ class Explored:
 
 
 def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best pipelines for every micro-batch size: first those whose stages have equally
-    many devices, then those whose stages differ."""
+    """Yield the best pipelines at every micro-batch size: stages of equal size first, then of mixed
+    sizes."""
 
     def first(sizes: tuple[int, ...]) -> Explored:
         return _explored(context, pool, sizes)
@@ -60,7 +61,7 @@ def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def explore_sizes(context: SearchContext, sizes: tuple[int, ...]) -> Explored:
-    """Search some micro-batch sizes, in this process or in another."""
+    """Search some micro-batch sizes with a pool of their own, in this process or a worker."""
     return _explored(context, CandidatePool(context), sizes)
 
 
@@ -80,8 +81,8 @@ def _explored(context: SearchContext, pool: CandidatePool, sizes: tuple[int, ...
 
 
 class _Exploration:
-    """The search of some micro-batch sizes; candidates enter the pool at once, as their cost
-    decides which nodes are expanded."""
+    """Search of some micro-batch sizes. Candidates are added to the pool at once, as their steps
+    decide which nodes are expanded."""
 
     def __init__(self, context: SearchContext, pool: CandidatePool, sizes: tuple[int, ...]) -> None:
         self.context, self.pool, self.sizes = context, pool, sizes
@@ -90,7 +91,7 @@ class _Exploration:
         self._works: dict[int, float] = {}
 
     def run(self) -> None:
-        """Expand nodes with stages of one size, then of mixed sizes."""
+        """Expand nodes with stages of one size, then nodes of mixed sizes."""
         context, nodes = self.context, list[SearchNode]()
         for index, rows in enumerate(self.sizes):
             if self.pool.proposals and context.is_late(0.5):
@@ -112,10 +113,10 @@ class _Exploration:
         )
 
     def _uniform(self, rows: int) -> Iterator[SearchNode]:
-        """Yield nodes with stages of one size, unless work and waiting alone exceed the cutoff.
+        """Yield nodes with stages of one size, unless their lower bound exceeds the cutoff.
 
-        Of S stages on D/S devices each, one takes at least W/D of a micro-batch's work W, and all
-        of them S·W/D: N micro-batches take at least (N + S − 1)·W/D.
+        With S stages on D/S devices each, some stage takes at least W/D of a micro-batch's work W,
+        and all of them together S·W/D: N micro-batches take at least (N + S − 1)·W/D.
         """
         costs, count = self.context.costs(rows), self.context.num_microbatches(rows)
         work = self._work(rows) / count
@@ -129,13 +130,13 @@ class _Exploration:
                 yield SearchNode(rows, costs, tiling, (number,), least)
 
     def _work(self, rows: int) -> float:
-        """Return ``work_bound`` of a micro-batch size."""
+        """Return ``work_bound`` of a micro-batch size. Cached."""
         if rows not in self._works:
             self._works[rows] = work_bound(self.context, (rows,))
         return self._works[rows]
 
     def _mixed(self) -> Iterator[SearchNode]:
-        """Yield nodes with stages of any sizes, by order of the best micro-batches of one size."""
+        """Yield nodes with stages of mixed sizes, first for the best micro-batch sizes so far."""
         context, pool = self.context, self.pool
         order = dict.fromkeys(
             [proposal.rows for proposal in pool.best_proposals()] + list(self.sizes)
@@ -154,7 +155,7 @@ class _Exploration:
     def _looked(self, nodes: Iterator[SearchNode]) -> list[SearchNode]:
         """Return the nodes that can still beat the incumbent, with their estimates.
 
-        If estimating takes long, the nodes so far are expanded to a first plan.
+        If estimating takes long, the nodes so far are expanded until there is a first plan.
         """
         open_nodes: list[SearchNode] = []
         for node in nodes:
@@ -169,7 +170,7 @@ class _Exploration:
     def _follow(
         self, nodes: list[SearchNode], *, until_first: bool = False, began: float | None = None
     ) -> None:
-        """Make the nodes' pipelines, the most promising first; ``began`` limits the work."""
+        """Expand the nodes, most promising first, for limited work after ``began`` if given."""
         context, pool = self.context, self.pool
 
         def enough(estimate: float, found: list[PipelineProposal]) -> bool:
@@ -185,7 +186,7 @@ class _Exploration:
 
 
 def placed_pipelines(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pipelines of a learned placer, which replaces the dynamic program.
+    """Yield the pipelines of the request's placer, which replaces the dynamic program.
 
     Each micro-batch size has an equal share of the remaining time.
     """
@@ -207,7 +208,7 @@ def placed_pipelines(context: SearchContext, pool: CandidatePool) -> Iterator[Ca
 
 
 def parallel_branches(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield pipelines whose parallel branches have devices of their own."""
+    """Yield pipelines whose parallel branches run on separate devices."""
     if not context.request.features.allows("branches"):
         return
     for section in find_sections(context.structure):

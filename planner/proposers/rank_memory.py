@@ -1,9 +1,9 @@
-"""Recomputation with which all stages of a pipeline rank fit together.
+"""Recomputation with which all stages of a pipeline rank fit in memory together.
 
 In: the stages of a rank, each with its layouts, ZeRO stage and micro-batches in flight; the bytes
-of a device. Out: for each stage the number of recomputed blocks, chosen so that all fit in the
-least additional time. Every stage has a list of policies (``pricing.recompute_policy``), each with
-its seconds and its bytes. With a price λ per byte every stage chooses independently; λ is raised
+of a device. Out: for each stage the number of recomputed blocks, such that all stages fit and the
+additional time is least. Every stage has a list of policies (``pricing.recompute_policy``) with
+their seconds and bytes. With a price λ per byte every stage chooses independently; λ is raised
 until all fit (Lagrangian relaxation), then each stage in turn undoes recomputation as far as memory
 allows.
 """
@@ -25,12 +25,12 @@ from ..pricing.structure import Run
 from ..schedules.held import HalfPairs, held_bytes, most_held
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
-"""λ, in the seconds of the rank's stages per its bytes."""
+"""Values of λ, in multiples of the seconds of the rank's stages per byte of its memory."""
 
 
 @dataclass(frozen=True)
 class RankStage:
-    """A stage of a rank: the table of its layouts, its blocks, its ZeRO stage.
+    """Stage of a rank: the table of its layouts' costs, its blocks, its ZeRO stage.
 
     ``held`` are its micro-batches in flight (``schedules.held``); ``splits``: the schedule splits
     backwards.
@@ -44,7 +44,7 @@ class RankStage:
     splits: bool
 
     def setting(self, policy: RecomputePolicy) -> StageOptions:
-        """Return the setting of the stage under a recomputation policy."""
+        """Return the options of the stage under a recomputation policy."""
         return StageOptions(
             self.num_microbatches,
             self.zero,
@@ -54,18 +54,18 @@ class RankStage:
         )
 
     def cost(self, policy: RecomputePolicy) -> StageCost:
-        """Price the stage under a recomputation policy."""
+        """Return the cost of the stage under a recomputation policy."""
         return self.table.price(self.run, self.setting(policy))
 
     @cached_property
     def policies(self) -> PolicyCosts:
-        """Return the costs of every policy."""
+        """Return the costs of every recomputation policy."""
         return self.table.policy_costs(self.run)
 
     @cached_property
     def bytes_by_policy(self) -> tuple[Floats, Floats]:
-        """Return by policy the bytes that the stage holds while others of its rank run, and its
-        transient bytes."""
+        """Return, by policy, the bytes that the stage holds even while other stages of its rank
+        run, and its transient bytes."""
         plain = self.cost(NO_RECOMPUTE)
         late_bytes = self.table.weight_grads(self.run)[1] if self.splits else 0.0
         states = sum(
@@ -81,7 +81,7 @@ class RankStage:
 def recomputed_to_fit(
     stages: Sequence[RankStage], limit_bytes: float, modes: Sequence[Recompute]
 ) -> tuple[RecomputePolicy, ...]:
-    """Choose each stage's recomputation among ``modes``; if nothing fits, with the fewest bytes.
+    """Return a recomputation policy among ``modes`` for each stage; the least bytes if none fit.
 
     A single mode applies to every block.
     """
@@ -117,7 +117,7 @@ def recomputed_to_fit(
 
 @dataclass(frozen=True)
 class _Options:
-    """The choices of a stage: seconds of recomputation, bytes held, transient bytes."""
+    """Policies of a stage: seconds of recomputation, bytes held, transient bytes."""
 
     policies: Sequence[RecomputePolicy]
     seconds: Floats
@@ -136,5 +136,5 @@ class _Options:
         )
 
     def cheapest(self, price: float) -> int:
-        """Return the choice with the least seconds plus price of its bytes."""
+        """Return the index of the policy with the least seconds plus price of its bytes."""
         return int((self.seconds + price * (self.lasting + self.transient)).argmin())

@@ -1,9 +1,9 @@
-"""The fastest pipelines with their stages solved again, with smaller gaps or more freedom.
+"""The fastest pipelines solved again, with narrower gaps of their stages or freer axes.
 
 Integer programs narrow the gap of every stage as far as it can change the ranking; schedules under
-which a pipeline loses in spite of its gaps are left out. With free axes a mesh's axis "dp" may
-split weights, too, if tables can solve that. The searched space excludes it, as its tables would be
-far wider, so the bound does not cover such plans.
+which a pipeline loses even with optimal layouts are skipped. With free axes a mesh's axis "dp" may
+split weights, too, if tables can solve the stage. The bounded search space excludes these plans, as
+its tables would be far wider, so the lower bound does not cover them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..search.context import LONG, SearchContext
 from ..search.pool import CandidatePool
 
 WORTH_IT = 1e-9
-"""Least relative gain for which axes are freed, above rounding."""
+"""Least relative gain of a candidate with free axes that is kept; it exceeds rounding."""
 
 
 def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's fastest pipelines again, with narrower gaps of their stages."""
+    """Yield candidates of the pool's fastest pipelines, with narrower gaps of their stages."""
     context.observe("refining the best", 1, 1)
     pool.settle()
     for proposal in _fastest(context, pool):
@@ -37,11 +37,11 @@ def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's fastest pipelines, and single stages, with the axes of their meshes left to
-    the solver.
+    """Yield candidates of the pool's fastest pipelines, and of single stages, whose mesh axes the
+    solver may use in any way.
 
-    A single stage may fit only with free axes. Only the fastest is tried after much work, and if
-    prices are to be measured: each mesh has ops of its own.
+    A single stage may fit only with free axes. After much work, or if prices must be measured (each
+    mesh adds ops to measure), only the fastest pipeline is tried.
     """
     if not context.request.frees_axes or context.is_late(0.9):
         return
@@ -58,7 +58,7 @@ def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate
 
 
 def _fastest(context: SearchContext, pool: CandidatePool) -> list[PipelineProposal]:
-    """The pool's fastest pipelines: one after much work, else as many as the request says."""
+    """Return the pool's fastest pipelines: one after much work, else ``request.top``."""
     pipelines = dict.fromkeys(
         (each.rows, each.stages) for each in pool.ranked() if each.base is None
     )
@@ -73,7 +73,7 @@ def _is_long(context: SearchContext) -> bool:
 
 
 def _single_stages(context: SearchContext) -> list[PipelineProposal]:
-    """Return one stage on all devices at every micro-batch size."""
+    """Return a proposal of one stage on all devices for every micro-batch size."""
     if 1 not in context.stage_numbers:
         return []
     stage = StageChoice(0, len(context.structure.blocks.blocks), 0, context.cluster.num_devices)

@@ -1,8 +1,8 @@
-"""Chimera: stages that each have a replica, in a second pipeline in the opposite direction.
+"""Candidates under Chimera: every stage has a replica in a second, opposite pipeline.
 
 In: pipelines with an even number of equal ranks. Out: candidates in which stage ``s`` is on its own
-devices and on those of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the pipeline.
-Blocks are recomputed only where the two stages of a rank would not fit (``rank_memory``).
+devices and on the devices of stage ``pp - 1 - s``, with the layouts and ZeRO stages of the
+pipeline. Blocks are recomputed only if the two stages of a rank would not fit (``rank_memory``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SCHEDULE = "chimera"
 
 
 def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's pipelines under Chimera.
+    """Yield candidates of the pool's pipelines under Chimera.
 
-    Raises PlanError AP547 if it is forced for a model whose forwards change buffers.
+    Raises PlanError AP547 if Chimera is forced for a model whose forwards change buffers.
     """
     if SCHEDULE not in context.request.arranged_schedules:
         return
@@ -53,7 +53,7 @@ def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidat
 
 
 def _least(context: SearchContext, base: Candidate) -> float:
-    """Return a lower bound of the step: two ranks share two stages, one does half their work."""
+    """Return a lower bound of the step: two ranks share the work of two stages equally."""
     costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
@@ -64,7 +64,7 @@ def _least(context: SearchContext, base: Candidate) -> float:
 
 
 def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
-    """Simulate the pipeline under Chimera."""
+    """Return the candidate of a pipeline under Chimera, simulated."""
     ranks, count = len(base.stages), base.num_microbatches
     answers = list(base.answers)
     held = _held(ranks, count)
@@ -110,7 +110,7 @@ def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
 def _recomputed(
     context: SearchContext, base: Candidate, part: int, policy: RecomputePolicy
 ) -> tuple[StageModel, StageAnswer]:
-    """Return the answer of a part under a recomputation policy."""
+    """Return the model and answer of a stage under a recomputation policy."""
     model, answer = base.answers[part]
     ranks = len(base.stages)
     held = context.held(SCHEDULE, ranks, base.rows, ranks - part)
@@ -119,7 +119,7 @@ def _recomputed(
 
 
 def _held(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Return the most micro-batches of each part that one of its two ranks holds."""
+    """Return, for each stage, the most micro-batches that either of its two ranks holds of it."""
     found = [0] * num_ranks
     for row in compute_orders(SCHEDULE, num_ranks, num_microbatches):
         held: dict[int, int] = {}
@@ -131,7 +131,7 @@ def _held(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> list[float]:
-    """The bytes on a device of each rank: both of its stages, with the timeline's activations."""
+    """Return the bytes per device of each rank, with both stages and simulated activations."""
 
     def lasting(cost: StageCost) -> float:
         return sum(

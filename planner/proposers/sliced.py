@@ -1,7 +1,7 @@
-"""TeraPipe: micro-batches that go through the stages in slices of their sequence.
+"""Candidates under TeraPipe: micro-batches pass the stages in slices of their sequences.
 
 In: pipelines that hold all their micro-batches at once. Out: candidates with the cuts, layouts,
-ZeRO stages and recomputation of the pipeline, and the slice lengths with the fastest step. A slice
+ZeRO stages and recomputation of the pipeline, and the slice lengths of the fastest step. A slice
 runs another graph than a whole sequence, so stages are priced by ``evaluate``; values that
 attention keeps of earlier slices are not counted.
 """
@@ -23,17 +23,18 @@ from ..sequence_places import find_places
 SCHEDULE = "terapipe"
 
 MOST_PRICED = 2
-"""Maximum pipelines that are priced in slices."""
+"""Maximum number of pipelines that are priced in slices."""
 
 MOST_NODES = 4096
 """Maximum nodes of a graph for slices that are not forced: each length is priced node by node."""
 
 
 def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's fastest pipelines under TeraPipe.
+    """Yield candidates of the pool's fastest pipelines under TeraPipe.
 
-    If it is forced, raises PlanError AP548 for a model that slices would change, UsageError AP549
-    for more slices than positions, and for slices that no pipeline's layouts divide.
+    If TeraPipe is forced, raises PlanError AP548 if slices would change the model's result,
+    UsageError AP549 for more slices than positions, and for slices that no pipeline's layouts
+    divide.
     """
     request, graph = context.request, context.structure.graph
     if SCHEDULE not in request.arranged_schedules:
@@ -80,13 +81,13 @@ def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
 
 
 def _can_be_sliced(context: SearchContext, base: Candidate) -> bool:
-    """Return whether the stages are a chain, and no mesh splits the positions already."""
+    """Return whether the stages form a chain, and no mesh splits positions already."""
     has_cp = any("cp" in model.prices.mesh.axes for model, _ in base.answers)
     return not has_cp and edges(context, base.rows, base.stages) is None
 
 
 def _may_fit(context: SearchContext, base: Candidate) -> bool:
-    """Return whether all micro-batches may be in memory at once."""
+    """Return whether all micro-batches can be in memory at once."""
     for stage, cost in zip(base.stages, base.costs, strict=True):
         lasting = cost.total_bytes - cost.memory_bytes["activations"]
         held = base.num_microbatches * cost.activation_bytes
@@ -96,9 +97,9 @@ def _may_fit(context: SearchContext, base: Candidate) -> bool:
 
 
 def _least_seconds(base: Candidate) -> float:
-    """Return a lower bound of the step: all of the busiest stage, and a slice of the others.
+    """Return a lower bound of the step: all of the busiest stage, and one slice of the others.
 
-    Masked pairs of attention, which slices skip, are not counted.
+    Masked pairs of attention, which slices skip, are counted nevertheless.
     """
     stages = [cost.forward_seconds + cost.backward_seconds for cost in base.costs]
     return base.num_microbatches * max(stages) + (sum(stages) - max(stages)) / MOST_UNITS
@@ -107,7 +108,7 @@ def _least_seconds(base: Candidate) -> float:
 def _in_slices(
     context: SearchContext, base: Candidate, lengths: tuple[int, ...] | None
 ) -> Candidate:
-    """Price the pipeline in slices of these lengths, by default of the best lengths."""
+    """Return the candidate of a pipeline in slices of ``lengths``, by default the best lengths."""
     graph, blocks = context.structure.graph, context.structure.blocks
     plan = make_plan(context.structure, context.cluster, context.request, base, (), context.spent())
     plan = replace(plan, schedule=SCHEDULE)

@@ -1,13 +1,13 @@
 """Plans of one stage in which unlike devices take unequal shares of the batch.
 
-In: a context on a cluster whose devices differ. Out: for each micro-batch size and mesh with an
-axis "dp" the best candidate, and a lower bound of these plans.
+In: a search context for a cluster whose devices differ. Out: for each micro-batch size and mesh
+with an axis "dp" the best candidate, and a lower bound of such plans.
 
 A coordinate of "dp" is priced on its own device, with the graph that it runs (``shares``). For each
-common setting (layouts, ZeRO stage, recomputed blocks) the best shares are sought, with every
-device's own memory; blocks are recomputed only if memory limits the shares. The bound divides the
-rows by the stage solver's bounds of each device, over all layouts, ZeRO stages and memory limits: a
-stage waits for its slowest device.
+common setting (layouts, ZeRO stage, recomputed blocks) the best shares are searched, within every
+device's own memory; blocks are recomputed only if memory limits the shares. The lower bound divides
+the rows by each device's bound from the stage solver, over all layouts, ZeRO stages and memory
+limits: a stage waits for its slowest device.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ..search.translated import reindex_solution
 from ..shares import best_shares, coordinate_ranks, slowest_cost, why_not
 
 MOST_POLICIES = 40
-"""Maximum recomputation policies to try; with more, all blocks have one policy."""
+"""Maximum recomputation policies to try; with more, all blocks of a policy are treated alike."""
 
 INFINITE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class SharedAnswer(StageAnswer):
-    """A stage whose coordinates of "dp" take ``taken`` rows; ``joint`` is the cost of all."""
+    """Answer for a stage whose coordinates of "dp" take ``taken`` rows, at ``joint`` cost."""
 
     joint: StageCost
     taken: tuple[int, ...]
@@ -57,7 +57,7 @@ class SharedAnswer(StageAnswer):
 
 
 def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best candidate of each micro-batch size and mesh; record bounds in the context."""
+    """Yield the best candidate by micro-batch size and mesh; set the context's ``shared_bound``."""
     least = float("inf")
     for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)
@@ -69,7 +69,7 @@ def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 def shared_candidates(
     context: SearchContext, rows: Sequence[int]
 ) -> Iterator[tuple[Candidate | None, float]]:
-    """Yield a candidate, if any, and a bound for each micro-batch size and mesh."""
+    """Yield (candidate or None, lower bound) for each micro-batch size and mesh."""
     request, size = context.request, context.cluster.num_devices
     allowed = request.features.allows("uneven-shares") and 1 in context.stage_numbers
     more = max(request.forced.cp or 1, request.forced.ep or 1)
@@ -91,7 +91,7 @@ def shared_candidates(
 
 @dataclass
 class _Shared:
-    """One mesh over the cluster at one micro-batch size."""
+    """Search on one mesh over the whole cluster, at one micro-batch size."""
 
     context: SearchContext
     mesh: Mesh
@@ -114,14 +114,14 @@ class _Shared:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """Return for each coordinate the first coordinate with equal devices."""
+        """Return, for each coordinate, the first coordinate that has equal devices."""
         cluster = self.context.cluster
         own = [cluster.slowest_device(ranks) for ranks in self.ranks]
         return tuple(own.index(device) for device in own)
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
-        """Return the memory limit of each coordinate."""
+        """Return the memory limit in bytes of each coordinate."""
         return tuple(self.context.limits_on(ranks).memory_bytes for ranks in self.ranks)
 
     @property
@@ -132,7 +132,7 @@ class _Shared:
         return self.solver(coordinate, rows).model.structure.run(*self.blocks)
 
     def solver(self, coordinate: int, rows: int) -> IntraOp:
-        """Return the stage solver of a coordinate with so many rows, without a memory limit."""
+        """Return the stage solver of a coordinate with ``rows`` rows, without a memory limit."""
         key = self.devices[coordinate], rows
         if key not in self._solvers:
             context, request = self.context, self.context.request
@@ -160,7 +160,7 @@ class _Shared:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Return the rows per second of each rank of mesh axis 0, if all have equally many rows."""
+        """Return the rows per second of each coordinate of "dp" at an even share."""
         even = max(1, self.rows // self.parts)
         found = [self._bound(each, even) for each in range(self.parts)]
         return tuple(1 / max(seconds, 1e-30) for seconds in found)
@@ -175,7 +175,7 @@ class _Shared:
         return self.count * max(self._bound(each, rows) for each, rows in enumerate(shares))
 
     def best(self) -> Candidate | None:
-        """Return the fastest candidate; None if unequal shares are not possible, or do not fit."""
+        """Return the fastest candidate; None if unequal shares are impossible or do not fit."""
         base = self.solver(0, max(1, self.rows // self.parts))
         run = base.model.structure.run(*self.blocks)
         found: list[SharedAnswer] = []
@@ -202,8 +202,8 @@ class _Shared:
         return not why_not(graph, names, lambda name: own.entry(layouts, name))
 
     def _of_solution(self, start: StageAnswer) -> Iterator[SharedAnswer]:
-        """Yield the best shares of a solution under every ZeRO stage, up to the cheapest
-        recomputation that is fast enough."""
+        """Yield the best shares of a solution for every ZeRO stage, with more and more
+        recomputation until memory no longer limits the shares."""
         base = self.solver(0, max(1, self.rows // self.parts))
         for zero in base.zeros:
             free: float | None = None
@@ -219,7 +219,7 @@ class _Shared:
                         break
 
     def _policies(self, run: Run) -> Iterator[RecomputePolicy]:
-        """Yield the recomputation policies, the policy without recomputation first."""
+        """Yield the recomputation policies to try, first the policy without recomputation."""
         request = self.context.request
         listed = policies(*run.class_counts)
         modes = (
@@ -241,7 +241,7 @@ class _Shared:
     def _answer(
         self, start: StageAnswer, setting: StageOptions, limits: Sequence[float]
     ) -> SharedAnswer | None:
-        """Return the best shares in a setting."""
+        """Return the answer with the best shares under ``setting``; None if nothing fits."""
         costs: dict[tuple[int, int], StageCost | None] = {}
 
         def cost(coordinate: int, rows: int) -> StageCost | None:
@@ -270,7 +270,7 @@ class _Shared:
         )
 
     def _priced(self, coordinate: int, rows: int, solution: Solution) -> StageTable | None:
-        """Return a solution's costs on a coordinate; None if it has other layouts there."""
+        """Return a solution's costs on a coordinate; None if its layouts are missing there."""
         key = coordinate, rows
         if key not in self._tables:
             base = self.solver(0, max(1, self.rows // self.parts)).model

@@ -1,1 +1,1 @@
-"""Requests of users: goals, limits, pins, and their errors."""
+"""Requests of users: goals, limits, pins, and the errors of requests that cannot be met."""

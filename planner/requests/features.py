@@ -1,8 +1,8 @@
-"""Features of parallelism that a plan may use: ``--allow`` and ``--deny``.
+"""Features of parallelism that a plan may use: options ``--allow`` and ``--deny``.
 
 Features come in groups. Allowing some features of a group denies the others of that group; groups
-without a named feature stay free. Denying a feature always removes it. ``allowed`` gives the
-strategies of an op that split no rows, positions or experts where that is denied.
+of which no feature is named stay unrestricted. Denying a feature always removes it. ``allowed``
+returns the strategies of an op that use no denied feature: split rows, positions or experts.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "shapes": ("2d-mesh", "3d-mesh", "mixed-stages", "branches", "uneven-shares"),
     "memory": ("offload",),
 }
-"""Features by group; the schedules are one more group.
+"""Features by group; the schedules form one more group.
 
-``dp``, ``tp``, ``cp``: mesh axes of more than one rank, and rows split on any axis with
-``dp``; ``pp``: several stages; ``cp`` also:
-attention on split positions; ``sp``: any other op on split positions; ``ep``: experts'
-weights split by expert; ``selective``, ``full``: recomputation; ``2d-mesh``: two axes;
-``mixed-stages``: stages of different sizes; ``branches``: devices of their own for branches;
-``uneven-shares``: unlike devices with unequal shares of the batch; ``offload``: masters and states
-of the optimizer in host memory.
+``dp``, ``tp``, ``cp``: mesh axes of more than one rank; ``dp`` also: rows split on any axis;
+``pp``: several stages; ``cp`` also: attention on split positions; ``sp``: any other op on split
+positions; ``ep``: weights of experts split by expert; ``selective``, ``full``: recomputation;
+``2d-mesh``: two axes; ``mixed-stages``: stages of different sizes; ``branches``: separate devices
+for parallel branches; ``uneven-shares``: unequal batch shares for unlike devices; ``offload``:
+masters and optimizer states in host memory.
 """
 
 CHANGES = ("servers", "ssp", "asp")
-"""Features that the search uses only if allowed: parameter servers, whose prices are less certain,
-and changes of the step's result."""
+"""Features that the search uses only if allowed by name: parameter servers, whose prices are less
+certain, and ``ssp`` and ``asp``, which change the result of a step."""
 
 WHOLE_GROUPS = ("zero", "recompute")
-"""Groups whose name stands for all their features."""
+"""Groups whose name may be given to mean all their features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features that a plan may not use, and the allowed subset of ``CHANGES``."""
+    """Features that a plan must not use, and the allowed subset of ``CHANGES``."""
 
     denied: frozenset[str] = frozenset()
     changes: frozenset[str] = frozenset()
@@ -58,11 +57,11 @@ class Features:
         return name not in self.denied
 
     def allows_change(self, name: str) -> bool:
-        """Return whether the search may use one of ``CHANGES``."""
+        """Return whether the search may use ``name``, a feature of ``CHANGES``."""
         return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
-        """Return whether a stage may use a mesh.
+        """Return whether a stage may be on a mesh.
 
         >>> features = Features(frozenset({"2d-mesh"}))
         >>> features.allows_mesh(Mesh(("tp",), (4,)))
@@ -88,7 +87,7 @@ class Features:
 
 
 def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
-    """Return the features of an allow list and a deny list. Raises ``UsageError`` AP185 and AP186.
+    """Return the features of an allow and a deny list. Raises ``UsageError`` AP185 and AP186.
 
     >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)
     ['pp', 'zero2', 'zero3']
@@ -138,7 +137,7 @@ def allowed(
     dims: Callable[[], Dims],
     features: Features,
 ) -> tuple[AxisStrategy, ...]:
-    """Return an op's strategies on one axis without denied features, or all if none remains."""
+    """Return an op's strategies on one axis that use no denied feature; all if none remains."""
     own = "cp" if node.op.startswith(ATTENTION) else "sp"
     found = strategies
     if not features.allows("dp") and graph.batch_dims:
@@ -152,7 +151,7 @@ def allowed(
 
 
 def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether a value is split along the batch."""
+    """Return whether a strategy splits an input or output along the batch."""
     rows = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
     rows += graph.batch_dims[node.name]
     placements = (*strategy.inputs, *strategy.outputs)
@@ -163,7 +162,7 @@ def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
 
 
 def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Return whether a value of the batch is split along a dimension of positions, not of rows."""
+    """Return whether a strategy splits a value of the batch along positions, not along rows."""
     refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
     placements = (*strategy.inputs, *strategy.outputs)
     for ref, placement in zip(refs, placements, strict=True):
@@ -174,7 +173,7 @@ def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Di
 
 
 def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether weights of three dimensions, experts first, are split there."""
+    """Return whether a strategy splits a weight of three dimensions along the first, experts."""
     if "conv" in node.op:
         return False
     return any(

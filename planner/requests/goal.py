@@ -1,9 +1,9 @@
-"""The objective of a plan, and the prices behind it.
+"""Objective of a plan, and the device prices that it needs.
 
-``time``: the shortest step. ``cost``: the most tokens per dollar. ``memory``: the least
-memory on the fullest device. ``devices``: the fewest devices that meet a deadline.
+``time``: the shortest step. ``cost``: the most tokens per dollar. ``memory``: the least memory on
+the fullest device. ``devices``: the fewest devices that meet a deadline.
 
-Prices come from the user or the cluster file, never from here.
+Prices come from the user or the cluster file; the package has none.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Objective = Literal["time", "cost", "memory", "devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory", "devices")
 
 ANY_DEVICE = ""
-"""The name under which a price applies to every device without a price of its own."""
+"""Key of the price for devices that have no price of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """``count`` tokens or steps within ``seconds``."""
+    """Deadline of a training run: ``count`` tokens or steps within ``seconds``."""
 
     seconds: float
     count: float
     unit: Literal["tokens", "steps"]
 
     def step_seconds(self, tokens_per_step: int) -> float:
-        """Return the maximum seconds of a step.
+        """Return the maximum seconds of a step that meets the deadline.
 
         >>> Deadline(3600.0, 1e6, "tokens").step_seconds(10_000)
         36.0
@@ -43,7 +43,8 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """``prices`` are dollars per hour of one device, by the device's name or ``ANY_DEVICE``."""
+    """Objective with its prices and deadline. ``prices``: dollars per hour of one device, by the
+    device's name or ``ANY_DEVICE``."""
 
     objective: Objective = "time"
     prices: Mapping[str, float] = field(default_factory=dict)
@@ -62,9 +63,9 @@ class Goal:
             )
 
     def dollars_per_hour(self, cluster: Cluster) -> float | None:
-        """Return the dollars per hour of the whole cluster; None if a device has no price.
+        """Return the dollars per hour of a whole cluster; None if a device has no price.
 
-        A given price takes precedence over the cluster file's.
+        The user's price takes precedence over the cluster file's.
         """
         total = 0.0
         for host in cluster.hosts:

@@ -1,6 +1,6 @@
-"""Options of the outer loop of the search, checked against the request.
+"""Options of the search's outer loop (batch and stages), checked against the request.
 
-In: a request, a graph, a cluster. Out: sizes of micro-batches and numbers of stages, or a
+In: a request, a graph, a cluster. Out: micro-batch sizes and numbers of stages to try, or a
 ``UsageError`` that names the option that cannot be met.
 """
 
@@ -19,7 +19,7 @@ from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
     """Raise ``UsageError`` if the forced degrees cannot use every device exactly once, or cannot
-    share the experts of ``graph``."""
+    spread the experts of ``graph``."""
     check_experts(forced.dp, forced.ep, () if graph is None else experts_of_layers(graph))
     degrees = {
         name: value
@@ -46,8 +46,8 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
 
 
 def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
-    """Raise ``UsageError`` AP127 if data-parallel ranks cannot share experts; ``numbers`` are the
-    numbers of experts of layers."""
+    """Raise ``UsageError`` AP127 if ``ep`` does not divide ``dp``, or ``numbers``, the numbers of
+    experts of the layers."""
     if ep is None:
         return
     possible = divisors(gcd(dp or 0, *numbers) or ep)
@@ -66,10 +66,10 @@ def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
-    """The possible rows of a micro-batch, the likeliest first. Raises ``UsageError`` if none.
+    """Return the possible rows of a micro-batch, the most promising first. Raises ``UsageError``.
 
-    Where rows see each other (``batch_norm``) the batch is one micro-batch, which alone is
-    exact, unless the request says otherwise.
+    If rows interact (``batch_norm``), only the whole batch as one micro-batch is exact; it is the
+    only size unless the request sets another.
     """
     batch, forced = request.global_batch, request.forced
     if forced.num_microbatches is not None and batch % forced.num_microbatches:
@@ -131,7 +131,8 @@ def _asked(request: Request) -> str:
 
 
 def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
-    """Name the batch, micro-batch sizes or numbers of micro-batches that ``forced`` allows.
+    """Return a remedy: the batch, micro-batch sizes or numbers of micro-batches that ``forced``
+    allows.
 
     >>> fix_of_split(6, Forced(dp=4), None)
     'a --global-batch that is a multiple of dp=4, such as 8'
@@ -156,7 +157,7 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
 
 
 def _split_by(forced: Forced) -> str:
-    """Return the degree that splits rows, as text.
+    """Return the degree that splits rows, as text for errors.
 
     >>> _split_by(Forced(dp=8, ep=4)), _split_by(Forced(ep=4)), _split_by(Forced())
     ('dp=8', 'ep=4', 'dp=1')
@@ -165,7 +166,7 @@ def _split_by(forced: Forced) -> str:
 
 
 def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
-    """Return the possible numbers of ranks of a pipeline with several stages on each."""
+    """Return the possible numbers of pipeline ranks if each has several stages."""
     least = request.forced.least_chunks
     most = min(num_devices, num_blocks // least)
     if most < 2:
@@ -182,9 +183,9 @@ def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, 
 def stage_numbers(
     request: Request, cluster: Cluster, num_blocks: int, *, least_stages: int = 1
 ) -> tuple[int, ...]:
-    """Return the numbers of stages to try, at least as many as ``--stage-at`` begins.
+    """Return the numbers of stages to try, at least as many as ``--stage-at`` requires.
 
-    Raises ``UsageError`` if a forced number has too few blocks, or is too small.
+    Raises ``UsageError`` if a forced number exceeds the blocks, or is below that minimum.
     """
     forced, least = request.forced.pp, least_stages
     asked = request.forced
@@ -231,7 +232,8 @@ def stage_numbers(
 
 
 def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of stages with a block each that equal hosts can divide into."""
+    """Return the numbers of stages to try: divisors of ``most`` if hosts are equal, else all up to
+    it; at most ``num_blocks``."""
     are_equal = len(set(_host_sizes(cluster))) == 1
     numbers = divisors(most) if are_equal else range(1, most + 1)
     return tuple(number for number in numbers if number <= num_blocks)
@@ -239,7 +241,7 @@ def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int,
 
 def check_forced_schedule(request: Request, num_blocks: int) -> None:
     """Raise UsageError AP546 for an impossible number of stages per rank, AP153 for an odd number
-    of Chimera's ranks, AP549 if positions are split in two ways."""
+    of ranks under Chimera, AP549 if both TeraPipe and cp would split positions."""
     forced = request.forced
     _check_chunks(request)
     if request.forces_chunks and forced.pp is not None:
@@ -282,5 +284,5 @@ def _check_ranks(schedule: str | None, num_ranks: int) -> None:
 
 
 def refused(what: str, fix: str) -> UsageError:
-    """Return error AP546 for an option that several stages per rank exclude."""
+    """Return error AP546 for an option that conflicts with several stages per rank."""
     return UsageError("AP546", what, where="--parallel", fix=fix)

@@ -1,15 +1,16 @@
-"""Layouts that the user asks for: ``layers.*.mlp.up_proj.weight=S(0)@tp``.
+"""Pins: layouts that the user requires, such as ``layers.*.mlp.up_proj.weight=S(0)@tp``.
 
 In: pins, the graph, its blocks. Out: blocks with different kinds for different pins; for each node
 of a kind its pinned placements by mesh axis; the pins that a plan breaks.
 
-A path names a parameter, a module (for its result) or an op of the captured program. ``*`` stands
-for anything in one part, ``**`` for any parts. A parameter is pinned in its held layout, a value in
-its producer's layout. ``R`` requires the whole on every rank, with any gradient (``R`` or ``I``);
-values are whole on axes that a mesh lacks, so ``S`` requires a mesh with that axis.
+A path names a parameter, a module (meaning its result) or an op of the captured program. ``*``
+matches anything within one part of the path, ``**`` any parts. A parameter is pinned in the layout
+it is stored in, a value in the layout its producer makes. ``R`` requires the whole value on every
+rank, with any gradient (``R`` or ``I``); on axes that a mesh lacks values are whole, so ``S``
+requires a mesh with that axis.
 
-A choice that breaks a pin, where no other choice is left, costs ``PENALTY_SECONDS`` more, so the
-solvers need not know pins: they only break a pin that no plan keeps.
+If every choice of a decision breaks a pin, they cost ``PENALTY_SECONDS`` more. So the solvers need
+not know pins: a plan breaks a pin only if every plan does.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from ..layout import INVARIANT, Layout, Mesh, Placement, parse_placement
 from ..plan import Plan, StagePlan
 
 AXES = ("dp", "ep", "cp", "tp")
-"""The axes that meshes may have."""
+"""Names of the axes that meshes may have."""
 
 PENALTY_SECONDS = 1e6
-"""Cost of a choice that breaks a pin: more than any step."""
+"""Cost in seconds of a choice that breaks a pin: more than any step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """``pattern`` as it was written, and the placement on one axis."""
+    """Required placement on one axis. ``pattern`` is the path as the user wrote it."""
 
     pattern: str
     placement: Placement
@@ -43,7 +44,7 @@ class Pin:
         return f"{self.pattern}={self.placement}@{self.axis}"
 
     def keeps(self, layout: Layout, mesh: Mesh) -> bool:
-        """Return whether a layout on a mesh satisfies the pin."""
+        """Return whether ``layout`` on ``mesh`` satisfies the pin."""
         return self._kept(_on(layout, mesh, self.axis))
 
     def _kept(self, placement: Placement) -> bool:
@@ -53,11 +54,11 @@ class Pin:
 
 
 Pins = Mapping[str, tuple[Pin, ...]]
-"""Map each pinned node, by its template's name, to its pins."""
+"""Map from pinned nodes, by their template's name, to their pins."""
 
 
 def parse_pin(text: str) -> Pin:
-    """Parse a pin. Raises ``UsageError`` AP180 (form) and AP182 (axis).
+    """Parse a pin. Raises ``UsageError`` AP180 for its form and AP182 for its axis.
 
     >>> str(parse_pin("layers.*.up_proj.weight = S(0)@tp"))
     'layers.*.up_proj.weight=S(0)@tp'
@@ -86,7 +87,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """Compile a path with ``*`` (within a part), ``**`` (any parts), ``?`` to a regular expression.
+    """Compile a path with ``*``, ``**`` and ``?`` (one letter of a part) to a regular expression.
 
     >>> [bool(pattern_of("layers.*.up").fullmatch(path)) for path in
     ...  ("layers.3.up", "layers.3.mlp.up")]
@@ -98,7 +99,7 @@ def pattern_of(text: str) -> re.Pattern[str]:
 
 
 def paths(graph: Graph) -> dict[str, str]:
-    """Map every path that can be pinned to its node."""
+    """Map every path that can be pinned to the name of its node."""
     found: dict[str, str] = {}
     for node in graph:
         if node.kind == "op":
@@ -135,10 +136,10 @@ def _unknown(pin: Pin, known: Iterable[str]) -> UsageError:
 
 
 def suggest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
-    """Format a sentence with the few known paths that are most similar to ``text``.
+    """Return a sentence with the few known paths that are most similar to ``text``; "" without any.
 
-    Numbers in a path count as ``*``, so a single one of many equal layers is named: with ``*`` for
-    its number for patterns, else the layer that is most similar to ``text``.
+    Equal layers, whose paths differ only in numbers, are suggested once: with ``*`` for the number
+    if ``text`` is a pattern, else as the layer most similar to ``text``.
 
     >>> known = ["layers.0.up.weight", "layers.1.up.weight", "head"]
     >>> suggest("layers.*.up.wieght", known), suggest("layers.1.up.wieght", known, is_pattern=False)
@@ -155,7 +156,7 @@ def suggest(text: str, known: Iterable[str], *, is_pattern: bool = True) -> str:
 
 
 def _check(pin: Pin, name: str, graph: Graph) -> None:
-    """Raise AP183 if no mesh could give this node the pinned placement."""
+    """Raise UsageError AP183 if no mesh can give node ``name`` the pinned placement."""
     node, placement = graph[name], pin.placement
     shape = node.spec.shape
     why = ""
@@ -180,7 +181,7 @@ def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
 
 
 def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
-    """Return blocks with different kinds for different pins. Raises UsageError AP181, AP183."""
+    """Return the blocks with separate kinds for different pins. Raises UsageError AP181, AP183."""
     if not pins:
         return blocks
     by_name = match_pins(graph, pins)
@@ -190,9 +191,9 @@ def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
 
 
 def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
-    """Return the pins of each node of a kind, for blocks with different kinds for different pins.
+    """Return the pins by node of a kind's template, for the result of ``pinned_blocks``.
 
-    Parameters of several blocks have their own names.
+    Parameters of several blocks are listed under their own names.
     """
     template = blocks.template if pins else {}
     found: dict[str, tuple[Pin, ...]] = {}
@@ -202,9 +203,9 @@ def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
 
 
 def in_given_kinds(plan: Plan, blocks: Blocks, given: Blocks) -> Plan:
-    """Convert a plan for ``blocks`` to a plan for ``given``, which has fewer kinds.
+    """Convert a plan for ``blocks`` to a plan for ``given``, which distinguishes fewer kinds.
 
-    Layouts that differ from the given kind's template are stored under the nodes' own names.
+    Layouts that the given kind's template does not have are stored under the nodes' own names.
     """
     if blocks is given:
         return plan
@@ -232,26 +233,26 @@ def _renamed(stage: StagePlan, blocks: Blocks, given: Blocks, positions: range) 
 
 
 def _on(layout: Layout, mesh: Mesh, axis: str) -> Placement:
-    """Return the placement on an axis; whole if the mesh lacks it."""
+    """Return the placement of a layout on ``axis``; I (whole) if the mesh lacks the axis."""
     if axis not in mesh.axes or mesh.shape[mesh.axes.index(axis)] == 1:
         return INVARIANT
     return layout[mesh.axes.index(axis)]
 
 
 def keep_pinned(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> tuple[Layout, ...]:
-    """Return the layouts that satisfy the pins, or all if none does."""
+    """Return the layouts that satisfy all pins, or all layouts if none does."""
     if not pins:
         return tuple(layouts)
     return tuple(each for each in layouts if num_broken(each, pins, mesh) == 0) or tuple(layouts)
 
 
 def num_broken(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
-    """Return the number of pins that a layout breaks."""
+    """Return the number of pins that ``layout`` breaks."""
     return sum(not pin.keeps(layout, mesh) for pin in pins)
 
 
 def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
-    """Return the pins that a plan breaks, each with the node and its layout."""
+    """Return the pins that a plan breaks, each with a text that names a node and its layout."""
     found: dict[Pin, str] = {}
     start = 0
     by_name = match_pins(graph, pins)
@@ -270,7 +271,7 @@ def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -
 
 
 def _read(block: Block, graph: Graph) -> Iterable[str]:
-    """Return the ops of a block and the parameters that they use."""
+    """Yield the ops of a block and the parameters that they read."""
     yield from block.nodes
     for name in block.nodes:
         for ref in graph[name].inputs:
@@ -279,7 +280,7 @@ def _read(block: Block, graph: Graph) -> Iterable[str]:
 
 
 def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Plan:
-    """Remove the alternatives of a plan that break pins. Raises AP184 if the plan breaks a pin."""
+    """Return the plan without alternatives that break pins. Raises AP184 if the plan breaks one."""
     if not pins:
         return plan
     found = broken_pins(plan, graph, blocks, pins)
@@ -298,7 +299,7 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
 
 
 def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
-    """Raise AP184 if a configuration's seconds include the penalty of a broken pin."""
+    """Raise UsageError AP184 if a configuration's seconds include the penalty of a broken pin."""
     if pins and max(seconds) >= PENALTY_SECONDS:
         raise UsageError(
             "AP184",
@@ -309,7 +310,7 @@ def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
 
 
 def plain_kind(kind: str) -> str:
-    """Return the kind of blocks without the suffix for pins.
+    """Return a block's kind without the suffix that pins add.
 
     >>> plain_kind("layers.0@1"), plain_kind("layers.0")
     ('layers.0', 'layers.0')

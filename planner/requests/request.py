@@ -1,4 +1,4 @@
-"""The planner's request: the batch, the number format, limits, and forced choices."""
+"""Request to the planner: the batch, the number format, limits, and forced choices."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
     from ..inter_op.inter_op import Pipeline, Table
 
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2")
-"""Schedules with one stage per rank, which the search chooses from."""
+"""Schedules with one stage per rank that the search chooses from."""
 
 CHUNKED_SCHEDULES = ("interleaved", "bfs", "zbv", "dualpipev")
-"""Schedules with several stages per rank (``proposers.interleaved``)."""
+"""Schedules with several stages per rank that the search tries (``proposers.interleaved``)."""
 
 MOST_CHUNKS = 8
-"""Maximum stages per rank in the search."""
+"""Maximum number of stages per rank that the search tries."""
 
 CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
-"""Names of these schedules, with aliases."""
+"""Names and aliases of the schedules with several stages per rank."""
 
 DERIVED_SCHEDULES = ("chimera", "terapipe")
-"""Schedules that the best pipelines are tried under, unchanged (``proposers``)."""
+"""Schedules that are tried on the best pipelines of other schedules, with their layouts
+unchanged."""
 
 BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
-"""Base schedule of the pipelines that are searched for each of these."""
+"""Schedule of the pipelines that are searched for each derived schedule."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
-"""Schedules that differ from one device: see ``planner.asynchronous``."""
+"""Schedules whose result differs from one device's: see ``planner.asynchronous``."""
 
 FORCED_SCHEDULES = (
     *SCHEDULES,
@@ -46,16 +47,16 @@ FORCED_SCHEDULES = (
     *DERIVED_SCHEDULES,
     *ASYNCHRONOUS,
 )
-"""Schedules that can be forced."""
+"""Schedules that a request can force."""
 
 ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
-"""The all-reduces of gradients that can be forced."""
+"""Algorithms of gradient all-reduces that a request can force."""
 
 
 class Placer(Protocol):
-    """Search for pipelines that replaces the dynamic program (``inter_op.pipelines``).
+    """Function that searches pipelines in place of the dynamic program (``inter_op.pipelines``).
 
-    It runs in the process of the search; to reach another process, it must pickle.
+    It runs in the process of the search; to reach another process it must be picklable.
     """
 
     def __call__(
@@ -72,20 +73,20 @@ class Placer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Choices that the caller made; the search decides the choices that are None.
+    """Choices that the caller has made; a None is left to the search.
 
     ``dp=k``: k ranks split the batch and replicate parameters, except experts. ``tp=k``: a mesh
-    axis "tp" of size k that does not split the batch of the inputs and splits, and computes split
+    axis "tp" of size k that does not split the batch of the inputs; it splits, and computes split
     with, every parameter of two or more dimensions that it divides. ``pp=k``: k stages, or k times
     ``chunks`` under a schedule with several per rank. ``cp=k``: a mesh axis "cp" of size k that
     splits positions; ``ep=k``: k neighbouring data-parallel ranks split the weights of experts by
     expert. ``sequence_parallel``: values between the split parameters of "tp" are split along
     positions (True), whole (False), or either (None). ``slices``: number of equal slices of
-    sequences; "auto" leaves their lengths to the planner, as does None if the schedule has slices.
-    ``allreduce``: one of ``ALL_REDUCES`` for every sum of gradients, ``gradients``: their order;
-    with either, no states are sharded. ``offload``: see ``Plan``; None offloads if nothing fits
-    otherwise. ``servers``: number of parameter servers, on ranks of their own or ``beside``
-    workers.
+    sequences; with "auto", and with None under a sliced schedule, the planner chooses their
+    lengths. ``allreduce``: one of ``ALL_REDUCES`` for every gradient sum, ``gradients``: their
+    order; either excludes sharded states. ``offload``: see ``Plan``; with None, states are
+    offloaded if nothing fits otherwise. ``servers``: number of parameter servers, on separate ranks
+    or ``beside`` workers.
     """
 
     dp: int | None = None
@@ -147,12 +148,12 @@ class Forced:
 
     @property
     def decided(self) -> Mapping[str, Any]:
-        """Return the choices that are made, by name."""
+        """Return the choices that are not None, by name."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value for name, value in values.items() if value is not None}
 
     def over(self, others: Forced) -> Forced:
-        """Return these choices, completed by others.
+        """Return these choices, with each None replaced by the choice of ``others``.
 
         >>> Forced(tp=2).over(Forced(tp=4, zero=1)) == Forced(tp=2, zero=1)
         True
@@ -161,12 +162,12 @@ class Forced:
 
     @property
     def row_parts(self) -> int:
-        """The least number of ranks that split the batch: ``dp``, of which ``ep`` are a part."""
+        """Return the least number of ranks that split the batch: ``dp``, which includes ``ep``."""
         return self.dp or self.ep or 1
 
     @property
     def all_reduces(self) -> tuple[str, ...]:
-        """Return the forced options that require all-reduces of gradients, as text."""
+        """Return the forced options that require gradient all-reduces, as text."""
         said = [f"allreduce={self.allreduce}"] if self.allreduce not in (None, LIBRARY) else []
         return (*said, *(["gradients=priority"] if self.gradients == "priority" else []))
 
@@ -186,7 +187,7 @@ class Forced:
 
     @property
     def least_chunks(self) -> int:
-        """Return the forced stages per rank, or else the fewest that the schedule allows."""
+        """Return the forced number of stages per rank, else the minimum of the forced schedule."""
         if self.chunks is not None:
             return self.chunks
         return 2 if self.schedule in CHUNKED_NAMES else 1
@@ -194,17 +195,17 @@ class Forced:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One planning job.
+    """Input of a planning job.
 
     ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch on one
-    data-parallel rank; None lets the search choose. ``memory_limit_bytes`` per device overrides the
-    device's figure. ``top`` is the number of candidates that the simulator ranks. ``gap``: allowed
-    relative distance of the plan from a proven bound. ``tolerance``: the simplest plan within this
-    relative distance of the fastest is chosen; 0 requires the fastest. ``pins`` are layouts and
-    ``stage_at`` the blocks that begin stages; ``max_tp`` and ``features`` are limits, ``goal`` is
-    the objective. ``target`` and ``settings`` only pass through to the plan. ``solver`` solves the
-    integer programs (``pulp_solver.find_solver``). ``placer`` finds the pipelines; None is the
-    dynamic program.
+    data-parallel rank; with None the search chooses. ``memory_limit_bytes`` per device overrides
+    the device's memory. ``top`` is the number of candidates that the simulator ranks. ``gap``:
+    allowed relative distance of the plan from a proven bound. ``tolerance``: the simplest plan
+    within this relative distance of the fastest is chosen; 0 requires the fastest. ``pins`` are
+    required layouts, ``stage_at`` the blocks that must begin stages; ``max_tp`` and ``features``
+    are limits, ``goal`` is the objective. ``target`` and ``settings`` are only copied to the plan.
+    ``solver`` solves the integer programs (``pulp_solver.find_solver``). ``placer`` finds the
+    pipelines; with None the dynamic program does.
     """
 
     global_batch: int
@@ -248,12 +249,13 @@ class Request:
 
     @property
     def states(self) -> StateOptions:
-        """Return the format and place of gradients and optimizer states."""
+        """Format and place of gradients and optimizer states."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """Return the schedules that a plan may have, or a pipeline before it is cut again."""
+        """Return the allowed schedules with one stage per rank, for plans or as bases of other
+        schedules."""
         name = self.forced.schedule
         if name is not None and not self.forces_chunks:
             return (BASE_SCHEDULE.get(name, name),)
@@ -262,15 +264,15 @@ class Request:
 
     @property
     def allows_one_stage(self) -> bool:
-        """Return whether a pipeline rank may have one stage; if not, pipelines are only searched to
-        be cut again."""
+        """Return whether a plan may have one stage per rank; if not, such pipelines are only
+        bases."""
         if self.forced.schedule is not None:
             return not self.forces_chunks and self.forced.schedule not in BASE_SCHEDULE
         return any(map(self.features.allows, SCHEDULES))
 
     @property
     def chunked_schedules(self) -> tuple[str, ...]:
-        """Return the schedules of several stages per rank that a plan may have."""
+        """Return the allowed schedules with several stages per rank."""
         if self.forced.schedule is not None:
             name = self.forced.schedule
             return (CHUNKED_NAMES.get(name, name),) if self.forces_chunks else ()
@@ -278,43 +280,44 @@ class Request:
 
     @property
     def forces_chunks(self) -> bool:
-        """Return whether several stages per rank are forced: by the schedule or by number."""
+        """Return whether the request forces several stages per rank, by schedule or number."""
         return self.forced.schedule is not None and self.forced.least_chunks > 1
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:
-        """Return Chimera and TeraPipe, if a plan may have them."""
+        """Return the allowed derived schedules: Chimera and TeraPipe."""
         if self.forced.schedule is not None:
             return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
         return tuple(name for name in DERIVED_SCHEDULES if self.features.allows(name))
 
     @property
     def frees_axes(self) -> bool:
-        """Return whether an axis "dp" may split weights, as an axis of tensor parallelism."""
+        """Return whether an axis "dp" may also split weights, like a tensor-parallel axis."""
         return self.features.allows("tp") and self.max_tp is None
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """Return the ZeRO stages that a plan may have."""
+        """Return the allowed ZeRO stages."""
         if self.forced.all_reduces:
             return (0,)
         return self.features.zeros if self.forced.zero is None else (self.forced.zero,)
 
     @property
     def recompute(self) -> Recompute | None:
-        """The recomputation mode of every block if it is fixed; None if the search chooses."""
+        """Return the recomputation mode that is fixed for every block; None if the search
+        chooses."""
         if self.forced.recompute is None and self.features.recompute == ("none",):
             return "none"
         return self.forced.recompute
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """The recomputation modes that blocks may have, in the order of the bytes they keep."""
+        """Return the allowed recomputation modes, in descending order of kept bytes."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
-    """Raise AP186 if a choice is both forced and denied, AP187 for an invalid gap."""
+    """Raise UsageError AP186 if a choice is both forced and denied, AP187 for an invalid gap."""
     if not 0 <= gap < 1:
         raise UsageError("AP187", f"a gap of {gap:g} is not between 0 and 1")
     if max_tp is not None and max_tp < 1:
@@ -341,7 +344,7 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raise AP841 for an invalid tolerance."""
+    """Raise UsageError AP841 if the tolerance is not between 0 and 1."""
     if not 0 <= tolerance < 1:
         raise UsageError(
             "AP841",
@@ -352,7 +355,7 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, ascending.
+    """Return the divisors of a number in ascending order.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)

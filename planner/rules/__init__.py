@@ -1,4 +1,4 @@
-"""Op rules: each op's possible splits, its work, and the tensors that autograd keeps of it."""
+"""Op rules: each op's possible splits, its work, and the tensors that autograd keeps for it."""
 
 from .saved import kept_extra_bytes, saved, saved_extra_bytes
 from .storage import storage_of

@@ -1,4 +1,4 @@
-"""Dimension annotations: the correspondence of an op's dimensions, as one line of text.
+"""Dimension annotations: one line of text tells which dimensions of an op's tensors correspond.
 
 ::
 
@@ -40,19 +40,19 @@ FLOATS = frozenset(
         "float8_e5m2",
     )
 )
-"""The dtypes that a partial sum can have."""
+"""Dtypes that a partial sum may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """Correspondence of the dimensions of one node's tensors.
 
-    ``inputs`` and ``outputs`` hold a letter per dimension, None where it is never split. ``terms``:
-    the op is a sum of products of these input positions (empty: not linear). ``sums``: letters
-    missing in an output are summed over though the op is not linear. ``inner``: the collectives
-    that the op needs when a letter is split. ``invariant``: the letters that these reduce entirely,
-    so that outputs without them are whole, not partial. ``groups``: letters that can be cut between
-    groups only, with the number of groups.
+    ``inputs`` and ``outputs`` have a letter per dimension, None if it is never split. ``terms``:
+    the op is a sum of products of the inputs at these positions (empty: not linear). ``sums``:
+    letters missing in an output are summed over although the op is not linear. ``inner``: the
+    collectives that the op needs when a letter is split. ``invariant``: the letters that these
+    collectives reduce entirely, so that outputs without them are whole, not partial. ``groups``:
+    letters that can only be cut between groups, with the number of groups.
     """
 
     inputs: tuple[Letters, ...]
@@ -66,7 +66,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed annotation: dimension tokens per operand, and its linearity."""
+    """Parsed annotation: dimension tokens by operand, and its linearity."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -76,7 +76,7 @@ class Pattern:
 
 @lru_cache(maxsize=1024)
 def parse(annotation: str) -> Pattern:
-    """Parse an annotation to a pattern.
+    """Parse an annotation into a pattern.
 
     >>> parse("*b i, o i + o -> *b o").terms
     ((0, 1), (2,))
@@ -101,7 +101,7 @@ def parse(annotation: str) -> Pattern:
 
 
 def bind(annotation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> Signature | None:
-    """Bind an annotation to tensors of these shapes; None if it does not fit them.
+    """Return the signature of an annotation for tensors of these shapes; None if it does not fit.
 
     >>> bind("*b i, o i -> *b o", [(4, 8), (6, 8)], [(4, 6)]).inputs
     (('b0', 'i'), ('o', 'i'))
@@ -135,7 +135,7 @@ def bind(annotation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> 
 
 
 def output_shapes(annotation: str, inputs: Sequence[Shape]) -> tuple[Shape, ...] | None:
-    """Return the shapes of the outputs; None if one of their dimensions is in no input.
+    """Return the shapes of an op's outputs; None if an output has a dimension that no input has.
 
     >>> output_shapes("*b i, o i -> *b o", [(4, 8), (6, 8)])
     ((4, 6),)
@@ -171,7 +171,7 @@ def _present(terms: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int,
 
 
 def _letters(names: tuple[str, ...], rank: int, group_rank: int) -> list[str | None] | None:
-    """Return the letters of a tensor's dimensions, aligned from the right."""
+    """Return the letters of the dimensions of a tensor of ``rank``, aligned from the right."""
     spread: list[str | None] = []
     for name in names:
         if name.startswith("*"):
@@ -184,7 +184,8 @@ def _letters(names: tuple[str, ...], rank: int, group_rank: int) -> list[str | N
 
 
 def _drop_broadcast(letters: list[list[str | None]], shapes: Sequence[Shape]) -> None:
-    """Remove the letter of each dimension of size 1 that broadcasts against its letter's size."""
+    """Remove the letters of dimensions of size 1 that broadcast to a larger size of their
+    letter."""
     largest: dict[str, int] = {}
     for names, shape in zip(letters, shapes, strict=True):
         for name, size in zip(names, shape, strict=True):

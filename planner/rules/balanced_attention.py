@@ -1,17 +1,17 @@
-"""Causal attention on split positions with an equal share of work on every rank.
+"""Balanced causal attention: positions are split, and every rank has an equal share of the work.
 
 In: causal attention, an axis of n ranks that splits its queries' positions. Out: the strategy in
-which the ranks swap halves of their queries, and the resulting call on the busiest rank.
+which ranks swap halves of their queries, and the call that the busiest rank then executes.
 
 Rank r has the r-th part of the queries, and query i sees the keys up to i: the last rank computes
-(2n - 1)/n times the mean. Cut into 2n chunks, chunk i takes about i + 1/2. Rank r keeps its chunk
-2r and takes chunk 2n - 1 - 2r, the second chunk of rank n - 1 - r, which takes chunk 2r + 1 for it:
+(2n - 1)/n times the mean. With 2n chunks, chunk i takes about i + 1/2. Rank r keeps its chunk 2r
+and takes chunk 2n - 1 - 2r, the second chunk of rank n - 1 - r, which takes chunk 2r + 1 instead:
 2n for every rank. Half of the queries are sent there and half of the results back, as are their
 gradients; keys and values are whole on every rank. If several axes split the positions, the partner
-is the rank at the other end of each balancing axis.
+is the rank at the opposite end of each balancing axis.
 
 Source of the pairs of chunks: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, where
-the sequence itself is laid out so.
+the sequence itself is distributed in this way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .dispatch import as_received
 from .table import packet
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
-"""Causal attention of two runs of positions (``passes.ops.lower_right``)."""
+"""Op of causal attention of two runs of query positions (``passes.ops.lower_right``)."""
 
 
 def balanced_strategies(
@@ -35,7 +35,7 @@ def balanced_strategies(
 ) -> tuple[AxisStrategy, ...]:
     """Return a balanced variant of each strategy of causal attention that splits queries.
 
-    It requires attention of a sequence to itself, and two or more positions per rank.
+    There is none unless a sequence attends to itself, with two or more positions per rank.
     """
     is_attention = packet(case.node.op) == "scaled_dot_product_attention"
     if not is_attention or axis_size == 1 or len(case.inputs) != 3:
@@ -61,11 +61,11 @@ def balanced_strategies(
 
 
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """Return the node as the busiest rank runs it: another op if ranks swap halves of queries, and
-    experts with their received tokens.
+    """Return the node as the busiest rank executes it: balanced attention has another op, a layer
+    of experts its received tokens; other nodes are unchanged.
 
-    That op's fourth argument is the end of the keys that each half of its queries sees. Attention
-    of a later slice of the positions has a mask, and no halves.
+    The fourth argument of the balanced op has, for each half of its queries, the end of the keys
+    that they see. Attention of a later slice of positions has a mask, and is not balanced.
     """
     if is_expert_layer(node):
         return as_received(node, layout, mesh_shape)

@@ -1,4 +1,4 @@
-"""One op node with its tensors, as the structural rules see it."""
+"""An op node with the specs of its tensors, the input of structural rules."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .annotation import Letters, Shape, Signature
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A node, the specs of its inputs in call order, and of its outputs."""
+    """A node with the specs of its inputs, in call order, and of its outputs."""
 
     node: Node
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """Return the argument at a position of the schema or by its name."""
+        """Return the node's argument at ``position`` of the op's schema, or by its name."""
         return argument(self.node, position, name, default)
 
     @property
     def shape(self) -> Shape:
-        """Return the first input's shape."""
+        """Shape of the first input."""
         return self.inputs[0].shape
 
     @property
@@ -31,7 +31,8 @@ class Case:
         return len(self.inputs[0].shape)
 
     def dims(self, position: int, name: str = "dim", default: Any = None) -> tuple[int, ...]:
-        """Return a dim argument as dims counted from 0; None or an empty list means all dims."""
+        """Return an argument of dims, counted from 0; None, a bool or an empty list means all
+        dims."""
         found = self.argument(position, name, default)
         if (
             found is None
@@ -44,14 +45,14 @@ class Case:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """Return a node's argument at a position of the op's schema or by its name."""
+    """Return a node's argument at ``position`` of the op's schema, or by its name."""
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def letters_of(rank: int, whole: tuple[int, ...] = ()) -> Letters:
-    """Return a letter for each dimension not in ``whole``.
+    """Return a letter for each of ``rank`` dimensions, None for the dimensions ``whole``.
 
     >>> letters_of(3, (1,))
     ('d0', None, 'd2')

@@ -1,10 +1,10 @@
-"""Derivation of the strategies on one mesh axis from a signature.
+"""Derivation of an op's strategies on one mesh axis from its signature.
 
-- split a letter: inputs with it are ``S``, inputs without it ``R`` (``I`` where no gradient
+- split a letter: inputs with the letter are ``S``, inputs without it ``R`` (``I`` if no gradient
   flows), outputs with it ``S``; outputs without it are partial sums, ``P``, and then every
   term of the sum that lacks the letter enters as ``P`` too;
-- pass partial sums through: one factor of each term ``P``, all others ``R``;
-- ``R``: every input's gradient is a partial sum if the output's is, backward being linear;
+- pass partial sums through: one factor of each term is ``P``, all others are ``R``;
+- ``R``: every input's gradient is a partial sum if the output's is, as the backward is linear;
 - ``I``: everything is whole.
 """
 
@@ -26,9 +26,9 @@ def derive(
     axis_size: int,
     leaves: Sequence[bool],
 ) -> tuple[AxisStrategy, ...]:
-    """Return every strategy of a node; without a signature, only replicated strategies.
+    """Return every strategy of a node on one axis; without a signature, only replicated strategies.
 
-    ``leaves`` marks inputs that are no op's result: partial sums never start from leaves alone.
+    ``leaves`` marks inputs that are not an op's result: partial sums never start from leaves alone.
     """
     whole = _whole(inputs, outputs)
     strategies: list[AxisStrategy] = []
@@ -43,7 +43,7 @@ def derive(
 
 
 def _whole(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[Placement, ...]:
-    """The placements of unsplit inputs: ``R`` if the gradient is a partial sum, else ``I``."""
+    """Return placements of unsplit inputs: ``R`` if the gradient is a partial sum, else ``I``."""
     differentiable = any(spec.requires_grad for spec in outputs)
     return tuple(
         REPLICATE if differentiable and spec.requires_grad else INVARIANT for spec in inputs
@@ -77,7 +77,7 @@ def _splits(
 
 
 def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int) -> list[str]:
-    """Return the letters, in order, whose dimensions the axis divides, once per tensor."""
+    """Return the letters, in order, whose dimensions the axis divides, once in any tensor."""
     found: dict[str, bool] = {}
     for letters, spec in zip(signature.inputs + signature.outputs, specs, strict=True):
         for letter, size in zip(letters, spec.shape, strict=True):
@@ -90,7 +90,7 @@ def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int
 def _contract(
     signature: Signature, letter: str, inputs: Sequence[TensorSpec], placements: list[Placement]
 ) -> bool:
-    """Return whether outputs are sums over the letter; terms without it then become ``P``."""
+    """Return whether outputs are sums over ``letter``; set terms that lack the letter to ``P``."""
     if signature.sums:
         return True
     for term in signature.terms:
@@ -108,7 +108,7 @@ def _partials(
     whole: tuple[Placement, ...],
     leaves: Sequence[bool],
 ) -> Iterator[AxisStrategy]:
-    """Yield strategies with one factor of each term partial, others whole; outputs are partial."""
+    """Yield strategies with a partial factor in each term, all else whole, and partial outputs."""
     if not signature.terms or any(spec.dtype not in FLOATS for spec in outputs):
         return
     for chosen in product(*signature.terms):

@@ -1,13 +1,13 @@
-"""Experts that tokens are sent to: the strategies of other programs than this package's.
+"""Dispatch of tokens to experts: strategies of other training programs, for pricing them.
 
 In: a layer of experts (``passes.ops.experts``) or a view of its tokens, an axis. Out: strategies in
-which each rank has its own tokens, and a rank's call with its received tokens.
+which each rank has its own tokens, and a rank's call of the layer with its received tokens.
 
 In ``SENT`` each rank also has its own experts. Tokens are sent to their experts and results back,
-and so are their gradients. In ``SLICED`` each rank has a part of each expert: the ranks of the axis
-gather the tokens that any of them received, and sum the results. ``TOKENS`` is for views that join
-rows and positions: a rank has some positions of each of its rows. Their order does not matter, as
-experts compute each token for itself.
+and so are their gradients. In ``SLICED`` each rank has a slice of each expert: the ranks of the
+axis gather the tokens that any of them received, and sum the results. ``TOKENS`` is for views that
+join rows and positions: a rank has some positions of each of its rows. Their order does not matter,
+as experts compute each token independently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .case import argument
 from .table import packet
 
 SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
-"""The labels of the strategies."""
+"""Labels of the strategies of ``sent_strategies``."""
 
 
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a layer of experts, and of a view that joins or splits the first two
+    """Return the strategies of a layer of experts, or of a view that joins or splits the first two
     dimensions; none for other nodes."""
     if axis_size == 1 or not inputs:
         return ()
@@ -45,8 +45,8 @@ def sent_strategies(
 
 
 def group_limit(node: Node, graph: Graph) -> GroupLimit:
-    """Find the groups of experts that a router chooses from first: the largest group scores, as in
-    DeepSeek's routers, among the ops that lead to each token's experts."""
+    """Return (number of groups, groups chosen per token) of a router that chooses groups of experts
+    by their top scores first, as DeepSeek's do; (1, 1) for other nodes and routers."""
     if not is_expert_layer(node):
         return 1, 1
     num_experts, num_tokens = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0], node.spec.shape[0]
@@ -96,18 +96,18 @@ def _of_experts(
 
 def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
     """Return the dimension of an experts' weight that counts hidden values; None for the second
-    bias, which has none. ``at``: its position among the experts' weights."""
+    bias, which has none. ``at``: position of the weight among the experts' weights."""
     if len(weight.shape) == 2:
         return 1 if at == 2 else None
     return 1 if weight.shape[2] == width else 2
 
 
 def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """Return a layer of experts as a rank computes it on its received tokens.
+    """Return a layer of experts as a rank executes it on its received tokens.
 
-    If routing is even, a rank receives as many pairs of a token and an expert as it sends, plus the
-    pairs of each rank that shares its experts. The call has the rank's own number of tokens; the
-    number of all experts is divided to give the right number of pairs.
+    With even routing, a rank receives as many (token, expert) pairs as it sends, plus the pairs of
+    each rank that shares its experts. The returned call has the rank's own number of tokens; its
+    number of all experts is reduced so that the number of pairs is right.
     """
     parts = 1
     for tokens, weight, size in zip(

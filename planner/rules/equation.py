@@ -1,4 +1,4 @@
-"""The equation of an ``einsum`` as letters per operand."""
+"""Equations of ``einsum``, parsed into letters per operand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Names = tuple[str, ...]
 
 
 def parse_equation(equation: str, ranks: Sequence[int]) -> tuple[tuple[Names, ...], Names]:
-    """Return a name per dimension of each operand and of the output.
+    """Return the names of the dimensions of each operand, and of the output.
 
-    ``...`` stands for dimensions that align from the right; without ``->`` the output has
-    the ellipsis and then, in alphabetical order, the letters that appear once.
+    ``...`` stands for dimensions that align from the right; without ``->`` the output has the
+    ellipsis and then, in alphabetical order, the letters that occur once.
 
     >>> parse_equation("...ij,jk", (3, 2))
     ((('0', 'i', 'j'), ('j', 'k')), ('0', 'i', 'k'))

@@ -1,8 +1,8 @@
-"""Cutting a matrix along one dimension while its split moves to that dimension.
+"""Exchange of splits: a matrix is cut along one dimension while its split moves to that dimension.
 
-A matrix of several parts (a fused weight) that is held split along its other dimension
-becomes its parts, each split along the dimension that was cut: one all-to-all for all of
-them, and one back for the gradient.
+A matrix of several parts (a fused weight) that is split along its other dimension becomes its
+parts, each split along the dimension that is cut: one all-to-all for all parts, and one back for
+the gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..layout import AxisStrategy, InnerCollective, shard
 from .case import Case
 
 EXCHANGED = "aten.split_with_sizes.default"
-"""The op with which the pass ``split-fused`` cuts weights."""
+"""Op by which the pass ``split-fused`` cuts weights into parts."""
 
 
 def exchanged_parts(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:

@@ -1,9 +1,9 @@
-"""Memory traffic of a layer of experts besides its products: rows, activations, biases, scores.
+"""Memory traffic of a layer of experts beside its products: rows, activations, biases, scores.
 
-In: a layer of experts at local shapes, and its division into kernels. Out: bytes forward and
-backward. For each pair of a token and an expert, a row as wide as the token is copied to the expert
-and the result is copied back (Gale et al. 2022, MegaBlocks, section 5.2). A bias and the activation
-stand between the two products, a bias and the score after the second.
+In: a layer of experts at local shapes, and its division into kernels. Out: bytes in forward and
+backward. For each (token, expert) pair, a row as wide as the token is copied to the expert and the
+result is copied back (Gale et al. 2022, MegaBlocks, section 5.2). The activation, perhaps after a
+bias, is between the two products; the score, perhaps after a bias, follows the second.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from .saved import expert_pairs
 from .work import family_named
 
 ExpertKernels = Literal["separate", "activation", "one"]
-"""``separate``: every elementwise op is a kernel, as in eager code and in Megatron-LM if experts
-have biases. ``activation``: all ops between the products are one kernel. ``one``: they are part of
-the products' kernels, as in cuDNN's grouped products with an activation."""
+"""Division into kernels. ``separate``: every elementwise op is a kernel, as in eager code and in
+Megatron-LM if experts have biases. ``activation``: all ops between the products are one kernel.
+``one``: they are part of the products' kernels, as in cuDNN's grouped products with an
+activation."""
 
 
 def expert_traffic(
     node: Node, inputs: Sequence[TensorSpec], kernels: ExpertKernels, moves: int
 ) -> tuple[int, int]:
-    """Return the memory traffic around the products, forward and backward, in bytes.
+    """Return the bytes of memory traffic around the products, in forward and backward.
 
     A row is copied ``moves`` times, on the way to its expert and back; so is its gradient.
     """
@@ -50,11 +51,12 @@ def expert_traffic(
 
 
 def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
-    """Return the elements per row that ops read and write, forward and backward.
+    """Return the elements per row that the activation's ops read and write, in forward and
+    backward.
 
-    Forward each op reads its operands and writes its result; backward it reads the result's
-    gradient and its operands, and writes their gradients. ``made`` is the width of the first
-    product's result, ``read`` the width of the second product's operand and of views.
+    In the forward each op reads its operands and writes its result; in the backward it reads the
+    result's gradient and its operands, and writes their gradients. ``made`` is the width of the
+    first product's result, ``read`` the width of the second product's operand and of views.
     """
     widths, forward, backward = [made], 0, 0
     for target, arguments, options in calls:

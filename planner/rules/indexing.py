@@ -1,8 +1,8 @@
 """Rules of ops that read or write at indices, and of grouped products.
 
-Reading: a dimension that one index picks from may be split too; each rank reads its own part and
-zero elsewhere, so the parts add up. Writing by adding: rows of the index may be split, each rank
-adds its own to a partial sum.
+Reading: a dimension that a single index reads from may be split, too; each rank reads its own part
+and takes zero elsewhere, so the parts add up. Adding at indices: rows of the index may be split;
+each rank adds its own rows to a partial sum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gather(case: Case) -> Signature | None:
 
 
 def _picking(case: Case, found: Signature | None, dim: int) -> Signature | None:
-    """Extend a signature: the dim that is picked from may be split."""
+    """Return a signature in which the dim that is read from may be split, too."""
     if found is None or case.inputs[0].dtype not in FLOATS or not case.shape:
         return found
     source = list(found.inputs[0])

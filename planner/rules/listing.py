@@ -1,4 +1,4 @@
-"""The rules as a readable list: each op's annotation, and its possible splits."""
+"""List of the rules for readers: each op's annotation, and its possible splits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .table import ALONG, ANNOTATED, LOSSES, REDUCTIONS, RULES
 
 @dataclass(frozen=True, slots=True)
 class RuleText:
-    """``annotation`` is empty if it depends on the arguments; ``splits`` then describes it."""
+    """Texts about an op's rule. ``annotation`` is empty if it depends on arguments: see
+    ``splits``."""
 
     op: str
     annotation: str
@@ -20,7 +21,7 @@ class RuleText:
 
 
 def list_rules(registered: Mapping[str, OpRule] | None = None) -> tuple[RuleText, ...]:
-    """List every op with a rule by name; ``registered`` are the user's, by their path."""
+    """Return the rules of all ops, by name; ``registered`` has the user's rules by op path."""
     found = [_described(name, text) for name, text in RULES]
     for path, rule in (registered or {}).items():
         found.append(RuleText(path, rule.annotation, describe_splits(rule.annotation)))
@@ -60,7 +61,7 @@ def describe_splits(annotation: str) -> str:
 
 
 def _letters(pattern: Pattern) -> tuple[list[str], list[str]]:
-    """Return the letters that every output keeps, and the letters that some output lacks."""
+    """Return the letters that every output has, and the letters that some output lacks."""
     listed = dict.fromkeys(token for operand in pattern.inputs for token in operand if token != "_")
     kept = [token for token in listed if all(token in output for output in pattern.outputs)]
     return kept, [token for token in listed if token not in kept]

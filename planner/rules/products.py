@@ -1,8 +1,8 @@
-"""The matrix products inside an op, by its local shapes.
+"""Matrix products inside an op, from its local shapes.
 
-In: an op's name, its two factors, its output. Out: (batch, m, n, k) of m×k by k×n, as
-``cost_model.ops.products`` prices them; none if the op is no product of two factors (an einsum of
-three operands, experts whose rows are assigned at run time).
+In: an op's name, its two factors, its output. Out: (batch, m, n, k) for m×k by k×n, as
+``cost_model.ops.products`` prices them; none if the op is not a product of two factors (an einsum
+of three operands, experts whose rows are assigned at run time).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Shape = tuple[int, ...]
 
 
 def matmul_product(name: str, first: Shape, second: Shape) -> Product | None:
-    """Return the product of two factors, batched if both are.
+    """Return the product of two factors of these shapes, batched if both are.
 
-    A factor of one dimension is a row, respectively a column. Batch dimensions of the first
-    factor alone are rows of one larger product, as PyTorch computes it.
+    A first factor of one dimension is a row, a second a column. If only the first factor has batch
+    dimensions, they are rows of a larger product, as PyTorch computes it.
 
     >>> matmul_product("linear", (2, 8, 16), (32, 16))
     (1, 16, 32, 16)
@@ -52,7 +52,7 @@ def _broadcast(first: Shape, second: Shape) -> int:
 
 
 def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
-    """Return the product that an einsum of two operands computes.
+    """Return the product that an einsum of two operands computes; None for other numbers.
 
     >>> einsum_product("bqhd,bkhd->bhqk", ((2, 5, 4, 8), (2, 7, 4, 8)))
     (8, 5, 7, 8)
@@ -78,14 +78,15 @@ def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
 
 
 def plain_product(node: Node, shapes: Sequence[tuple[int, ...]]) -> Product | None:
-    """Return the product of two factors of these shapes; None for an einsum with other operands."""
+    """Return the product of an op with factors of these shapes; None for an einsum of other
+    operands."""
     if packet(node.op) == "einsum":
         return einsum_product(str(argument(node, 0, "equation")), shapes)
     return matmul_product(packet(node.op), shapes[0], shapes[1])
 
 
 def product_factors(node: Node, count: int) -> tuple[int, ...]:
-    """Return the positions of a product's factors; other operands are added to it."""
+    """Return the positions of a product's factors among its operands; other operands are added."""
     name = packet(node.op)
     if name == "experts":
         return (0, 3, 4)
@@ -95,7 +96,7 @@ def product_factors(node: Node, count: int) -> tuple[int, ...]:
 
 
 def attention_products(node: Node, query: TensorSpec, key: TensorSpec) -> tuple[Product, ...]:
-    """Return (batch · heads, queries, keys, head size) of each kernel of an attention."""
+    """Return (batch · heads, queries, keys, head size) for each kernel of an attention."""
     heads, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
     if packet(node.op) != "balanced_attention":
         return ((heads, length, key.shape[-2], size),)
@@ -104,7 +105,7 @@ def attention_products(node: Node, query: TensorSpec, key: TensorSpec) -> tuple[
 
 
 def gradient_products(product: Product, *, first: bool, second: bool) -> tuple[Product, ...]:
-    """Return the products that compute the requested gradients of the factors.
+    """Return the products that compute the gradients of the ``first`` and ``second`` factor.
 
     The first gradient is the output's gradient times the second factor transposed, m×n by n×k; the
     second is the first factor transposed times the output's gradient, k×m by m×n.

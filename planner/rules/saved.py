@@ -1,7 +1,7 @@
-"""Tensors and bytes that autograd keeps of each op for its backward.
+"""Tensors and bytes that autograd keeps for the backward of each op.
 
-In: a node. Out: the tensors among its inputs and outputs that its backward reads, and other bytes
-kept (statistics, masks, log-probabilities). Source: PyTorch's tools/autograd/derivatives.yaml.
+In: a node. Out: its inputs and outputs that its backward reads, and other bytes kept (statistics,
+masks, log-probabilities). Source: PyTorch's tools/autograd/derivatives.yaml.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .table import packet
 _STATISTIC_BYTES = 4
 _INDEX_BYTES = 8
 _EXPERT_WIDTHS = 3
-"""Rows as wide as the first product that an expert keeps: its result and the activation's."""
+"""Widths of the first product kept per (token, expert): its result and the activation's values."""
 
 OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
     "others",
@@ -31,7 +31,8 @@ OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
 )
 
 _CHOOSING = ("max", "min", "median")
-"""Ops that keep their choice if they have one output, and its index if they have two."""
+"""Ops that choose an element: they save inputs and result, or only its index if they return it,
+too."""
 
 _KEPT = {
     OTHERS: (
@@ -79,10 +80,10 @@ _RULE = {op: rule for rule, ops in _KEPT.items() for op in ops.split()}
 
 
 def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
-    """Return the node's inputs and own outputs that its backward reads, each once.
+    """Return the node's inputs and outputs that its backward reads, each once.
 
     With ``graph``, only tensors that the required gradients read; without it every float input
-    counts as requiring one. Parameters are listed like any other input.
+    counts as requiring a gradient. Parameters are listed like any other input.
     """
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
@@ -99,7 +100,7 @@ def saved(node: Node, graph: Graph | None = None) -> tuple[Ref, ...]:
 
 
 def saved_inputs(node: Node, inputs: Sequence[TensorSpec] | None, *, count: int) -> tuple[int, ...]:
-    """Return the positions among ``node.inputs`` that the backward reads."""
+    """Return the positions in ``node.inputs`` of the tensors that the backward reads."""
     if node.rule is not None and node.rule.saved_bytes is not None:
         return ()
     wants = [True] * count if inputs is None else [spec.requires_grad for spec in inputs]
@@ -139,14 +140,14 @@ def saved_outputs(node: Node) -> tuple[int, ...]:
 
 
 def is_exponential(node: Node) -> bool:
-    """Return whether a power's exponent is a tensor: its gradient reads the result."""
+    """Return whether a power's exponent is a tensor: its gradient then reads the result."""
     return node.op != "aten.pow.Tensor_Scalar"
 
 
 def saved_extra_bytes(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> int:
-    """Return the bytes that autograd keeps besides inputs and outputs, at these (local) shapes."""
+    """Return the bytes that autograd keeps besides inputs and outputs, at these local shapes."""
     if not any(spec.requires_grad for spec in outputs):
         return 0
     if node.rule is not None and node.rule.saved_bytes is not None:
@@ -189,7 +190,7 @@ def saved_extra_bytes(
 def kept_extra_bytes(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> int:
-    """Return the bytes that a costly op's kernels return besides outputs, kept unless rerun."""
+    """Return the bytes besides outputs that selective recomputation keeps of a costly op."""
     if not writes_scores(node, inputs):
         return saved_extra_bytes(node, inputs, outputs)
     out = outputs[0]
@@ -198,10 +199,10 @@ def kept_extra_bytes(
 
 
 def writes_scores(node: Node, inputs: Sequence[TensorSpec]) -> bool:
-    """Return whether an attention runs as two products and a softmax, as for masks with a gradient,
+    """Return whether an attention runs as two products and a softmax: if its mask needs a gradient,
     which PyTorch's flash attention does not compute.
 
-    It keeps its own copies of queries, keys and values, and the softmax's result, in float32
+    It then keeps its own copies of queries, keys and values, and the softmax's result, in float32
     at least (``_scaled_dot_product_attention_math``, ATen/native/transformers/attention.cpp).
     """
     is_attention = packet(node.op) == "scaled_dot_product_attention"
@@ -214,9 +215,9 @@ def _num_scores(inputs: Sequence[TensorSpec]) -> int:
 
 
 def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
-    """Return the bytes of normalized values that a batch norm of rows on several ranks also keeps.
+    """Return the bytes of normalized values that a batch norm also keeps if ranks split its rows.
 
-    It is written out in elementary ops, for its statistics to be summed over the ranks
+    It is then written out in elementary ops, so that its statistics can be summed over the ranks
     (``passes.ops.batch_norm``).
     """
     split = [whole != own for whole, own in zip(node.spec.shape, out.shape, strict=True)]
@@ -225,13 +226,14 @@ def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
 
 
 def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
-    """The (token, expert) pairs that ``experts`` computes at these shapes, if routing is even."""
+    """Return the (token, expert) pairs that ``experts`` computes at these shapes, evenly routed."""
     held = inputs[3].shape[0]
     return int(inputs[1].numel * held / argument(node, 8, "num_experts", held))
 
 
 def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """Return whether an op can be skipped: a cast to the same dtype, or dropout without effect."""
+    """Return whether an op changes nothing, such as a cast to the same dtype or dropout with p =
+    0."""
     name = packet(node.op)
     if name == "to":
         return inputs[0].dtype == outputs[0].dtype and not node.kwargs.get("copy", False)
@@ -241,7 +243,7 @@ def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
 
 
 def _num_score_rows(node: Node, inputs: Sequence[TensorSpec]) -> int:
-    """Return the number of rows of scores in the last product of attention that is written out."""
+    """Return the number of rows of scores in the last product of a written-out attention."""
     product = plain_product(node, [inputs[at].shape for at in product_factors(node, len(inputs))])
     if product is None:
         return 0

@@ -1,9 +1,10 @@
-"""Tensors that share memory: the views of each storage.
+"""Tensors that share memory: the owner of the storage behind each view.
 
-In: a graph. Out: for each output the output that owns its memory. Strides followed through views
-decide whether a ``contiguous`` or ``reshape`` copies, and whether a product of matrices does, which
-wants its factors as rows or as a batch of matrices. Sources: at::detail::computeStride (PyTorch's
-ATen/TensorUtils.cpp), at::matmul (ATen/native/LinearAlgebra.cpp).
+In: a graph. Out: for each output the output that owns its memory. Strides are followed through
+views: they decide whether a ``contiguous`` or ``reshape`` copies, and whether a matrix product
+copies its factors, which it needs as rows or as a batch of matrices. Sources:
+at::detail::computeStride (PyTorch's ATen/TensorUtils.cpp), at::matmul
+(ATen/native/LinearAlgebra.cpp).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _PRODUCTS = frozenset(("linear", "matmul"))
 
 
 def storage_of(graph: Graph) -> Mapping[Key, Key]:
-    """Map each (node, output index) to the output that owns its memory (itself, if it is no view).
+    """Map each (node, output index) to the output that owns its memory: itself, unless it is a
+    view.
 
     An op's own copy of an input has the key ``copy_of``, and owns its memory.
     """
@@ -62,7 +64,7 @@ def storage_of(graph: Graph) -> Mapping[Key, Key]:
 
 
 def copy_of(name: str, position: int) -> Key:
-    """Return the key of an op's own copy of its input at a position."""
+    """Return the key of an op's own copy of its input at ``position``."""
     return name, -1 - position
 
 
@@ -97,7 +99,8 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
-    """The strides of a dense tensor whose dims lie in memory in ``order``, outermost first."""
+    """Return the strides of a dense tensor with its dims in memory in ``order``, outermost
+    first."""
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(order):
@@ -107,7 +110,7 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
 
 
 def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
-    """Return the strides of an output that is a view of the first input; None if it is no view."""
+    """Return the strides of an output that is a view of the first input; None if it is none."""
     name = packet(case.node.op)
     shape, target = case.shape, case.outputs[index].shape
     if is_identity(case.node, case.inputs, case.outputs):
@@ -138,7 +141,7 @@ def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
 
 
 def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides | None:
-    """Return the strides of a new tensor, if the op lays it out like an input.
+    """Return the strides of a new tensor that the op lays out like an input; None if row-major.
 
     Elementwise ops keep the order of the dims; attention keeps the order of the queries' dims.
     """
@@ -156,7 +159,7 @@ def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides 
 
 
 def is_dense(shape: Sequence[int], strides: Strides) -> bool:
-    """Return whether the strides are row-major (dims of size 1 do not matter)."""
+    """Return whether strides are row-major; strides of dims of size 1 do not matter."""
     return all(
         size == 1 or held == wanted
         for size, held, wanted in zip(shape, strides, contiguous(shape), strict=True)
@@ -164,7 +167,7 @@ def is_dense(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def reshaped(shape: Sequence[int], strides: Strides, target: Sequence[int]) -> Strides | None:
-    """Return the strides of a view in another shape; None if a copy is needed.
+    """Return the strides of a view with the shape ``target``; None if it needs a copy.
 
     >>> reshaped((2, 3, 4), (12, 4, 1), (6, 4)), reshaped((3, 2), (1, 3), (6,))
     ((4, 1), None)

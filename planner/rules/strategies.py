@@ -1,4 +1,4 @@
-"""Strategies of a node on one mesh axis."""
+"""Strategies of a node on one mesh axis, by the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = frozenset(name for name, _ in RULES)
 
 
 def has_rule(op: str) -> bool:
-    """Return whether an op can be split at all.
+    """Return whether an op has a rule, without which it is never split.
 
     >>> has_rule("aten.linear.default"), has_rule("aten.svd.default")
     (True, False)
@@ -27,7 +27,7 @@ def has_rule(op: str) -> bool:
 def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Return every strategy of ``node`` on one mesh axis of ``axis_size`` ranks, ``"I"`` last.
 
-    A parameter is held split or ``R``; an input, buffer or constant split or ``I``. Only dimensions
+    A parameter is split or ``R``; an input, buffer or constant is split or ``I``. Only dimensions
     that the axis divides are split; the caller checks splits of one dimension by several axes.
     """
     if node.kind != "op":
@@ -36,7 +36,7 @@ def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrat
 
 
 def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a node's op; for constants, how they could be computed."""
+    """Return the strategies of a node's op, also for a constant that an op computes."""
     nodes, refs = graph.by_name, node.inputs
     producers = [nodes[ref.name] for ref in refs]
     specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))
@@ -57,12 +57,12 @@ def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrateg
 
 
 def strategies_form(node: Node, graph: Graph) -> tuple[Any, ...]:
-    """Return the key of ``axis_strategies``: equal for the same op in equal layers."""
+    """Return a key that is equal for nodes with equal ``axis_strategies``, as in equal layers."""
     return op_form(node, graph) if node.kind == "op" else (node.kind, node.outputs)
 
 
 def op_form(node: Node, graph: Graph) -> tuple[Any, ...]:
-    """Return the key of ``op_strategies``."""
+    """Return a key that is equal for nodes with equal ``op_strategies``."""
     parts: list[Any] = [node.op, node.rule, node.outputs]
     for ref in node.inputs:
         producer = graph.by_name[ref.name]

@@ -1,4 +1,4 @@
-"""Rules of the ops whose dimensions depend on their arguments."""
+"""Rules of ops for which the correspondence of dimensions depends on the arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REDUCTION_NONE = 0
 
 
 def annotate(case: Case, annotation: str) -> Signature | None:
-    """Return the signature of an annotation on this node's shapes."""
+    """Return the signature of an annotation for the shapes of a node."""
     return bind(
         annotation,
         [spec.shape for spec in case.inputs],
@@ -154,7 +154,7 @@ def convolution(case: Case) -> Signature | None:
 
 
 def along(case: Case, position: int, default: int | None, *, is_linear: bool) -> Signature:
-    """The signature of an op that works along dims: any other dim is split in all tensors."""
+    """Return the signature of an op that works along dims: any other dim may be split."""
     whole = case.dims(position, "dims" if _takes_dims(case) else "dim", default)
     letters = letters_of(case.rank, whole)
     count = len(case.inputs)
@@ -170,7 +170,7 @@ def _takes_dims(case: Case) -> bool:
 
 
 def reduce(case: Case, position: int, *, is_sum: bool) -> Signature | None:
-    """Return a reduction's signature: sums, means of a split dim are partial, others keep it."""
+    """Return a reduction's signature: a split reduced dim gives partial sums, or is not allowed."""
     if len(case.inputs) != 1:
         return None
     kept = len(case.outputs[0].shape) == case.rank
@@ -191,7 +191,7 @@ def _has_dim(case: Case) -> bool:
 
 
 def elementwise_loss(case: Case, position: int) -> Signature | None:
-    """Return the signature of an elementwise loss: its mean or sum over a split dim is partial."""
+    """Return an elementwise loss's signature: its mean or sum over a split dim is partial."""
     reduction = case.argument(position, "reduction", _REDUCTION_MEAN)
     operands = ", ".join("*" for _ in case.inputs)
     return annotate(

@@ -1,8 +1,8 @@
-"""The rules as data: the correspondence of dimensions of each op, without its overload.
+"""The rules as data: how dimensions correspond in each op, listed without overloads.
 
-``ANNOTATED`` holds ops whose annotation is fixed (grammar: ``annotation.py``); ``ALONG`` ops that
-work along some dims and keep every dim; ``REDUCTIONS`` ops that remove dims; ``LOSSES`` losses of
-elements; ``STRUCTURED`` ops whose annotation depends on their arguments.
+``ANNOTATED`` has ops with a fixed annotation (grammar: ``annotation.py``); ``ALONG`` ops that work
+along some dims and keep every dim; ``REDUCTIONS`` ops that remove dims; ``LOSSES`` elementwise
+losses; ``STRUCTURED`` ops whose annotation depends on their arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ELEMENTWISE = frozenset(
 
 
 def _spatial() -> dict[str, str]:
-    """Return annotations of pooling and upsampling: batch and channels, for 1 to 3 spatial dims."""
+    """Return annotations of pooling and upsampling, whose 1 to 3 spatial dims are not split."""
     found: dict[str, str] = {}
     for count in (1, 2, 3):
         dims = "n c" + " _" * count
@@ -108,7 +108,7 @@ ALONG: dict[str, tuple[int, int | None, bool]] = {
     "diff": (2, -1, True),
     "glu": (1, -1, False),
 }
-"""Position of the dim argument, its default (None: required or all dims), linearity."""
+"""By op: position of the dim argument, its default (None: required or all dims), linearity."""
 
 REDUCTIONS: dict[str, tuple[int, bool]] = {
     "sum": (1, True),
@@ -131,7 +131,7 @@ REDUCTIONS: dict[str, tuple[int, bool]] = {
     "norm": (2, False),
     "linalg_vector_norm": (2, False),
 }
-"""Position of the dim argument, and whether a split reduced dim gives partial sums."""
+"""By op: position of the dim argument, and whether a split reduced dim gives partial sums."""
 
 LOSSES: dict[str, int] = {
     "mse_loss": 2,
@@ -143,7 +143,7 @@ LOSSES: dict[str, int] = {
     "binary_cross_entropy": 3,
     "binary_cross_entropy_with_logits": 4,
 }
-"""Position of the reduction argument."""
+"""By op: position of the reduction argument."""
 
 STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "to": structured.convert,
@@ -264,7 +264,7 @@ STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
 
 @lru_cache(maxsize=4096)
 def packet(op: str) -> str:
-    """Return an op's name without namespace and overload; in-place ops count as out-of-place.
+    """Return an op's name without namespace and overload, and without "_" if it is in-place.
 
     >>> packet("aten.add_.Tensor"), packet("aten.__and__.Tensor")
     ('add', '__and__')
@@ -277,7 +277,7 @@ def packet(op: str) -> str:
 
 
 def signature(case: Case) -> Signature | None:
-    """Return the signature of a node; None if its op has no rule for it."""
+    """Return the signature of a node; None if it has no rule that applies."""
     name = packet(case.node.op)
     if not case.inputs or not case.outputs:
         return None
@@ -320,4 +320,4 @@ def _listing() -> tuple[tuple[str, str], ...]:
 
 
 RULES = _listing()
-"""Every op with a rule, and its annotation, or a sentence if that depends on arguments."""
+"""Every op that has a rule, with its annotation, or a sentence if that depends on arguments."""

@@ -1,4 +1,4 @@
-"""Rules of the ops that move, repeat, cut or join dimensions."""
+"""Rules of ops that move, repeat, cut or join dimensions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from .annotation import Letters, Shape, Signature
 from .case import Case, letters_of, linear
 
 _LARGEST = 2**63 - 1
-"""The ``end`` of a slice without an end."""
+"""Value of ``end`` in a slice without an end."""
 
 
 def match_dims(source: Shape, target: Shape) -> tuple[Letters, Letters]:
-    """The letters of a reshape: dimensions of both shapes with one letter carry the same split.
+    """Return the letters of a reshape: dimensions with the same letter carry the same split.
 
-    The shapes fall into groups of equal products; in each the outermost dimensions (of size above
-    1) correspond: a contiguous part of one is a contiguous part of the other.
+    The shapes fall into groups of dimensions with equal products; in each group the outermost
+    dimensions (of size above 1) correspond: a contiguous part of one is a contiguous part of the
+    other.
 
     >>> match_dims((2, 6, 8), (12, 4, 2))
     (('d0', None, 'd2'), ('d0', 'd2', None))
@@ -85,7 +86,7 @@ def repeat_interleave(case: Case) -> Signature | None:
 
 
 def moved_order(case: Case) -> tuple[int, ...] | None:
-    """Return, for an op that permutes dims, the input's dim at each place of the output."""
+    """Return, for an op that permutes dims, the input dim at each output dim; None for others."""
     name = case.node.op.split(".")[1]
     order = list(range(case.rank))
     if name == "permute":
@@ -106,7 +107,7 @@ def moved_order(case: Case) -> tuple[int, ...] | None:
 
 
 def _moved(sources: Shape, targets: Shape, rank: int) -> tuple[int, ...]:
-    """Return the order of dims after ``movedim``.
+    """Return the order of the input's dims after ``movedim``.
 
     >>> _moved((0,), (2,), 3)
     (1, 2, 0)

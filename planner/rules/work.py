@@ -1,11 +1,11 @@
-"""Work of each op: FLOPs and memory traffic, at local shapes.
+"""Work of each op, FLOPs and memory traffic, at local shapes.
 
-FLOPs count a multiply-add as two. For products, of M×K by K×N: 2MNK forward, and 2MNK backward for
-each factor with a gradient. Attention of B×H heads over S queries and T keys: 4·B·H·S·T·D forward
-(half when causal), 2.5 times that backward, where the scores are recomputed (Dao 2023,
-FlashAttention-2, section 3). Bytes are a kernel's necessary reads and writes, each once. Products
-are (batch, m, n, k) of m×k by k×n: for each factor with a gradient the backward has a product of
-the same three sizes, m×n by n×k or k×m by m×n.
+FLOPs count a multiply-add as two. Products of M×K by K×N: 2MNK in the forward, and 2MNK in the
+backward for each factor with a gradient. Attention of B×H heads over S queries and T keys:
+4·B·H·S·T·D in the forward (half if causal), 2.5 times that in the backward, which recomputes the
+scores (Dao 2023, FlashAttention-2, section 3). Bytes are a kernel's necessary reads and writes,
+each once. Products are (batch, m, n, k) of m×k by k×n: for each factor with a gradient the backward
+has a product of the same three sizes, m×n by n×k or k×m by m×n.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Work:
     """An op's work on one rank, forward and backward.
 
     ``products_*`` are its plain matrix products; for fused attention (batch · heads, queries, keys,
-    head size). ``kernels_*`` are the kernels that a host issues for it. ``drawn`` is the number of
-    its random numbers, drawn forward and again backward.
+    head size). ``kernels_*`` is the number of kernels that the host issues. ``drawn`` is the number
+    of random numbers, drawn in the forward and again in the backward.
     """
 
     family: Family
@@ -50,7 +50,7 @@ class Work:
 
 
 FAMILIES_FUSED: frozenset[Family] = frozenset(("norm", "elementwise", "copy", "reduction", "view"))
-"""The families of ops whose kernels a compiler generates, and so can fuse."""
+"""Families of ops whose kernels a compiler generates, and so can fuse."""
 
 _FREE: Work = Work("view", 0, 0, 0, 0, kernels_forward=0, kernels_backward=0)
 
@@ -109,10 +109,10 @@ _FLOPS_PER_ELEMENT: dict[Family, tuple[int, int]] = {
 }
 _ATTENTION_BACKWARD = 2.5
 _BALANCED_KERNELS = 5, 11
-"""Kernels of balanced attention. Forward: two of attention, two copies of sent values, one of both
-results together. Backward: two of attention, two copies of sent values, one of the queries'
-gradients together; two for keys and two for values that pad the second attention's gradients, and
-the sum. Bytes count the copies."""
+"""Kernels of balanced attention. Forward: two of attention, two copies of sent values, one to join
+both results. Backward: two of attention, two copies of sent values, one to join the queries'
+gradients; two for keys and two for values that pad the second attention's gradients, and the sum.
+Bytes count the copies."""
 
 
 def family_of(node: Node) -> Family:
@@ -121,14 +121,14 @@ def family_of(node: Node) -> Family:
 
 
 def family_named(name: str) -> Family:
-    """Return the family of an op by its name; an unknown op is taken as elementwise."""
+    """Return the family of an op by its name; unknown ops count as elementwise."""
     return _FAMILY.get(name, "elementwise")
 
 
 def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """Return the work of a node at these local shapes, in the order of its inputs.
+    """Return the work of a node at the local shapes of its inputs and outputs.
 
-    Whether gradients are computed is read from ``requires_grad`` of the specs.
+    The ``requires_grad`` of the specs decides which gradients are computed.
     """
     family = family_of(node)
     if node.kind != "op" or not outputs or is_identity(node, inputs, outputs):
@@ -162,7 +162,7 @@ def work(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 def _fused(
     node: Node, fused: Fused, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> Work:
-    """Return an op's part of a fused kernel: its memory traffic, and its FLOPs."""
+    """Return an op's share of a fused kernel's work: its memory traffic and its FLOPs."""
 
     def moved(specs: Sequence[TensorSpec], positions: Sequence[int]) -> int:
         return sum(specs[position].num_bytes for position in positions)
@@ -190,7 +190,7 @@ def _fused(
 def _fused_flops(
     node: Node, fused: Fused, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> tuple[int, int]:
-    """Return the FLOPs of an op in a fused kernel, forward and backward.
+    """Return the FLOPs of an op in a fused kernel, in forward and backward.
 
     The efficiency of attention includes its softmax, so only its products count.
     """
@@ -203,7 +203,7 @@ def _fused_flops(
 
 
 def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> tuple[Product, ...]:
-    """Return a product of attention that is written out, as (batch, queries, keys, head size)."""
+    """Return a product of written-out attention, as (batch, queries, keys, head size)."""
     if not fused.is_attention or family_of(node) != "matmul":
         return ()
     found = plain_product(node, [spec.shape for spec in inputs])
@@ -214,7 +214,7 @@ def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> t
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
-    """The number of backward kernels: one per gradient, or one or two for joint gradients."""
+    """Return the number of backward kernels: one per gradient, or one or two for all gradients."""
     if family in ("matmul", "conv", "elementwise"):
         return num_wanted
     return min(num_wanted, 2 if family == "norm" else 1)
@@ -243,7 +243,7 @@ def _products(
 def _expert_products(
     node: Node, inputs: Sequence[TensorSpec], wanted: Sequence[int]
 ) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Return the products of each expert's rows with its weights, in turn, if routing is even."""
+    """Return the products of an expert layer, forward and backward, with even routing."""
     forward: list[Product] = []
     backward: list[Product] = []
     widths, experts = inputs[0].shape[-1], inputs[3].shape[0]
@@ -263,9 +263,10 @@ def _expert_products(
 
 
 def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """The work of a registered op: its own estimate, or the estimate for its annotation's product.
+    """Return the work of a registered op: the user's estimate, or an estimate by its annotation's
+    product.
 
-    The backward counts twice, as for a product of two factors.
+    The backward counts twice the forward, as for a product of two factors.
     """
     signature = bind(rule.annotation, [s.shape for s in inputs], [s.shape for s in outputs])
     kept = {letter for letters in signature.outputs for letter in letters} if signature else set()
@@ -285,8 +286,8 @@ def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[Te
 
 
 def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """Return the work of a view: free forward; backward a cut pads its gradient with zeros, an
-    expansion sums it."""
+    """Return the work of a view: no forward; in the backward a cut pads its gradient with zeros,
+    and an expansion sums it."""
     source, made = inputs[0], sum(spec.num_bytes for spec in outputs)
     name = packet(node.op)
     if not (source.requires_grad and any(spec.requires_grad for spec in outputs)):
@@ -335,7 +336,7 @@ def _bytes(
 
 def _product_bytes(node: Node, inputs: Sequence[TensorSpec], made: int, wanted: list[int]) -> int:
     """Return the backward bytes of a product: for each gradient, reads of the output's gradient and
-    the other factor, and its write."""
+    the other factor, and the write of the gradient."""
     factors = product_factors(node, len(inputs))
     total = 0
     for position in wanted:
@@ -387,7 +388,7 @@ def _product_flops(
 
 
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
-    """Return whether an attention is causal and this rank has a part of its queries' positions."""
+    """Return whether an attention is causal and this rank has a part of the query positions."""
     return (
         packet(node.op) == "scaled_dot_product_attention"
         and bool(argument(node, 5, "is_causal", False))

@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables of actions, their list and their checks."""
+"""Pipeline schedules as tables of actions: their orders, their catalogue and their checks."""

@@ -1,9 +1,9 @@
-"""The list of pipeline schedules: description, source, bubble and memory of each.
+"""Catalogue of pipeline schedules: description, source, bubble and memory of each.
 
-``bubble`` and ``memory`` are the published formulas, for D ranks, N micro-batches and K chunks per
-rank, times F, I and W of a rank's forward, input and weight backward of one micro-batch (B = I +
-W), equal on all ranks, and no communication. Memory is in the activations of one micro-batch on one
-rank, a chunk's counting 1/K. Tests hold tables and simulations to both.
+``bubble`` and ``memory`` are the published formulas for D ranks, N micro-batches and K chunks per
+rank, where a rank's forward, input backward and weight backward of a micro-batch take F, I and W (B
+= I + W), equal on all ranks, without communication. The unit of memory is a rank's activations of
+one micro-batch; a chunk's count 1/K. Tests check tables and simulations against both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Family = Literal["synchronous", "asynchronous", "inference"]
 
 
 class Size(NamedTuple):
-    """Parameters of a schedule."""
+    """Parameters of a schedule: the numbers that its order of actions depends on."""
 
     num_ranks: int
     num_microbatches: int
@@ -48,11 +48,11 @@ class Size(NamedTuple):
 
 
 Orders = Callable[[Size], Table]
-"""Function that returns the compute actions of each pipeline rank, in order."""
+"""Function that returns the compute actions of each pipeline rank in order."""
 
 
 class InFlight(Protocol):
-    """Function (num_stages, num_microbatches, stage) → most micro-batches with activations held.
+    """Function (num_stages, num_microbatches, stage) → most micro-batches that the stage holds.
 
     Schedules with chunks also take their number per rank.
     """
@@ -64,10 +64,10 @@ class InFlight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleInfo:
-    """A schedule by name. ``chunks``: the least and most stages per rank that it takes.
+    """Description of a schedule. ``chunks``: minimum and maximum stages per rank.
 
-    Synchronous schedules give one device's result exactly; asynchronous schedules update with older
-    or newer weights, by ``weights`` (see ``cost_model.simulator.actions.weight_versions``).
+    Synchronous schedules give one device's result exactly; asynchronous schedules compute gradients
+    at older or newer weights, see ``weights`` (``cost_model.simulator.actions.weight_versions``).
     """
 
     name: str
@@ -87,11 +87,11 @@ class ScheduleInfo:
 
 
 MANY = 2**31
-"""Number of chunks without limit."""
+"""Maximum number of chunks of a schedule that does not limit it."""
 
 
 def _held(actions: Iterable[Action], stage: int) -> int:
-    """Return the most micro-batches of ``stage`` between forward and (weight) backward."""
+    """Return the most micro-batches of ``stage`` between a forward and its (weight) backward."""
     held = most = 0
     for action in actions:
         if action.stage == stage:
@@ -104,7 +104,7 @@ def _held(actions: Iterable[Action], stage: int) -> int:
 
 
 def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
-    """Return a function that counts micro-batches in flight in the schedule's own table."""
+    """Return an ``in_flight`` function that counts in the table that ``orders`` makes."""
 
     def in_flight(
         num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
@@ -119,13 +119,13 @@ def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """The most micro-batches that the two stages of Chimera's rank ``stage`` hold at once."""
+    """Return the most micro-batches held at once by the two stages of Chimera's rank ``stage``."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 
 @lru_cache(maxsize=16)
 def _held_both_ways(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return ``_both_ways`` of every rank."""
+    """Return the result of ``_both_ways`` for every rank."""
     most = []
     for row in chimera(num_stages, num_microbatches):
         held = accumulate(1 if action.kind == FORWARD else -1 for action in row)
@@ -324,8 +324,8 @@ INFERENCE = (
 SCHEDULES: Mapping[str, ScheduleInfo] = {
     info.name: info for info in (*SYNCHRONOUS, *ASYNCHRONOUS, *INFERENCE)
 }
-"""Every schedule by its name. ``request`` lists the schedules of ``plan --parallel schedule=``;
+"""All schedules by name. ``request`` lists the schedules for ``plan --parallel schedule=``;
 ``simulate`` accepts all that train."""
 
 LOOPED = tuple(name for name, info in SCHEDULES.items() if info.chunks[1] == MANY)
-"""Schedules with any number of stages per rank, stage ``s`` on rank ``s % num_ranks``."""
+"""Schedules with any number of stages per rank; stage ``s`` is on rank ``s % num_ranks``."""

@@ -1,9 +1,9 @@
-"""Static checks of an action table: no action is missing, and no rank deadlocks.
+"""Static checks of an action table: actions are complete and in order, and no rank deadlocks.
 
-In: a Schedule. Out: nothing if it is sound, else a PlanError that names the first action at fault.
-The rules are stricter than the interpreter's: a compute action needs its own rank's earlier
-results, a receive blocks all later actions of its rank until its message has been sent (on a GPU it
-may), and a send never waits.
+In: a Schedule. Out: nothing if it is sound, else a PlanError that names the first wrong action. The
+rules are stricter than the interpreter's: a compute action needs earlier results of its own rank, a
+receive blocks all later actions of its rank until its message has been sent (on a GPU it may), and
+a send never waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..errors import PlanError
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise PlanError if the table is not a correct training (or inference) step."""
+    """Raise PlanError if a schedule's table is not a correct training (or inference) step."""
     trains = any(a.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for a in row)
     _check_ownership(schedule)
     _check_passes(schedule, trains)
@@ -48,11 +48,11 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage the most micro-batches whose activations are held at once.
+    """Return, for each stage, the most micro-batches whose activations it holds at once.
 
-    A micro-batch is held from its forward to its backward (its weight backward where the backward
-    is split); without a backward it is held during its forward only. A sliced micro-batch counts
-    while any of its slices is held.
+    A micro-batch is held from its forward to its backward (to its weight backward if the backward
+    is split); without a backward, during its forward only. A sliced micro-batch counts while any of
+    its slices is held.
     """
     peaks = [0] * schedule.num_stages
     for row in schedule.table:
@@ -63,7 +63,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most micro-batches that its stages hold at once in total."""
+    """Return, for each rank, the most micro-batches that its stages together hold at once."""
     return tuple(
         max((sum(held.values()) for held in _held_through(row)), default=0)
         for row in schedule.table
@@ -71,7 +71,7 @@ def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _held_through(row: Row) -> Iterator[Counter[int]]:
-    """Yield by stage the number of held micro-batches, during each forward of the row."""
+    """Yield, during each forward of the row, the number of held micro-batches by stage."""
     held: Counter[int] = Counter()
     slices: Counter[tuple[int, int]] = Counter()
     frees = {(a.stage, a.microbatch) for a in row if a.kind in (BACKWARD, WEIGHT_BACKWARD)}
@@ -89,9 +89,9 @@ def _held_through(row: Row) -> Iterator[Counter[int]]:
 
 
 def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iterator[Action]:
-    """Yield the actions that must be done before ``action``: a receive stands for its message.
+    """Yield the actions that must precede ``action``; a receive stands for its message.
 
-    ``split`` holds the input backwards of the table.
+    ``split`` is the set of all input backwards in the table.
     """
     kind, stage, m, part = action
     ranks, wiring = schedule.stage_rank, schedule.wiring
@@ -121,7 +121,7 @@ def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iter
 
 
 def _gradient(split: Set[Action], stage: int, microbatch: int, part: int) -> Action:
-    """Return the action of a stage that computes the gradients of its inputs."""
+    """Return the action by which a stage computes input gradients: a whole or an input backward."""
     half = Action(INPUT_BACKWARD, stage, microbatch, part)
     return half if half in split else half._replace(kind=BACKWARD)
 
@@ -144,7 +144,7 @@ def _check_ownership(schedule: Schedule) -> None:
 
 
 def _check_passes(schedule: Schedule, trains: bool) -> None:
-    """Check that each slice of each micro-batch passes each model part once, forward first."""
+    """Check that each slice of each micro-batch passes each model part exactly once."""
     positions = [_positions(schedule, row) for row in schedule.table]
     stages: dict[int, list[int]] = {}
     for stage in range(schedule.num_stages):
@@ -170,7 +170,7 @@ def _check_passes(schedule: Schedule, trains: bool) -> None:
 def _check_pass(
     schedule: Schedule, position: Mapping[Action, int], forward: Action, *, trains: bool
 ) -> None:
-    """Check that a forward is followed by its backward, or by the two halves, in order."""
+    """Check that a forward is followed by its backward, or by the backward's halves in order."""
     whole = forward._replace(kind=BACKWARD)
     halves = (forward._replace(kind=INPUT_BACKWARD), forward._replace(kind=WEIGHT_BACKWARD))
     if forward not in position:
@@ -202,7 +202,7 @@ def _positions(schedule: Schedule, row: Row) -> dict[Action, int]:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Check that each send has its receives, and each receive a send of each source stage."""
+    """Check that each send has its receives, and each receive a send by each of its sources."""
     sent: Counter[tuple[int, Action]] = Counter()
     received: Counter[tuple[int, Action]] = Counter()
     for row in schedule.table:
@@ -230,11 +230,11 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def sends_under_way(schedule: Schedule) -> int:
-    """Return how many sends between two ranks may be pending before the next waits, so that the
-    table runs to its end.
+    """Return the number of unreceived sends that a rank must be allowed to have to another rank
+    before its next send waits, so that the table completes.
 
-    The result is the least sufficient power of two. It bounds the messages that a rank keeps,
-    however far its host runs ahead.
+    The result is rounded up to a power of two. It bounds the messages that a rank keeps, however
+    far its host runs ahead.
 
     >>> from .schedules import build_schedule
     >>> sends_under_way(build_schedule("1f1b", 4, 16))
@@ -249,8 +249,8 @@ def sends_under_way(schedule: Schedule) -> int:
 
 
 def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
-    """Run the table; describe where ranks are stuck. With ``under_way`` a send waits until fewer
-    than so many sends of its rank to the same rank are pending."""
+    """Simulate the table; describe the actions at which ranks are stuck. With ``under_way``, a send
+    waits until fewer than that many sends of its rank to the same rank are unreceived."""
     ranks = schedule.stage_rank
     split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}
     done: set[Action] = set()
@@ -288,19 +288,19 @@ def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
 
 
 def _senders_of(receive: Action, schedule: Schedule) -> tuple[int, ...]:
-    """Return the stages of other ranks whose messages a receive takes."""
+    """Return the stages on other ranks whose messages ``receive`` takes."""
     return schedule.messages[receive.kind == RECV_BACKWARD][receive.stage]
 
 
 def _receives_of(send: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """Return the receives of other ranks that take a message."""
+    """Return the receives on other ranks that take the message of ``send``."""
     return matching_receives(send, schedule.messages)
 
 
 def _check_step(schedule: Schedule) -> None:
-    """Check that each stage reduces after the last backward of each update, and steps after that.
+    """Check that each stage has a REDUCE after the last backward of each update, then a STEP.
 
-    All stages update equally often, and synchronous schedules once.
+    All stages update equally often; with a synchronous schedule, once.
     """
     updates = set()
     for stage, rank in enumerate(schedule.stage_rank):
@@ -325,7 +325,7 @@ def _check_step(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """Check that no action needs weights that its stage has not made yet."""
+    """Check that no action uses a version of its stage's weights that does not exist yet."""
     if schedule.weights == "flushed":
         return
     versions = weight_versions(schedule)

@@ -1,9 +1,9 @@
-"""Micro-batches that a schedule's stages hold at once, by the part of their backward still to run.
+"""Micro-batches that stages of a schedule hold at once, by the half of their backward still to run.
 
 In: a schedule, the numbers of stages and micro-batches. Out: for each stage the pairs
-(micro-batches before their backward, micro-batches before their weight gradients only) that are
-held at some time, without dominated pairs. A schedule that does not split backwards has one pair,
-with 0 of the latter.
+(micro-batches whose backward has not begun, micro-batches that wait for weight gradients only) that
+are held at some time, without dominated pairs. A schedule that does not split backwards has a
+single pair, with 0 as the second number.
 
 >>> half_pairs("1f1b", 1, 3, 8), half_pairs("zb-h1", 3, 3, 8), half_pairs("zb-h1", 1, 3, 8)
 (((1, 0),), ((3, 0), (2, 1)), ((1, 2), (0, 3)))
@@ -35,12 +35,12 @@ from .schedules import compute_orders, find_schedule, in_flight
 HalfPairs = tuple[tuple[int, int], ...]
 
 MANY_TIMES = 4
-"""Micro-batches per stage beyond which no more are held, so tables need not be longer."""
+"""Ratio of micro-batches to stages beyond which no more are held, and tables need not be longer."""
 
 
 @lru_cache(maxsize=64)
 def splits(name: str) -> bool:
-    """Return whether a schedule defers weight gradients.
+    """Return whether a schedule splits backwards and defers the weight gradients.
 
     >>> splits("zb-h2"), splits("eager-1f1b")
     (True, False)
@@ -52,7 +52,9 @@ def splits(name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) -> HalfPairs:
-    """The pairs of a stage with ``depth`` stages to come, itself included, one stage per rank."""
+    """Return the non-dominated pairs (micro-batches before their backward, micro-batches with
+    deferred weight gradients) that a stage holds at some time; ``depth``: its stages to the end,
+    itself included."""
     if not splits(name):
         return ((in_flight(name, depth, num_stages, num_microbatches), 0),)
     if num_stages == 1:
@@ -66,7 +68,7 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
 def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[HalfPairs, ...]:
-    """Return the pairs of every stage, from the schedule's table."""
+    """Return the pairs of every stage as ``half_pairs`` does, counted in the schedule."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):
@@ -92,17 +94,17 @@ def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
 
 
 def is_split(pairs: HalfPairs) -> bool:
-    """Return whether weight gradients are deferred."""
+    """Return whether the pairs belong to a schedule that defers weight gradients."""
     return any(late for _, late in pairs)
 
 
 def most_held(pairs: HalfPairs) -> int:
-    """Return the most micro-batches held at once, of either sort."""
+    """Return the most micro-batches held at once, whichever half they wait for."""
     return max(waiting + late for waiting, late in pairs)
 
 
 def held_bytes(pairs: HalfPairs, kept_bytes: float, late_bytes: float) -> float:
-    """Return the most bytes held at once, given a micro-batch's bytes before either half.
+    """Return the most bytes held at once. A micro-batch holds ``kept_bytes``, then ``late_bytes``.
 
     >>> held_bytes(((3, 0), (2, 1)), 10.0, 20.0)
     40.0
@@ -111,25 +113,25 @@ def held_bytes(pairs: HalfPairs, kept_bytes: float, late_bytes: float) -> float:
 
 
 KEPT_ON_GLOO = 4
-"""Messages to each receiver that a sender on gloo keeps at least before its host waits for the
+"""Least number of messages per receiver that a gloo sender keeps before its host waits for the
 oldest. On a GPU the host does not wait, so the schedule's own bound suffices."""
 
 Pair = tuple[int, int]
-"""The sending and the receiving stage; gradients go from a later to an earlier stage."""
+"""Sending and receiving stage of a message; gradients go to an earlier stage."""
 
 _Unit = tuple[bool, int, int, int]
-"""An activation (or a gradient), the receiving stage, the micro-batch, the slice."""
+"""Key of a message: whether it is an activation, its receiving stage, micro-batch and slice."""
 
 
 def sends_kept(schedule: Schedule, *, is_gpu: bool) -> int:
-    """Return the largest number of messages to one receiver that a rank keeps."""
+    """Return the most sent messages per receiver that a rank keeps in memory."""
     most = sends_under_way(schedule)
     return most if is_gpu else max(most, KEPT_ON_GLOO)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBytes:
-    """The bytes of a micro-batch's messages, on a device of the sending and of the receiving stage.
+    """Bytes of a micro-batch's messages by pair of stages, on a device of sender and receiver.
 
     A pair of stages without an entry sends nothing.
     """
@@ -141,9 +143,9 @@ class MessageBytes:
 def messages_held(
     schedule: Schedule, rank: int, sizes: MessageBytes, most: int
 ) -> Iterator[tuple[Action, float]]:
-    """Yield the actions of a rank except sends and receives, with the bytes of messages held.
+    """Yield a rank's actions except sends and receives, with the bytes of messages held in each.
 
-    Of two stages on two ranks, one message of 8 bytes kept at a time:
+    Example: two stages on two ranks that exchange messages of 8 bytes and keep one:
 
     >>> from .schedules import build_schedule
     >>> sizes = MessageBytes({(0, 1): 8.0, (1, 0): 8.0}, {(0, 1): 8.0, (1, 0): 8.0})
@@ -165,7 +167,7 @@ def messages_held(
 
 @dataclass
 class _Walk:
-    """A rank at some point of its row."""
+    """Messages that a rank holds at some action of its row, updated action by action."""
 
     schedule: Schedule
     rank: int
@@ -189,7 +191,7 @@ class _Walk:
             self.expected[other] = deque(sends) if other != self.rank else deque()
 
     def post(self, receive: Action) -> None:
-        """Receive a stage's messages, and all that their senders send before."""
+        """Receive the messages for ``receive``, and all messages that their senders sent before."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
         for source in self.senders.get((receive.stage, is_forward), ()):
@@ -207,7 +209,7 @@ class _Walk:
             self._wait(send, pair, self.sizes.taken[pair])
 
     def send(self, action: Action) -> None:
-        """Keep a message to each rank that takes it; drop the oldest beyond the limit."""
+        """Keep a message to each rank that receives it; drop the oldest beyond the limit."""
         for peer in dict.fromkeys(self.schedule.stage_rank):
             pairs = self._to(action, peer) if peer != self.rank else ()
             if not pairs:
@@ -217,14 +219,14 @@ class _Walk:
             self.num_bytes += kept[-1] - (kept.popleft() if len(kept) > self.most else 0.0)
 
     def take(self, action: Action) -> None:
-        """Hand over a stage's inputs: they no longer count as messages."""
+        """Remove the messages that an action consumes as its inputs."""
         if action.kind in (FORWARD, BACKWARD, INPUT_BACKWARD):
             is_forward = action.kind == FORWARD
             unit = is_forward, action.stage, action.microbatch, action.slice
             self.num_bytes -= self.waiting.pop(unit, 0.0)
 
     def give(self, action: Action) -> None:
-        """Keep the results of an action for other stages of the rank."""
+        """Keep the results of an action that other stages of the same rank read."""
         if action.kind in (FORWARD, BACKWARD, INPUT_BACKWARD):
             for pair in self._to(action, self.rank):
                 self._wait(action, pair, self.sizes.taken[pair])
@@ -236,10 +238,10 @@ class _Walk:
         self.num_bytes += size
 
     def _to(self, made: Action, rank: int) -> Sequence[Pair]:
-        """Return the messages from an action's results to the stages of a rank."""
+        """Return the (sender, receiver) pairs of an action's messages to stages of ``rank``."""
         return self.takers.get((made.stage, made.kind in (FORWARD, SEND_FORWARD), rank), ())
 
     def _share(self, action: Action) -> float:
-        """Return the share of one slice in a micro-batch's message."""
+        """Return the fraction of a micro-batch's message that a slice makes up."""
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1.0

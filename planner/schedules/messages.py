@@ -1,10 +1,10 @@
-"""Complete tables from compute orders: sends, receives and the step, by one rule.
+"""Completion of compute orders to tables: sends, receives and the step are added by one rule.
 
 A result is sent right after it is computed, and a receive is posted right before the forward or
-backward that needs its message. So the table runs to its end even if a posted receive blocks all
-later actions of its rank until it is served, as it may on a GPU. Receives may be posted some
-forwards and backwards ahead, which hides more of the messages and requires devices whose later work
-can overtake a receive. If a stage needs several others, one receive stands for all of them.
+backward that needs its message. So the table completes even if a posted receive blocks all later
+actions of its rank until it is served, as it may on a GPU. Receives may be posted several forwards
+and backwards ahead, which hides more of the messages but requires devices whose later work can
+overtake a receive. If a stage needs messages of several stages, one receive stands for all.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ...cost_model.simulator.actions import (
 )
 
 WAITING = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
-"""Actions that may need a message first."""
+"""Kinds of actions that may need a message first."""
 
 
 def complete(
     orders: Table, *, ahead: int = 0, edges: Edges | None = None, parts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], Table]:
-    """The owner of each stage, and the table of compute ``orders`` with all other actions added.
+    """Return the rank of each stage, and the table: ``orders`` with all other actions added.
 
     A receive is posted ``ahead`` forwards and backwards before the action that needs it. ``parts``:
-    see ``Schedule``. Rows that have a STEP already get none.
+    see ``Schedule``. Rows that already have a STEP get no further one.
     """
     owner = {action.stage: rank for rank, row in enumerate(orders) for action in row}
     stage_rank = tuple(owner[stage] for stage in range(len(owner)))
@@ -52,7 +52,7 @@ def complete(
 
 
 def _with_messages(row: Row, remote: Wiring, ahead: int) -> list[Action]:
-    """Add receives before and sends after the compute actions of a row.
+    """Return a row with receives before and sends after its compute actions.
 
     ``remote`` connects stages of different ranks only.
     """
@@ -75,7 +75,7 @@ def _with_messages(row: Row, remote: Wiring, ahead: int) -> list[Action]:
 
 
 def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
-    """Yield for each forward and backward its receive, if any."""
+    """Yield, for each forward and backward of a row, its receive, or None if it needs none."""
     for kind, stage, m, part in row:
         if kind in WAITING:
             needs = remote.producers[stage] if kind == FORWARD else remote.consumers[stage]
@@ -84,11 +84,11 @@ def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
 
 
 def _with_step(row: Sequence[Action], parts: Sequence[int]) -> Row:
-    """Append REDUCE and then STEP of each trained stage.
+    """Return a row with REDUCE and then STEP of each trained stage appended.
 
-    A reduction may wait for other ranks (parameters that several stages hold, replicas of a stage),
-    so no action that those ranks wait for comes after it, and all ranks process the parts of the
-    model in the same order.
+    A reduction may wait for other ranks (for parameters that several stages hold, or replicas of a
+    stage). So it comes after all actions that those ranks wait for, and all ranks reduce the parts
+    of the model in the same order.
     """
     if any(action.kind == STEP for action in row):
         return tuple(row)

@@ -1,4 +1,4 @@
-"""The orders in which pipeline ranks compute, one short pure function per schedule.
+"""Orders in which pipeline ranks compute: one short pure function per schedule.
 
 In: the numbers of pipeline ranks, micro-batches and chunks (stages per rank; stage ``s`` is on rank
 ``s % num_ranks``). Out: each rank's compute actions in order, without messages.
@@ -26,9 +26,9 @@ from ...cost_model.simulator.actions import (
 
 
 def depths(wiring: Wiring) -> tuple[int, ...]:
-    """Return for each stage the number of stages on the longest path to an end, itself included.
+    """Return, for each stage, the number of stages on the longest path to an end, itself included.
 
-    In a chain it is ``num_stages - stage``: 1F1B starts as many before its backwards.
+    In a chain it is ``num_stages - stage``, the forwards of 1F1B before its first backward.
 
     >>> depths(Wiring.of(4, ((0, 1), (1, 3), (2, 3))))
     (3, 2, 2, 1)
@@ -40,7 +40,7 @@ def depths(wiring: Wiring) -> tuple[int, ...]:
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
-    """All forwards, then all backwards. Source: Huang et al. 2019, GPipe, figure 2c."""
+    """Order all forwards before all backwards. Source: Huang et al. 2019, GPipe, figure 2c."""
     return tuple(
         tuple(Action(FORWARD, stage, m) for m in range(num_microbatches))
         + tuple(Action(BACKWARD, stage, m) for m in range(num_microbatches))
@@ -51,9 +51,9 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 def one_forward_one_backward(
     num_ranks: int, num_microbatches: int, *, eager: int = 1, depth: Sequence[int] = ()
 ) -> Table:
-    """1F1B; ``eager=2`` warms up with twice as many forwards.
+    """Order actions as 1F1B; ``eager=2`` doubles the forwards of the warm-up.
 
-    ``depth`` of each stage, see ``depths``; a chain's by default.
+    ``depth`` has the depth of each stage, see ``depths``; by default the stages form a chain.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
     (arXiv:2211.05322), section 4.
@@ -69,7 +69,7 @@ def one_forward_one_backward(
 
 
 def inference(num_ranks: int, num_microbatches: int) -> Table:
-    """Forwards only."""
+    """Order the forwards of an inference step."""
     return tuple(
         tuple(Action(FORWARD, stage, m) for m in range(num_microbatches))
         for stage in range(num_ranks)
@@ -77,11 +77,12 @@ def inference(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """1F1B over the chunks of each rank: micro-batches go in rounds through chunk after chunk.
+    """Order actions as interleaved 1F1B: rounds of micro-batches pass chunk after chunk of a rank.
 
-    A rank warms up with the rounds that its later chunks need, and twice its distance to the
-    last rank. A round is ``num_ranks`` micro-batches, or equal parts of a remainder.
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4 bottom.
+    A rank's warm-up is the rounds of all chunks but the last, and twice its distance to the last
+    rank in forwards. A round is ``num_ranks`` micro-batches, or as many as make all rounds equal
+    (``round_size``). Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4
+    bottom.
     """
     size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     return tuple(
@@ -98,7 +99,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
 
 
 def round_size(num_ranks: int, num_microbatches: int) -> int:
-    """Return the micro-batches of one round of interleaved 1F1B; 0 if rounds cannot be equal.
+    """Return the micro-batches per round of interleaved 1F1B; 0 if rounds cannot be equal.
 
     >>> round_size(4, 8), round_size(4, 10), round_size(4, 3), round_size(4, 9), round_size(4, 13)
     (4, 5, 3, 0, 0)
@@ -110,7 +111,7 @@ def round_size(num_ranks: int, num_microbatches: int) -> int:
 def interleaved_rounds(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the size of a round, and (chunk, micro-batch) in the order of the rounds."""
+    """Return the size of a round, and (chunk, micro-batch) pairs in the order of the rounds."""
     size = num_microbatches if num_chunks == 1 else round_size(num_ranks, num_microbatches)
     return size, [
         (chunk, m)
@@ -121,7 +122,7 @@ def interleaved_rounds(
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """All forwards chunk by chunk, then all backwards from the last chunk, last micro-batch first.
+    """Order forwards chunk by chunk, then backwards from the last chunk and micro-batch back.
 
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (arXiv:2211.05953), figure 4;
     the backwards in the order of ``torch.distributed.pipelining.ScheduleLoopedBFS``.
@@ -142,7 +143,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
 
 
 def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
-    """Alternate forwards and backwards after ``warmup`` forwards; end with backwards."""
+    """Alternate forwards and backwards after ``warmup`` forwards; end with the other backwards."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
@@ -150,13 +151,13 @@ def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
 
 
 def updating_1f1b(num_ranks: int, num_microbatches: int, per_update: int = 1) -> Table:
-    """1F1B that updates a stage's weights after every ``per_update`` backwards.
+    """Order actions as 1F1B that updates a stage's weights after every ``per_update`` backwards.
 
-    With 1: PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), whose stages each
-    compute a micro-batch's backward with the weights of its forward; and AMPNet (Gaunt et al.
-    2017, arXiv:1705.09786, section 3), which uses the newest. AMPNet's workers take whatever
-    arrives, backwards first; with at most ``num_ranks`` micro-batches admitted and equal
-    stages that is this order. With more: PipeDream-2BW (Narayanan et al. 2021,
+    With 1: PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), whose stages compute a
+    micro-batch's backward with the weights of its forward; and AMPNet (Gaunt et al. 2017,
+    arXiv:1705.09786, section 3), which uses the newest weights. AMPNet's workers process messages
+    as they arrive, backwards first; with at most ``num_ranks`` micro-batches admitted and equal
+    stages this gives the same order. With more: PipeDream-2BW (Narayanan et al. 2021,
     arXiv:2006.09503, section 3.1).
     """
     return tuple(
@@ -175,11 +176,12 @@ def _with_updates(row: Row, num_microbatches: int, per_update: int) -> Iterator[
 
 
 def per_update_of_2bw(num_ranks: int, num_microbatches: int) -> int:
-    """Return the least divisor of the micro-batches per update with which two versions suffice.
+    """Return the least number of micro-batches per update for which two weight versions suffice.
 
-    A stage's forward of update k uses version k - 1, which the backwards of update k - 2 must
-    have made; 1F1B is ``num_ranks - 1`` forwards ahead of them at most. Source: Narayanan et
-    al. 2021 (arXiv:2006.09503), section 3.1: at least as many as there are stages.
+    It divides the number of micro-batches. A forward for update k uses version k - 1, which the
+    backwards of update k - 2 must have made; 1F1B is at most ``num_ranks - 1`` forwards ahead of
+    them. Source: Narayanan et al. 2021 (arXiv:2006.09503), section 3.1: at least the number of
+    stages.
 
     >>> per_update_of_2bw(4, 16), per_update_of_2bw(4, 6), per_update_of_2bw(4, 3)
     (4, 6, 3)
@@ -189,12 +191,12 @@ def per_update_of_2bw(num_ranks: int, num_microbatches: int) -> int:
 
 
 def chimera(num_ranks: int, num_microbatches: int) -> Table:
-    """Two 1F1B pipelines in opposite directions, whose actions fall into each other's gaps.
+    """Order actions as Chimera: two opposite 1F1B pipelines that fill each other's bubbles.
 
-    Micro-batches go in units of ``num_ranks``, the first half of a unit down and the second up;
-    where forward and backward take one slot each and ``num_ranks`` is even, no two actions of
-    a unit are due on a rank at the same time. A unit begins in the gaps at the end of the one
-    before (direct concatenation), and gives way to it. Source: Li and Hoefler 2021, Chimera
+    Micro-batches go in units of ``num_ranks``, the first half of a unit down and the second up; if
+    forward and backward take one slot each and ``num_ranks`` is even, no two actions of a unit are
+    due on a rank at the same time. A unit begins in the bubbles at the end of the previous unit
+    (direct concatenation), which has priority. Source: Li and Hoefler 2021, Chimera
     (arXiv:2107.06925), sections 3.1 and 3.5, figures 3 and 7.
     """
     due: list[list[tuple[_Due, Action]]] = [[] for _ in range(num_ranks)]
@@ -213,7 +215,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Table:
 
 
 class _Due(NamedTuple):
-    """Sort key of an action: by slot, an earlier unit first, its backwards first."""
+    """Sort key of an action: its slot, then earlier units first, then backwards first."""
 
     slot: int
     unit: int
@@ -221,12 +223,12 @@ class _Due(NamedTuple):
 
 
 def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, ActionKind, int]]:
-    """Yield (slot, kind, micro-batch) of 1F1B if every action takes one slot.
+    """Yield (slot, kind, micro-batch) for 1F1B if every action takes one slot.
 
     Micro-batches enter and leave in every other slot. Forwards of a stage are in slots of its
-    parity, backwards in the others; the other direction is reversed. So only forwards of one
-    direction and backwards of the other share a parity, and up to ``num_ranks / 2`` micro-batches
-    the forwards end before the backwards begin.
+    parity, backwards in the others; in the other direction it is reversed. So only forwards of one
+    direction and backwards of the other share a parity, and with up to ``num_ranks / 2``
+    micro-batches the forwards end before the backwards begin.
     """
     for m in range(count):
         yield stage + 2 * m, FORWARD, m
@@ -234,7 +236,7 @@ def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, Action
 
 
 def two_ways(num_ranks: int) -> tuple[tuple[int, ...], Edges]:
-    """Return the part of each stage and the edges of both pipelines.
+    """Return the model part of each stage of Chimera, and the edges of its two pipelines.
 
     >>> two_ways(2)
     ((0, 1, 0, 1), ((0, 1), (2, 3)))

@@ -1,9 +1,9 @@
-"""Pipeline schedules: the order in which each pipeline rank computes, as pure functions.
+"""Construction of pipeline schedules: tables of the actions of each pipeline rank.
 
-In: a schedule's name, the numbers of stages and micro-batches. Out: the action table that the
+In: a schedule's name, the numbers of stages and micro-batches. Out: the action table, which the
 checks, the simulator and the interpreter share. A schedule is defined by the order of its compute
-actions alone (``orders``, ``zero_bubble``, ``bidirectional``, ``sliced``, ``asynchronous``);
-``catalogue`` describes each; sends and receives are added by one rule (``messages``).
+actions alone (``orders``, ``zero_bubble``, ``sliced``); ``catalogue`` describes each; one rule adds
+sends and receives (``messages``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIASES: Mapping[str, str] = {"interleaved-1f1b": "interleaved"}
 
 
 def find_schedule(name: str) -> ScheduleInfo:
-    """Find the schedule of this name. Raises UsageError AP150.
+    """Return the schedule of this name. Raises UsageError AP150 if there is none.
 
     >>> find_schedule("interleaved-1f1b").name
     'interleaved'
@@ -58,14 +58,14 @@ def build_schedule(
 ) -> Schedule:
     """Build the action table of the schedule ``name``.
 
-    ``edges`` are the dependences between stages; without them each stage needs the stage before.
+    ``edges`` are the dependences between stages; by default each stage needs the stage before.
 
-    ``num_chunks`` stages share a pipeline rank: in looped schedules, with stage ``s`` on rank ``s %
-    (num_stages / num_chunks)``, and in V-shaped schedules, which have two. Chimera has one part of
-    the model per rank and direction; ``num_stages`` counts one direction. ``slices``: the
-    lengths of the slices of sequences, for TeraPipe only. A receive is posted ``ahead`` forwards
-    and backwards before the action that needs its message: see ``messages``. Raises UsageError for
-    an unknown name, an empty pipeline, or unsupported numbers of chunks and micro-batches.
+    ``num_chunks`` stages share a pipeline rank: in looped schedules, stage ``s`` is on rank ``s %
+    (num_stages / num_chunks)``; V-shaped schedules have two. Chimera has one model part per rank
+    and direction; ``num_stages`` counts one direction. ``slices``: lengths of sequence slices, for
+    TeraPipe only. A receive is posted ``ahead`` forwards and backwards before the action that needs
+    its message: see ``messages``. Raises UsageError for an unknown name, an empty pipeline, or
+    unsupported numbers of chunks and micro-batches.
 
     >>> from autoparallel.cost_model.simulator.actions import format_table
     >>> print(format_table(build_schedule("1f1b", 2, 2).table))
@@ -106,7 +106,7 @@ def build_schedule(
 
 
 def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Table:
-    """Return the forwards and backwards of each rank in a schedule's order, without messages.
+    """Return the forwards and backwards of each rank in the order of a schedule, without messages.
 
     >>> from autoparallel.cost_model.simulator.actions import format_table
     >>> print(format_table(compute_orders("1f1b", 2, 2)))
@@ -118,7 +118,7 @@ def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks
 
 
 def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Return whether a schedule supports these numbers of stages, micro-batches, stages per rank.
+    """Return whether a schedule supports these numbers of stages, micro-batches, chunks per rank.
 
     >>> can_have("zbv", 4, 8, 2), can_have("zbv", 6, 8, 3), can_have("1f1b", 4, 8, 2)
     (True, False, False)
@@ -131,12 +131,12 @@ def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int)
 
 
 def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the parts of the model that each rank holds: its stages, or the stages they replicate.
+    """Return the model parts that each rank holds: its stages, or the stages that they replicate.
 
     >>> parts_of_ranks("bfs", 2, 2), parts_of_ranks("zbv", 2, 2), parts_of_ranks("chimera", 2, 1)
     (((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (1, 0)))
 
-    Raises UsageError AP153 for a number of stages per rank that the schedule does not support.
+    Raises UsageError AP153 if the schedule does not support this number of stages per rank.
     """
     info, last = find_schedule(name), num_ranks * num_chunks - 1
     _check_chunks(info, num_chunks)
@@ -148,7 +148,7 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
 def _of_graph(
     info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, ahead: int
 ) -> Schedule:
-    """Build the schedule of stages that form any directed acyclic graph."""
+    """Build the schedule for stages whose dependences form any directed acyclic graph."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
             "AP154",
@@ -171,11 +171,11 @@ OF_GRAPHS: Mapping[str, Callable[[int, tuple[int, ...]], Table]] = {
     ),
     "inference": lambda num_microbatches, depth: inference(len(depth), num_microbatches),
 }
-"""The orders of the schedules that run stages of any graph, by the stages' depths."""
+"""Orders of the schedules that support stages of any graph, as functions of the stages' depths."""
 
 
 def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> int:
-    """Return the most micro-batches that a stage of this depth (see ``depths``) holds at once.
+    """Return the most micro-batches that a stage of depth ``depth`` (see ``depths``) holds at once.
 
     >>> in_flight("1f1b", 2, 3, 8), in_flight("gpipe", 2, 3, 8), in_flight("gpipe", 1, 1, 8)
     (2, 8, 1)
@@ -192,7 +192,7 @@ def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> 
 
 
 def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Size:
-    """Return the schedule's parameters after checking them. Raises UsageError AP153."""
+    """Check and return the schedule's parameters. Raises UsageError AP153."""
     if num_chunks < 1 or num_stages % num_chunks:
         raise _bad(f"{num_stages} stages cannot be divided into {num_chunks} chunks per rank")
     _check_chunks(info, num_chunks)
@@ -216,7 +216,7 @@ def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks
 
 
 def _check_chunks(info: ScheduleInfo, num_chunks: int) -> None:
-    """Raise UsageError AP153 if the schedule does not support so many chunks per rank."""
+    """Raise UsageError AP153 if the schedule does not support ``num_chunks`` chunks per rank."""
     low, high = info.chunks
     if not low <= num_chunks <= high:
         has = "one chunk" if high == 1 else "two chunks"

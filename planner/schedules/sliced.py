@@ -1,10 +1,10 @@
-"""TeraPipe: the sequences of a micro-batch go through the pipeline in slices.
+"""TeraPipe: the sequences of a micro-batch pass the pipeline in slices.
 
-In: ranks, micro-batches, slices. Out: each rank's compute actions in order. Under causal
-attention a position needs only earlier ones, so a slice can go on to the next stage while its
-stage computes the next slice; the keys and values of earlier slices stay in the stage, and
-their gradients come from the later slices, whose backwards therefore run first.
-Source: Li et al. 2021, TeraPipe (arXiv:2102.07988), sections 3.2 and 3.3.
+In: ranks, micro-batches, slices. Out: each rank's compute actions in order. Under causal attention
+a position needs only earlier positions, so a slice can go on to the next stage while its stage
+computes the next slice; the keys and values of earlier slices stay in the stage, and their
+gradients come from later slices, whose backwards therefore run first. Source: Li et al. 2021,
+TeraPipe (arXiv:2102.07988), sections 3.2 and 3.3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...cost_model.simulator.actions import BACKWARD, FORWARD, Action, Table
 
 
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Table:
-    """Run all forwards, slice by slice, then all backwards, last slice of a micro-batch first."""
+    """Order all forwards slice by slice, then all backwards, a micro-batch's last slice first."""
     units = [(m, part) for m in range(num_microbatches) for part in range(num_slices)]
     back = [(m, part) for m in range(num_microbatches) for part in reversed(range(num_slices))]
     return tuple(
@@ -35,15 +35,15 @@ def slice_lengths(
     granularity: int = 1,
     num_sequences: int = 1,
 ) -> tuple[int, ...]:
-    """The slice lengths that minimize the step: sum of their times + (num_stages - 1) longest.
+    """Return slice lengths that minimize the step: sum of times + (num_stages - 1) · longest time.
 
-    ``seconds(n, before)``: a stage's time, forward and backward, of ``n`` positions that come
-    after ``before`` others. All sequences (micro-batches) are cut alike, so the sum counts
+    ``seconds(n, before)``: a stage's time, forward and backward, of ``n`` positions that follow
+    ``before`` others. All sequences (micro-batches) are cut alike, so the sum counts
     ``num_sequences`` times. Lengths are multiples of ``granularity``.
 
-    Source: Li et al. 2021 (arXiv:2102.07988), equation 5 and algorithm 1: for every limit of
-    the longest slice, the cheapest cut within it by dynamic programming; limits ascend, and end
-    where the limit alone costs more than the best answer yet.
+    Source: Li et al. 2021 (arXiv:2102.07988), equation 5 and algorithm 1: for every limit on the
+    longest slice, dynamic programming finds the cheapest cut within it; limits ascend until the
+    limit alone costs more than the best cut so far.
 
     >>> slice_lengths(lambda n, before: 1.0 + n, 8, 5, granularity=2)
     (2, 2, 2, 2)
@@ -79,7 +79,7 @@ def slice_lengths(
 def _cheapest(
     times: Sequence[Sequence[float]], limit: float
 ) -> tuple[float, tuple[int, ...], float] | None:
-    """Return the cut with the least sum of times, none above ``limit``: (sum, ends, its longest).
+    """Return the cut with the least sum of times, none above ``limit``: (sum, ends, longest time).
 
     ``times[start][k]`` is the time of the slice from ``start`` to ``start + 1 + k``.
     """

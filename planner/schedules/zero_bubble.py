@@ -1,9 +1,9 @@
 """Orders of schedules that split the backward: input gradients first, weight gradients later.
 
 In: the numbers of pipeline ranks, micro-batches and chunks. Out: each rank's compute actions in
-order. An ``I`` computes the gradients that the stage before waits for; its ``W`` needs nothing else
-and fills bubbles. Sources: Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv:2401.10241);
-DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe).
+order. An ``I`` computes the input gradients that the stage before waits for; its ``W`` computes the
+weight gradients, which nothing waits for, and fills bubbles. Sources: Qi et al. 2023, Zero Bubble
+Pipeline Parallelism (arXiv:2401.10241); DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .orders import in_turn, interleaved_rounds
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
-    """1F1B with split backwards: as much memory, a third of the bubble where F = I = W.
+    """Order actions as ZB-H1, 1F1B with split backwards: a third of the bubble if F = I = W.
 
-    Rank ``r`` warms up with one forward less than 1F1B's first backward needs and defers its weight
-    gradients by ``r`` micro-batches. With chunks it is the interleaved order with the same two
-    rules, as ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble`` has it. Source: Qi et
-    al. 2023 (arXiv:2401.10241), section 2.1 and figure 3 top.
+    Rank ``r`` warms up as 1F1B and defers its weight gradients by ``r`` micro-batches. With chunks
+    it is the interleaved order with the same rule, as in
+    ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble``. Source: Qi et al. 2023
+    (arXiv:2401.10241), section 2.1 and figure 3 top.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, num_chunks, pace=1)
@@ -39,9 +39,9 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
-    """No bubble where F = I = W, for twice the memory of 1F1B.
+    """Order actions as ZB-H2: no bubble if F = I = W, for twice the memory of 1F1B.
 
-    Twice ZB-H1's warm-up, which fills the wait for the first backward, and weight gradients
+    Its warm-up is twice ZB-H1's, which fills the wait for the first backward; weight gradients are
     deferred twice as far, so that every rank ends as much later as it began. Source: Qi et al. 2023
     (arXiv:2401.10241), section 2.2 and figure 3 bottom.
     """
@@ -53,7 +53,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
-    """Alternate forwards and input backwards; weight backwards are ``pace * rank`` behind."""
+    """Order a rank's row as 1F1B with split backwards, weight backwards ``pace * rank`` later."""
     size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(
@@ -65,7 +65,7 @@ def _split_1f1b(
 
 
 def _with_weights(order: Row, *, behind: int) -> Row:
-    """Add each input backward's weight backward, after the ``behind`` next input backwards."""
+    """Insert each input backward's weight backward after the next ``behind`` input backwards."""
     actions: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
@@ -78,12 +78,12 @@ def _with_weights(order: Row, *, behind: int) -> Row:
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
-    """Two chunks per rank in the shape of a V: no bubble where F = I = W, memory of 1F1B.
+    """Order actions as ZBV, two chunks per rank in a V: no bubble if F = I = W, memory of 1F1B.
 
-    Stage ``r`` and stage ``2 num_ranks - 1 - r`` are on rank ``r``, so the last stage is where the
-    first is and a micro-batch's backward begins where its forward ended. The order is built for at
-    least ``2 num_ranks - 1`` micro-batches, and surplus micro-batches are dropped. Source: Qi et
-    al. 2023 (arXiv:2401.10241), section 6, figure 7; the order in time for equal F, I and W as in
+    Stages ``r`` and ``2 num_ranks - 1 - r`` are on rank ``r``, so the last stage is on the rank of
+    the first, and a micro-batch's backward begins where its forward ended. The order is built for
+    at least ``2 num_ranks - 1`` micro-batches; surplus micro-batches are dropped. Source: Qi et al.
+    2023 (arXiv:2401.10241), section 6, figure 7; for equal F, I and W, ordered as in
     ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
     """
     count = max(num_microbatches, 2 * num_ranks - 1)
@@ -94,8 +94,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
-    """Yield a rank's actions; ``down`` is the chunk on the way from rank 0, ``up`` the chunk on the
-    way back."""
+    """Yield a rank's actions; ``down`` is its chunk on the way from rank 0 to the last rank, ``up``
+    its chunk on the way back."""
     down, up = _Chunk(rank), _Chunk(2 * num_ranks - 1 - rank)
     left = num_ranks - rank
     for _ in range(2 * left - 1):
@@ -118,7 +118,7 @@ def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
 
 
 class _Chunk:
-    """The stage of a chunk; each call returns the action of the next micro-batch of its kind."""
+    """Counter of a stage's actions; each method returns the action of the next micro-batch."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -138,12 +138,12 @@ class _Chunk:
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Table:
-    """DualPipe cut in half: a V of two chunks, forward and backward of the two in pairs.
+    """Order actions as DualPipeV, half of DualPipe: a V of two chunks, whose passes run in pairs.
 
-    A pair (forward of one chunk, backward of the other) may overlap communication with
-    compute within itself; here its halves follow each other. Takes at least ``2 num_ranks``
-    micro-batches. Source: github.com/deepseek-ai/DualPipe, ``dualpipe/dualpipev.py``, whose
-    eight phases these are; DeepSeek-V3 (arXiv:2412.19437), section 3.2.1.
+    A pair (forward of one chunk, backward of the other) may overlap communication with compute;
+    here its two actions follow each other. Takes at least ``2 num_ranks`` micro-batches. Source:
+    github.com/deepseek-ai/DualPipe, ``dualpipe/dualpipev.py``, for the eight phases; DeepSeek-V3
+    (arXiv:2412.19437), section 3.2.1.
     """
     return tuple(
         tuple(_dualpipev_row(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)
@@ -151,7 +151,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield the actions of the eight phases. ``after`` is the number of ranks after this rank."""
+    """Yield a rank's actions in eight phases. ``after`` is the number of ranks after this rank."""
     row = _Pairs(rank, 2 * num_ranks - 1 - rank)
     down, up, after = row.down, row.up, num_ranks - 1 - rank
     for _ in range(2 * after):
@@ -175,7 +175,7 @@ def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator
 
 
 class _Pairs:
-    """Counter of the micro-batches of each chunk, with the deferred weight backwards."""
+    """Counter of the micro-batches of the two chunks, with the deferred weight backwards."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up

@@ -1,1 +1,1 @@
-"""Joint planning of all decisions, from a planning context to a plan."""
+"""Joint search over all decisions of a plan, from a search context to the plan."""

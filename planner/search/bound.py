@@ -1,23 +1,24 @@
-"""A lower bound of the step time over the whole search space.
+"""Lower bound of the step time over the whole search space.
 
-In: a context. Out: a lower bound of the seconds of every plan, over all micro-batch sizes, cuts,
-meshes, layouts, ZeRO stages, recomputation policies and schedulesand numbers of stages per rank.
+In: a search context. Out: a lower bound of the step seconds of every plan, over all micro-batch
+sizes, cuts, meshes, layouts, ZeRO stages, recomputation policies, schedules and numbers of stages
+per rank.
 
-The busiest of D devices works at least as long as the mean one. A block on a mesh of n devices
-takes n times its seconds of device time. A price of λ seconds per byte brings in the memory limit
-of the devices (Lagrangian relaxation):
+The busiest of D devices works at least as long as the mean device. A block on a mesh of n devices
+takes n times its seconds of device time. A price of λ seconds per byte includes the memory limit of
+the devices (Lagrangian relaxation):
 
     step >= max over λ of  N · (Σ over blocks of  min over meshes of  n/D · (C + λ·B)  -  λ·M)
 
 N is the number of micro-batches. C is the compute and communication of the block per micro-batch,
 with its share of the step's end; B are the bytes of its states and of its saved values for one
-micro-batch; M is the memory limit less the bytes that hold no tensor. Each block chooses its
+micro-batch; M is the memory limit minus the bytes that hold no tensor. Each block chooses its
 layouts, ZeRO stage and recomputation independently, by eliminating its ops (``kind_tables``). A
-block that follows a block of its kind also converts the values it reads of that block, except at
-the start of a stage; there are no more stages than the request allows.
+block that follows a block of the same kind also converts the values it reads from that block,
+except at the start of a stage; there are at most as many stages as the request allows.
 
 The bound ignores waits between stages, their messages, all but one of the micro-batches in flight,
-and that blocks are indivisible. It is never below ``work_bound``.
+and that blocks are indivisible. It is at least ``work_bound``.
 """
 
 from __future__ import annotations
@@ -49,16 +50,17 @@ from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
 PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
-"""λ, relative to the price at which all bytes of a device cost as much as its work."""
+"""Values of λ, relative to the price at which all bytes of a device cost as much as its work."""
 
 UNLIMITED = 1e18
-"""Bytes that stand for no limit."""
+"""Number of bytes that stands for no memory limit."""
 
 
 def lower_bound(context: SearchContext) -> float:
-    """Return a lower bound of every plan's step, with any number of stages per rank. Cached.
+    """Return a lower bound of the step of every plan, whatever its number of stages per rank.
+    Cached.
 
-    After the time limit, or if the tables of a block would be too wide, it is ``work_bound``.
+    After the time limit, or if the tables of a block are too wide, it is ``work_bound``.
     """
     if context.bound_seconds is None:
         with context.budget.timed("bound"):
@@ -77,7 +79,7 @@ def _lower_bound(context: SearchContext) -> float:
 
 
 def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return the bound over some micro-batch sizes, without ``work_bound``; 0 if it is unknown."""
+    """Return the bound over the sizes ``rows``, without ``work_bound``; 0 if unknown."""
     least = float("inf")
     with context.stoppable(), suppress(TooWideError):
         for each in rows:
@@ -90,7 +92,7 @@ def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
 
 
 def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
-    """Yield the space in parts: tilings of the devices, with their maximum number of stages."""
+    """Yield parts of the space: tilings of the devices, with their maximum number of stages."""
     place, features = context.costs(rows).place, context.request.features
     most_chunks = 1
     if context.request.chunked_schedules:
@@ -115,7 +117,7 @@ def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling]
 
 @dataclass
 class _Relaxation:
-    """The relaxed problem of some tilings at one micro-batch size."""
+    """Relaxed problem of some tilings at one micro-batch size."""
 
     context: SearchContext
     rows: int
@@ -123,7 +125,7 @@ class _Relaxation:
     most_stages: int
 
     def seconds(self) -> float:
-        """Return the bound; infinite if there is no mesh. Raises ``TooWideError``."""
+        """Return the bound; infinite if no mesh is possible. Raises ``TooWideError``."""
         solvers = self._solvers
         if not solvers:
             return float("inf")
@@ -138,7 +140,7 @@ class _Relaxation:
 
     @cached_property
     def _solvers(self) -> list[IntraOp]:
-        """Return the solvers of distinct meshes."""
+        """Return the solvers of the distinct meshes in the tilings."""
         costs = self.context.costs(self.rows)
         places = dict.fromkeys(move.place for tiling in self.tilings for move in tiling.moves)
         found: dict[object, IntraOp] = {}
@@ -150,7 +152,7 @@ class _Relaxation:
 
     @cached_property
     def _free_bytes(self) -> float:
-        """Return the bytes for tensors on a device, averaged over all devices."""
+        """Return the bytes that a device has for tensors, averaged over all devices."""
         cluster, limit = self.context.cluster, self.context.request.memory_limit_bytes
         devices = [host.device for host in cluster.hosts for _ in range(host.num_devices)]
         sizes = [device.usable_memory_bytes if limit is None else limit for device in devices]
@@ -158,7 +160,7 @@ class _Relaxation:
         return min(sum(sizes) / len(sizes), UNLIMITED) - reserved
 
     def _device_seconds(self, prices: Floats) -> Floats:
-        """Return by price of a byte the seconds per micro-batch that the mean device works."""
+        """Return, by price of a byte, the seconds per micro-batch that the mean device works."""
         structure = self.context.at(self.rows)
         neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
         shares = [
@@ -190,7 +192,7 @@ class _Relaxation:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Least seconds of a block by price of a byte: as a stage's first, or after one of its kind."""
+    """Least seconds of a block by price of a byte: as a stage's first, or after its own kind."""
 
     first: Floats
     later: Floats
@@ -198,8 +200,9 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """By kind, edges from a block to the next, and the fewest bytes that any of its blocks is
-    the first to read of other blocks; ``linked`` marks blocks with exactly these edges."""
+    """Values that blocks read, by kind: ``edges`` from a block to the next of its kind,
+    ``read_bytes`` the least bytes of values first read by a block; ``linked`` marks the blocks with
+    exactly these edges."""
 
     edges: Mapping[str, tuple[Edge, ...]]
     linked: tuple[bool, ...]
@@ -236,7 +239,7 @@ class Neighbours:
 def block_seconds(
     solver: IntraOp, count: int, neighbours: Neighbours, prices: Floats
 ) -> Mapping[str, BlockSeconds]:
-    """Map each kind to its least seconds on a mesh; shared by models with equal tables.
+    """Map each kind to its least seconds on a mesh; models with equal tables share the result.
 
     Raises ``TooWideError``.
     """
@@ -256,7 +259,7 @@ def block_seconds(
 
 @dataclass
 class _Blocks:
-    """The blocks of one mesh at prices λ of a byte of states and of one micro-batch."""
+    """Blocks on one mesh, with prices λ of a byte of states and of a micro-batch's saved values."""
 
     model: StageModel
     zeros: tuple[int, ...]
@@ -273,7 +276,7 @@ class _Blocks:
         return BlockSeconds(np.minimum(first, later), later)
 
     def _in_mode(self, kind: str, mode: Recompute) -> tuple[Floats, Floats]:
-        """Return the least seconds of a block recomputed by ``mode``: at the start of a stage, and
+        """Return the least seconds of a block recomputed by ``mode``: as the first of a stage, and
         after a block of its kind."""
         number, states = len(self.zeros), tuple(self.prices.tolist())
         rates = Rates(
@@ -299,7 +302,7 @@ class _Blocks:
         return np.broadcast_to(sync + alone, shape), np.broadcast_to(sync + linked, shape)
 
     def _linked(self, kind: str, table: Floats, rates: Rates) -> Floats:
-        """Return the table of a kind's ends with the values it reads of the block before."""
+        """Return the table over a kind's ends with costs of values from the block before."""
         edges = self.neighbours.edges.get(kind, ())
         alone = Run(0, 1, (kind,), ((),), (), {}, (), (), has_loss=False)
         family = Family.of(self.model, alone, dict(self.tables)) if edges else None
@@ -315,7 +318,7 @@ class _Blocks:
 
 
 def _over_ends(factor: Factor, number: int) -> Floats:
-    """Reshape a factor's table to an axis for each of ``number`` ends."""
+    """Reshape a factor's table to have an axis for each of ``number`` ends."""
     order = sorted(range(len(factor.scope)), key=lambda axis: factor.scope[axis])
     table = factor.table.transpose((0, 1, *(BATCH_AXES + axis for axis in order)))
     index = (slice(None) if end in factor.scope else None for end in range(number))
@@ -323,18 +326,18 @@ def _over_ends(factor: Factor, number: int) -> Floats:
 
 
 def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return a lower bound of the step from the ops' work alone, without solving.
+    """Return a lower bound of the step from the work of the ops alone, without solving anything.
 
-    In any layouts, the devices that share an op together do all of its FLOPs and access all of its
-    bytes, at most at their peak rate: of D devices the busiest computes at least
+    Whatever the layouts, the devices that share an op together do all of its FLOPs and access all
+    of its bytes, at most at their peak rates: of D devices the busiest computes at least
 
         N/D · Σ over ops of  max(flops · seconds per FLOP, bytes · seconds per byte)
 
-    forward and backward, with the rates of the fastest device. Of matrix products and attention,
-    which a GPU computes in tiles, the FLOPs alone are counted. An op's work at r rows is at most
+    in forward and backward, with the rates of the fastest device. For matrix products and
+    attention, which a GPU computes in tiles, only FLOPs count. An op's work at r rows is at most
     linear in r and N·r is the batch, so the sum is least for the largest micro-batch, which is used
-    for all. Communication, recomputation and idle time are ignored. The bound is 0 for measured
-    prices, which peaks do not bound.
+    for all. Communication, recomputation and idle time are ignored. For measured prices the bound
+    is 0, as peak rates do not bound them.
     """
     if context.basis.used is not None or context.basis.only not in (None, "spec"):
         return 0.0
@@ -351,7 +354,7 @@ def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
 def _least_seconds(
     context: SearchContext, rows: int, name: str, devices: Sequence[Device]
 ) -> float:
-    """Return the seconds of both passes of a whole op on the fastest of the devices."""
+    """Return the seconds of forward and backward of a whole op on the fastest of ``devices``."""
     graph = context.at(rows).graph
     node = graph[name]
     work = context.rules.work(node, input_specs(node, graph), node.outputs)

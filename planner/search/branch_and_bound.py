@@ -1,11 +1,12 @@
 """Best-first search over pipelines: stages are priced lazily, in order of their lower bound.
 
 In: for each micro-batch size and tiling the costs of its stages, known or bounded. Out: proposals,
-pipelines with all stages priced, approximately the best first. A node is a micro-batch size with a
-tiling; its estimate is the least T under the known bounds, a lower bound of all its pipelines. The
-node with the least estimate is expanded: the stages of its best pipeline are priced, most
-micro-batches in flight first, until that pipeline is worse than the next node's, or all its stages
-are exact. Then it is the best of all remaining pipelines (best-first branch and bound).
+which are pipelines with all stages priced, approximately the best first. A node is a micro-batch
+size with a tiling; its estimate is the least pipeline time T (``costs``) under the known bounds, a
+lower bound of all its pipelines. The node with the least estimate is expanded: the stages of its
+best pipeline are priced, most micro-batches in flight first, until the pipeline is worse than the
+next node's estimate or all its stages are exact. Then it is the best of all remaining pipelines
+(best-first branch and bound).
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from ..inter_op.sweep import Tiling
 from .costs import Costs
 
 TOLERANCE = 1e-3
-"""The search ends when its step time is proven to be within this relative distance of the
-minimum."""
+"""Relative distance to the minimum within which the search must prove its result before it ends."""
 
 MOST_CUTS = 256
 FEW_CUTS = 128
-"""Number of blocks above which stages of any sizes are first cut between ``FEW_CUTS`` groups."""
+"""Number of groups of blocks between which a model of more than ``MOST_CUTS`` blocks is first
+cut."""
 
 COARSE = 0.05
-"""Maximum relative loss of cutting between groups, before refinement."""
+"""Maximum relative loss by cutting between groups of blocks only, before refinement."""
 
 ROUGH = 0.01
-"""Relative tolerance of T for cuts between groups."""
+"""Relative tolerance of the pipeline time T while cuts are between groups."""
 
 NEAR = 4
-"""Cuts before and after each that a refinement tries, and the factor by which they move closer."""
+"""Number of places tried before and after each cut, and factor by which they get closer."""
 
 PATIENCE = 1.01
-"""Factor of the next node's estimate up to which a pipeline is priced further."""
+"""Ratio to the next node's estimate up to which a pipeline's stages are still priced."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineProposal:
-    """A pipeline of the dynamic program for one micro-batch size, and T."""
+    """Pipeline that the dynamic program proposes for one micro-batch size, with its time T."""
 
     rows: int
     pipeline: Pipeline
 
     @property
     def key(self) -> tuple[int, tuple[StageChoice, ...]]:
-        """Return a key that identifies the pipeline."""
+        """Return a key that identifies the micro-batch size and the stages."""
         return self.rows, self.pipeline.stages
 
     @property
@@ -59,9 +60,10 @@ class PipelineProposal:
 
 @dataclass
 class SearchNode:
-    """The pipelines of a tiling at one micro-batch size, for ``numbers`` of stages.
+    """Node of the search: the pipelines of a tiling at one micro-batch size, with ``numbers`` of
+    stages.
 
-    Before the first ``look``, ``estimate`` is a cheap bound.
+    Before the first ``look``, ``estimate`` is a cheap lower bound.
     """
 
     rows: int
@@ -81,10 +83,11 @@ class SearchNode:
         return self.costs.runs.classes.num_blocks
 
     def look(self, cutoff: float) -> None:
-        """Find the best pipeline under the known bounds; the estimate is infinite if there is none.
+        """Find the best pipeline under the known bounds; ``estimate`` is infinite if there is none.
 
-        It is unchanged if nothing was priced since. The even cut or the best so far gives a cutoff.
-        With very many blocks, stages of any sizes are cut at some places only, then near those.
+        Does nothing if no stage was priced since the last call. The even cut or the last best
+        pipeline gives a cutoff. With very many blocks, stages of any size are first cut at few
+        places, then near the best cuts.
         """
         if self._seen == self.costs.version:
             return
@@ -105,7 +108,7 @@ class SearchNode:
         self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
 
     def _near(self, best: Pipeline, step: int) -> list[int]:
-        """Return the cuts of a pipeline and some before and after each."""
+        """Return the cuts of pipeline ``best``, and places before and after each of them."""
         own = [stage.start for stage in best.stages[1:]]
         found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
@@ -117,7 +120,7 @@ class SearchNode:
         numbers: Iterable[int],
         tolerance: float = TOLERANCE,
     ) -> Pipeline | None:
-        """Return the best pipeline with stages cut at the places ``at``."""
+        """Return the best pipeline whose stages are cut at the places ``at``."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(self.tiling, cuts, self.costs.seconds, tolerance, cutoff)
         best = search.best_of(numbers)
@@ -142,15 +145,15 @@ class SearchNode:
         return total_seconds(self._known(stages))
 
     def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
-        """Return the known bounds or costs of each stage's q and m."""
+        """Return each stage's q and m (see ``costs``): exact costs, or the known bounds."""
         return [
             self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
         ]
 
     def price(self, patience: float) -> Pipeline | None:
-        """Price the stages of the best pipeline while T stays within ``patience``.
+        """Price the stages of the best pipeline while its time T stays within ``patience``.
 
-        Returns it with its exact T, or None if pricing stopped early.
+        Returns the pipeline with its exact T, or None if pricing stopped early.
         """
         assert self._best is not None, "there is something to price"
         stages = self._best.stages
@@ -162,13 +165,13 @@ class SearchNode:
         return Pipeline(stages, total_seconds(own))
 
     def finish(self, num_stages: int) -> None:
-        """Record that no better pipeline with so many stages is left."""
+        """Record that no better pipeline with ``num_stages`` stages is left."""
         self.numbers = tuple(number for number in self.numbers if number != num_stages)
         self._seen = 0 if self.numbers else self._seen
 
 
 def _halving(number: int) -> list[int]:
-    """Return the first, the last, then the middle of each gap, and so on.
+    """Return the indices below ``number``: first, last, then the ends and middles of the gaps.
 
     >>> _halving(6)
     [0, 5, 1, 4, 2, 3]
@@ -190,11 +193,10 @@ def _halving(number: int) -> list[int]:
 def best_first(
     nodes: Iterable[SearchNode], enough: Callable[[float, list[PipelineProposal]], bool]
 ) -> Iterator[PipelineProposal]:
-    """Yield exact pipelines as they are found; nodes are evaluated when their estimate is the
-    least. A node is looked at when its estimate is the least.
+    """Yield exact pipelines as they are found, always expanding the node with the least estimate.
 
-    Ends when no node has a pipeline left, or when ``enough`` is true for the least estimate and the
-    proposals so far.
+    Ends when no node has a pipeline left, or when ``enough`` returns true for the least estimate
+    and the proposals so far.
     """
     numbers = count()
     found: list[PipelineProposal] = []

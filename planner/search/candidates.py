@@ -1,9 +1,9 @@
-"""Candidates from proposals: each stage's best mesh and layouts, and the simulated step.
+"""Candidates from proposals: the best mesh and layouts of each stage, and the simulated step.
 
-In: a context, pipelines of the dynamic program. Out: candidates, simulated under the allowed
-schedules that fit. A step of very many micro-batches is simulated at two smaller numbers and
-extrapolated: once the pipeline is full each further micro-batch takes equally long. Only the
-winner's whole step is simulated.
+In: a search context, pipelines of the dynamic program. Out: candidates, simulated under the allowed
+schedules that fit. A step of very many micro-batches is simulated with two smaller numbers and
+extrapolated: in a full pipeline each further micro-batch takes equally long. Only the winner's step
+is simulated in full.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .costs import answer_seconds
 Chosen = tuple[IntraOp, StageAnswer]
 
 MOST_STEPS = 4096
-"""Maximum stages times micro-batches that are simulated one by one."""
+"""Maximum of stages times micro-batches for which every micro-batch is simulated."""
 
 MORE_HELD = 2
-"""Maximum additional whole micro-batches with which a stage is solved if bytes for weight gradients
-do not fit."""
+"""Maximum micro-batches in flight added in solving a stage whose bytes for weight gradients, or
+older weight versions, do not fit."""
 
 
 def stage(
@@ -52,10 +52,10 @@ def stage(
     programs: int = 0,
     free: bool = False,
 ) -> Chosen | None:
-    """Find the best mesh of a pipeline stage, with its answer; None if the stage does not fit.
+    """Return the best mesh of a pipeline stage with its answer; None if the stage does not fit.
 
     ``versions`` of its weights are kept. ``programs``: maximum integer programs to narrow its gap.
-    ``free``: leaves the axes of meshes to the solver.
+    ``free``: the solver may use the axes of meshes in any way.
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
@@ -102,13 +102,13 @@ def _stage(
 
 
 def split_backward(solver: IntraOp, answer: StageAnswer, held: HalfPairs) -> Chosen:
-    """Return the answer with its backward in two halves."""
+    """Return an answer whose backward is split in two halves."""
     setting: StageOptions = replace(answer.setting, halves=held)
     return solver, replace(answer, setting=setting)
 
 
 def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
-    """Return the edges between stages; None for a chain."""
+    """Return the edges between stages; None if the stages form a chain."""
     ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
     return stage_edges(
         context.at(rows), [s.start for s in stages], StagePlacement(context.cluster, ends)
@@ -116,7 +116,7 @@ def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> W
 
 
 def schedules(context: SearchContext, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
-    """The schedules to simulate. Schedules that split backwards run chains of stages only."""
+    """Return the schedules to simulate; on branches, not schedules that split backwards."""
     allowed = context.request.schedules
     if num_stages == 1:
         return allowed[:1]
@@ -131,7 +131,7 @@ def candidate(
     programs: int = 0,
     free: bool = False,
 ) -> Candidate | None:
-    """Build the candidate of a proposal under a schedule; None if it does not fit.
+    """Return the candidate of a proposal under a schedule; None if it does not fit.
 
     ``schedule`` defaults to the dynamic program's. ``programs``: maximum integer programs to narrow
     each stage's gap. ``free``: see ``stage``.
@@ -160,10 +160,10 @@ def _refine(
     chosen: list[Chosen],
     programs: int,
 ) -> None:
-    """Narrow the gaps of stages, the slowest first, while that can shorten the step.
+    """Narrow the gaps of stages, the slowest first, while this can shorten the step.
 
-    T = Σ q + max m (``costs``) is within half the gap of its least once the slowest stages are: the
-    others count once.
+    The pipeline time T = Σ q + max m (``costs``) is within half the gap of its minimum once the
+    slowest stages are: the others count only once.
     """
     count, left = context.num_microbatches(rows), set(range(len(stages)))
     while left:
@@ -186,11 +186,11 @@ def candidates(
     without: Collection[str] = (),
     free: bool = False,
 ) -> Iterator[Candidate]:
-    """Yield the proposal by all schedules that fit, except ``without``. ``free``: see ``stage``.
+    """Yield the candidates of a proposal under all schedules that fit, except ``without``.
 
-    A schedule that splits backwards is only tried if it can be faster than the first of the others
+    A schedule that splits backwards is only tried if it can be faster than the first other schedule
     that fits, and than ``below``: the stages' own work takes as long in any order, and no less with
-    more micro-batches in flight.
+    more micro-batches in flight. ``free``: see ``stage``.
     """
     stages = proposal.pipeline.stages
     needs = edges(context, proposal.rows, stages)
@@ -206,7 +206,8 @@ def candidates(
 
 
 def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
-    """The least seconds of these stages in any order, with any part of their backwards deferred."""
+    """Return a lower bound of the step with these stages' costs, for any order and split of
+    backwards."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
         (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
@@ -216,7 +217,7 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
 
 
 def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer], ...]:
-    """Return the answers with the models of their solvers."""
+    """Return the models and answers of stages from their solvers and answers."""
     return tuple((solver.model, answer) for solver, answer in chosen)
 
 
@@ -230,7 +231,7 @@ def build_simulated(
     num_chunks: int = 1,
     base: Candidate | None = None,
 ) -> Candidate:
-    """Build a candidate of these stages, ``num_chunks`` per rank, with its step simulated."""
+    """Build a candidate of ``stages``, ``num_chunks`` per rank, and simulate its step."""
     count = context.num_microbatches(rows)
     policy = answers[0][0].prices.policy
     versions = num_versions(schedule, len(stages), count)
@@ -258,14 +259,15 @@ def build_simulated(
 
 
 def complete_simulation(context: SearchContext, candidate: Candidate) -> Candidate:
-    """Simulate every micro-batch of the candidate's step."""
+    """Return the candidate with every micro-batch of its step simulated."""
     return replace(_with_step(context, candidate, whole=True), is_complete=True)
 
 
 def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candidate:
-    """Simulate the candidate's step; for many micro-batches, extrapolate two shorter steps.
+    """Return the candidate with its step; many micro-batches are extrapolated from two shorter
+    steps.
 
-    Once the pipeline is full each further micro-batch takes equally long.
+    In a full pipeline each further micro-batch takes equally long.
     """
     needs = edges(context, made.rows, made.stages)
     message = message_seconds(context.cluster)
@@ -288,7 +290,7 @@ def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candi
 
 
 def _simulated_numbers(made: Candidate) -> tuple[int, int]:
-    """Return two numbers of micro-batches, in whole rounds, to simulate in place of very many."""
+    """Return two numbers of micro-batches, in whole rounds, to simulate instead of very many."""
     num_ranks = len(made.stages) // made.num_chunks
     if made.num_chunks == 1:
         return 4 * num_ranks, 5 * num_ranks
@@ -297,7 +299,7 @@ def _simulated_numbers(made: Candidate) -> tuple[int, int]:
 
 
 def is_whole(made: Candidate) -> bool:
-    """Return whether every micro-batch of a candidate's step is simulated."""
+    """Return whether every micro-batch of the candidate's step is simulated, none extrapolated."""
     few, more = _simulated_numbers(made)
     most = few + more if made.num_chunks > 1 else 2 * more
     count = made.num_microbatches
@@ -306,13 +308,12 @@ def is_whole(made: Candidate) -> bool:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A simulated configuration.
+    """A possible plan with its simulated step.
 
-    ``stages`` are in the order of the model; stages on the same devices belong to one pipeline
-    rank, ``num_chunks`` each. ``costs`` are the stages' costs under the schedule. ``rows`` are the
-    samples of a micro-batch. ``slices`` are TeraPipe's. ``base`` is the pipeline of one stage per
-    rank that the candidate takes its layouts from. ``is_complete``: every one of very many
-    micro-batches was simulated.
+    ``stages`` are in model order; stages on the same devices belong to one pipeline rank, which has
+    ``num_chunks``. ``costs`` are the stages' costs under the schedule. ``rows`` are the samples of
+    a micro-batch. ``slices`` are TeraPipe's. ``base`` is the pipeline of one stage per rank whose
+    layouts the candidate uses. ``is_complete``: all of very many micro-batches were simulated.
     """
 
     rows: int
@@ -332,13 +333,13 @@ class Candidate:
 
     @property
     def is_pipeline(self) -> bool:
-        """Return whether there are several stages, one per rank, without replicas or slices: the
-        base of other kinds of candidates."""
+        """Return whether the candidate is a pipeline of one stage per rank, without replicas or
+        slices, which can be the base of other candidates."""
         return self.base is None and len(self.stages) > 1
 
     @property
     def layouts_gap(self) -> float:
-        """The relative reduction of the pipeline time T if every stage's layouts were optimal.
+        """Return the relative reduction of pipeline time T if every stage's layouts were optimal.
 
         A candidate with a ``base`` has the gap of its base.
         """
@@ -350,10 +351,10 @@ class Candidate:
 
     @property
     def spent_seconds(self) -> dict[str, float]:
-        """Return the seconds of a step by category, on the busiest rank, and the bubble.
+        """Return the seconds of a step on the busiest rank by category, the bubble included.
 
-        A rank has one part of the model or several (chunks); one with replicas runs each of its
-        two for half of the micro-batches.
+        A rank has one part of the model or several chunks; with replicas it runs each of its two
+        parts for half of the micro-batches.
         """
         num_ranks = len(self.costs) // self.num_chunks
         ranks = parts_of_ranks(self.schedule, num_ranks, self.num_chunks)
@@ -380,7 +381,7 @@ class Candidate:
 
     @property
     def summary(self) -> str:
-        """Return the configuration in one line."""
+        """Return the configuration as one line."""
         ranks: dict[int, RankSummary] = {}
         for (model, answer), choice in zip(self.answers, self.stages, strict=True):
             mesh, zero = model.prices.mesh, answer.setting.zero
@@ -407,7 +408,8 @@ class Candidate:
 
 
 def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:
-    """Map each pipeline rank's first device to the bytes on one of its devices, over its stages."""
+    """Map each pipeline rank's first device to the bytes per device, summed over the rank's
+    stages."""
     ranks: dict[int, list[StageCost]] = {}
     for choice, cost in zip(stages, costs, strict=True):
         ranks.setdefault(choice.first_device, []).append(cost)
@@ -418,13 +420,13 @@ def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dic
 
 
 def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | None = None) -> Any:
-    """Return a lower bound of a pipeline's step, for any order of its micro-batches.
+    """Return a lower bound of a pipeline's step for any order of its micro-batches.
 
-    ``figures[stage]``: forward, backward, receive forward, receive backward, end of the step; for
-    split backwards the second is the first half, and a sixth the weight gradients. ``edges`` come
-    from ``branches.stage_edges``. A stage waits until the first micro-batch has passed all stages
-    before it; then it computes all forwards and backwards; after the last of these comes its own
-    end of the step, or that micro-batch's path back through the stages before it and their ends.
+    ``figures[stage]``: seconds of forward, backward, receive forward, receive backward, end of
+    step; if backwards are split the second is the first half, and a sixth the weight gradients.
+    ``edges`` come from ``branches.stage_edges``. A stage waits until the first micro-batch has
+    passed all stages before it; then it computes all forwards and backwards; then follows its own
+    end of step, or the last micro-batch's path back through the stages before it and their ends.
 
     >>> float(least_seconds([(1, 2, 0, 0, 1), (2, 4, 0.5, 0.5, 1)], 3))
     23.0

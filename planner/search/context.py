@@ -1,7 +1,7 @@
-"""A planning context: the request, and the results solved for it so far.
+"""Context of a search: the request, and all results solved for it so far.
 
 In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any submesh
-at any micro-batch size (made once for all submeshes that cost the same), the costs of stages, and
+at any micro-batch size (made once for all submeshes of equal cost), the costs of stages, and
 planning time by phase.
 """
 
@@ -42,32 +42,33 @@ from .tables import GraphTables
 from .workers import StartWorkers, Workers, serial_workers
 
 INTERRUPTED = "Ctrl-C"
-"""The cause of an interrupted search's end."""
+"""Text for a search that Ctrl-C ended."""
 
 LONG = 5_000
-"""Work (``Budget.work``) up to which no part of a search is cut short."""
+"""Work (``Budget.work``) below which no part of a search is cut short."""
 
 ONE_DEVICE = Mesh(("dp",), (1,))
 
 Observe = Callable[[str, float, float], None]
-"""Callback (activity, amount done, total amount)."""
+"""Callback for progress: (activity, amount done, total amount)."""
 
 
 def ignore(what: str, done: float, total: float) -> None:
-    """Ignore the progress."""
+    """Ignore progress: the default ``Observe``."""
 
 
 GRACE_SECONDS = 2.0
-"""Seconds after Ctrl-C for assessing the best plan so far."""
+"""Seconds after Ctrl-C to evaluate the best plan so far."""
 
 
 @dataclass
 class SearchContext:
-    """State of one search.
+    """State of a search for one order of the hosts.
 
-    ``steps`` are simulated steps. ``beyond``: the ``excess_bytes`` of other processes.
-    ``shared_bound``: a lower bound of plans with unequal shares for unlike devices; None until
-    these were tried. ``bound_seconds``: the lower bound of all plans, once computed (``bound``).
+    ``steps`` caches simulated steps. ``beyond``: the ``excess_bytes`` of other processes.
+    ``shared_bound``: a lower bound of plans with unequal batch shares for unlike devices; None
+    until such plans were tried. ``bound_seconds``: the lower bound of all plans, once computed
+    (``bound``).
     """
 
     structure: Structure
@@ -102,7 +103,8 @@ class SearchContext:
         basis: Basis,
         tables: GraphTables | None = None,
     ) -> SearchContext:
-        """Build a context. ``tables`` are from other searches with this graph, format and rules."""
+        """Build a context. ``tables`` come from other searches of the same graph, format and
+        rules."""
         limit = request.memory_limit_bytes
         if limit is None:
             limit = cluster.usable_memory_bytes
@@ -129,7 +131,8 @@ class SearchContext:
         )
 
     def like(self, other: SearchContext) -> SearchContext:
-        """Return this context with the results of another for another order of the hosts."""
+        """Return this context with the results of ``other``, which has another order of the
+        hosts."""
         other.budget.deadline = self.budget.deadline
         return replace(
             self,
@@ -142,7 +145,7 @@ class SearchContext:
         )
 
     def at(self, rows: int) -> Structure:
-        """Return the graph for micro-batches of ``rows`` rows."""
+        """Return the structure of the graph for micro-batches of ``rows`` rows."""
         if rows not in self.graphs:
             self.graphs[rows] = self.structure.at_batch(rows)
         return self.graphs[rows]
@@ -153,22 +156,22 @@ class SearchContext:
 
     @cached_property
     def _begins(self) -> tuple[int, ...]:
-        """Return the blocks at which stages must begin."""
+        """Return the positions of blocks at which the request requires a stage to begin."""
         own = self.structure
         return tuple(stage_begins(own.graph, own.blocks, self.request.stage_at))
 
     def begins_as_asked(self, stages: Sequence[StageChoice]) -> bool:
-        """Return whether stages begin at all required blocks."""
+        """Return whether stages begin at all blocks at which the request requires it."""
         return {choice.start for choice in stages}.issuperset(self._begins)
 
     @cached_property
     def mesh_proposals(self) -> Proposals:
-        """Return the meshes of more axes than dp × tp that are worth trying."""
+        """Return the meshes worth trying that have other axes than dp and tp."""
         return proposals(self.structure.graph, self.cluster, self.request, self.rules)
 
     @cached_property
     def stage_numbers(self) -> tuple[int, ...]:
-        """Return the numbers of stages to try. Raises ``UsageError`` if there are none."""
+        """Return the numbers of stages to try. Raises ``UsageError`` if none is possible."""
         blocks, least = self.structure.blocks.blocks, len({0, *self._begins})
         return stage_numbers(self.request, self.cluster, len(blocks), least_stages=least)
 
@@ -179,7 +182,7 @@ class SearchContext:
 
     @cached_property
     def workers(self) -> Workers:
-        """Return the workers for parts of the micro-batch sizes, started at the first use."""
+        """Return the workers that search parts of the micro-batch sizes, started on first use."""
         return self.start_workers(self, self.microbatch_rows)
 
     @cached_property
@@ -191,15 +194,17 @@ class SearchContext:
 
     @property
     def in_flight_schedule(self) -> str:
-        """Return the default schedule of a proposal: with the least memory, if it is allowed."""
+        """Return a proposal's default schedule: "1f1b", which needs the least memory, if
+        allowed."""
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
     def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> HalfPairs:
-        """Return the micro-batches that a stage holds; ``depth`` counts the stages from it on."""
+        """Return the micro-batches that a stage holds; ``depth`` counts the stages from it to the
+        end."""
         return half_pairs(schedule, depth, num_stages, self.num_microbatches(rows))
 
     def costs(self, rows: int) -> Costs:
-        """Return the costs of stages at one micro-batch size."""
+        """Return the costs of stages at micro-batches of ``rows`` rows."""
         if rows not in self._costs:
             count = self.num_microbatches(rows)
             key: dict[tuple[int, int], Hashable] = {}
@@ -219,14 +224,15 @@ class SearchContext:
         return self._costs[rows]
 
     def _least_held(self, left: int, count: int) -> int:
-        """Return the least whole micro-batches that a stage holds under any schedule."""
+        """Return the least whole micro-batches that a stage, ``left`` from the end, holds in any
+        schedule."""
         names = self.request.schedules
         if "1f1b" in names:  # the least of all schedules with one stage per rank
             return half_pairs("1f1b", left, 2, count)[0][0]
         return min(half_pairs(name, left, 2, count)[0][0] for name in names)
 
     def solvers_on(self, rows: int, first: int, size: int) -> list[IntraOp]:
-        """Return a solver for each mesh on the submesh."""
+        """Return a solver for each allowed mesh on a submesh of ``size`` devices."""
         found = []
         inner = inner_size(self.cluster, first, size)
         proposed = self.mesh_proposals.meshes(size, inner, rows)
@@ -240,15 +246,15 @@ class SearchContext:
         return found
 
     def _can_split(self, rows: int, parts: int) -> bool:
-        """Return whether a micro-batch can be split into parts of the requested size."""
+        """Return whether a micro-batch splits evenly into parts, of the requested size if any."""
         size = self.request.microbatch_size
         return rows % parts == 0 and size in (None, rows // parts)
 
     def solver(
         self, rows: int, mesh: Mesh, first: int, *, free: bool = False, link: Link | None = None
     ) -> IntraOp:
-        """Return the solver of a mesh. ``free`` leaves its axes to the solver. Its stages receive
-        values over ``link``, by default from the devices before."""
+        """Return the solver of stages on a mesh. With ``free`` it may use the axes in any way. Its
+        stages receive values over ``link``, by default the link from the devices before."""
         ranks, request = tuple(range(first, first + mesh.size)), self.request
         prices = self._prices(rows, mesh, ranks)
         if link is None:
@@ -282,7 +288,7 @@ class SearchContext:
         )
 
     def check_total_bytes(self) -> None:
-        """Raise InfeasibleError AP301 if the model is larger than all devices together."""
+        """Raise InfeasibleError AP301 if all devices together cannot hold the model."""
         if len({host.device.kind for host in self.cluster.hosts}) > 1:
             return  # these hold a state in different numbers of bytes
         rows, ranks = min(self.microbatch_rows), range(self.cluster.num_devices)
@@ -294,14 +300,15 @@ class SearchContext:
             raise does_not_fit(excess, self.limits, self.request, self.cluster)
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:
-        """A stage's limits: the memory of its own devices, unless the request has a limit."""
+        """Return a stage's limits: the memory of its devices, unless the request sets a limit."""
         if self.request.memory_limit_bytes is not None:
             return self.limits
         device = self.cluster.slowest_device(ranks)
         return replace(self.limits, memory_bytes=float(device.usable_memory_bytes))
 
     def table(self, rows: int) -> Table:
-        """Return every stage's exact cost, priced lazily: for small clusters."""
+        """Return a table of exact costs of every stage, for small clusters; entries are priced
+        lazily."""
         return Table(
             len(self.structure.blocks.blocks),
             self.cluster.num_devices,
@@ -310,23 +317,23 @@ class SearchContext:
         )
 
     def is_late(self, share: float = 0.7) -> bool:
-        """Return whether this share of the time has passed."""
+        """Return whether the fraction ``share`` of the time limit has passed."""
         return self.budget.left_seconds < (1 - share) * self.request.time_limit_seconds
 
     def is_long(self, began: float) -> bool:
-        """Return whether an activity begun at ``began`` has taken much work, and a third of all
-        work before it."""
+        """Return whether an activity begun at work ``began`` took much work, and over a third of
+        all work before it."""
         spent = self.budget.work - began
         return spent > max(0.5 * LONG, (began - self.began_work) / 3)
 
     def spent(self) -> tuple[int, dict[str, float]]:
-        """Return the number of solved problems, and seconds by phase."""
+        """Return the number of solved problems, and the seconds by phase."""
         seconds = {**self.budget.seconds, "total": self.budget.elapsed_seconds}
         return self.budget.num_problems, seconds
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Context manager: end the body upon Ctrl-C, record it, and continue."""
+        """End a ``with`` block upon Ctrl-C, record the interrupt, and continue after the block."""
         try:
             yield
         except KeyboardInterrupt:
@@ -334,27 +341,27 @@ class SearchContext:
 
     @property
     def ended_by(self) -> str:
-        """Return the cause of an early end of the search; "" if there is none."""
+        """Return the cause of an early end of the search; "" if it was not ended early."""
         return self.stopped or ("its time limit" if self.budget.left_seconds <= 0 else "")
 
     def end(self) -> None:
-        """End the processes beside this process."""
+        """End the worker processes."""
         if "workers" in self.__dict__:
             self.workers.end()
 
     def interrupt(self) -> None:
-        """End the other processes after Ctrl-C, and leave little time for the remaining work."""
+        """End the workers after Ctrl-C, and leave little time for the remaining work."""
         self.end()
         self.stopped = INTERRUPTED
         self.budget.end_in(GRACE_SECONDS)
 
     @property
     def excess_bytes(self) -> list[float]:
-        """Return the excess of stages over the memory limit."""
+        """Return the bytes over the memory limit of all stages that did not fit."""
         return [over for s in self.solvers.values() for over in s.excess_bytes.values()]
 
     def failure(self, *, is_proven: bool = False) -> AutoparallelError:
-        """Return the error for a missing plan: no time, no memory with its excess, or no mesh.
+        """Return the error for a missing plan: no time, no memory (with the excess), or no mesh.
 
         ``is_proven``: bounds alone prove that nothing fits, so more time would not help.
         """
@@ -374,13 +381,13 @@ class SearchContext:
 
 @dataclass
 class _Exact:
-    """The matrices of a ``Table`` at one micro-batch size."""
+    """Matrices of a ``Table`` at one micro-batch size, made on demand."""
 
     costs: Costs
     made: dict[object, Floats] = field(default_factory=dict)
 
     def matrix(self, left: int, first: int, size: int) -> Floats:
-        """Return t[k, i] of the stages with ``left`` stages to come, themselves included."""
+        """Return t[k, i], seconds of a stage of blocks k to i, with ``left`` stages to the end."""
         is_first, is_last = first == 0, left == 1
         place = self.costs.place(first, size)
         held = self.costs.in_flight(left, is_first)
@@ -402,7 +409,7 @@ class _Exact:
 
 
 def check_measured(basis: Basis, request: Request) -> None:
-    """Raise AP170 if the search queried a time that was not measured."""
+    """Raise UsageError AP170 if the search queried a time that is not measured."""
     missing = basis.asked.unmeasured if basis.asked is not None else []
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")
@@ -418,7 +425,8 @@ def check_measured(basis: Basis, request: Request) -> None:
 def does_not_fit(
     excess: float, limits: Limits, request: Request, cluster: Cluster
 ) -> InfeasibleError:
-    """Return error AP301: the nearest plan needs ``excess`` bytes more than a device has."""
+    """Return error AP301: the plan nearest to fitting exceeds the memory limit by ``excess``
+    bytes."""
     limit = limits.memory_bytes
     tries = []
     if limits.recompute == "none":

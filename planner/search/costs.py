@@ -1,18 +1,18 @@
 """Costs of stages at one micro-batch size, priced lazily.
 
 In: solvers for the meshes of each submesh, the classes of runs. Out: for each place (a class of
-equal submeshes) and number of stages to come, the cost of every class of runs: exact on request,
+equal submeshes) and number of stages to the end, the cost of every class of runs: exact on request,
 otherwise a lower bound. A stage with forward and backward c, messages r and end of step e takes
 
-    q = c + r   once, and as the slowest of B micro-batches   m = (B − 1)·c + e   more:
+    q = c + r   once, and   m = (B − 1)·c + e   more, if it is the slowest, for B micro-batches:
 
 messages overlap the compute of other micro-batches, and only one stage's end of step counts.
 
-Two bounds are cheap. Without the memory limit, the solver's bound of a run, which long series need
-for some lengths only (``run_classes.chord_bounds``). With it, the cost of a shorter run of the
-series, or of fewer micro-batches in flight. So the best pipeline under these bounds is found first,
-its stages priced, and so on until the best has no stage left to price: then no other can be better.
-Only competitive lengths, places and numbers of stages are priced.
+Two bounds are cheap. Without the memory limit: the solver's bound of a run, which is computed only
+for some lengths of long series (``run_classes.chord_bounds``). With it: the cost of a shorter run
+of the series, or with fewer micro-batches in flight. So the best pipeline under these bounds is
+found first and its stages priced, repeatedly, until the best pipeline has only exact stages: then
+no other can be better. Only competitive lengths, places and numbers of stages are priced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from .least_bytes import LeastBytes
 SAME = 1 + 1e-9
 
 FEW_MICROBATCHES = 16
-"""Micro-batches above which a stage's end of step is too small, per micro-batch, to be bounded."""
+"""Micro-batches above which the share of a stage's end of step is too small to bound it
+separately."""
 
 MANY = 10**9
 """Number of micro-batches that makes the end of a step negligible."""
@@ -52,7 +53,7 @@ MANY = 10**9
 
 @dataclass(frozen=True)
 class Known:
-    """Exact costs of each class: the solver's objective, q and m; nan if not priced."""
+    """Exact costs by class of runs: the solver's objective, q and m; nan if not priced."""
 
     objective: Floats
     once: Floats
@@ -63,7 +64,7 @@ class Known:
         return Known(*(np.full(number, np.nan) for _ in range(3)))
 
     def take(self, number: int, found: StageAnswer | None, count: int) -> None:
-        """Record the cost of a class; infinite if it does not fit."""
+        """Record the cost of class ``number``; infinite if ``found`` is None: nothing fits."""
         if found is None:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
@@ -73,7 +74,7 @@ class Known:
         self.objective[number] = once + cost.step_seconds / count
 
     def copy(self, other: Known, numbers: Sequence[int]) -> None:
-        """Copy some classes from another."""
+        """Copy the costs of the classes ``numbers`` from ``other``."""
         for own, theirs in (
             (self.objective, other.objective),
             (self.once, other.once),
@@ -84,7 +85,7 @@ class Known:
 
 @dataclass
 class MeshCosts:
-    """A mesh of a place: bounds and exact costs by class.
+    """Costs of stages on one mesh: bounds and exact costs by class of runs.
 
     ``lower`` bounds the objective, ``once`` the q and ``slowest`` the m of every class.
     """
@@ -102,7 +103,7 @@ class MeshCosts:
         self.lower, self.once, self.slowest = (np.full(number, np.nan) for _ in range(3))
 
     def bound(self, wanted: Iterable[Series]) -> None:
-        """Compute lower bounds for all classes of some series; infinite for runs that don't fit."""
+        """Compute lower bounds for all classes of the series; infinite for runs that cannot fit."""
         asked_for = [series for series in wanted if series not in self._bounded]
         self._bounded.update(asked_for)
         for series in asked_for:
@@ -134,7 +135,7 @@ class MeshCosts:
             self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
 
     def _fitting(self, series: Series) -> Series:
-        """Drop the lengths of a series that cannot fit in any layouts."""
+        """Return the series without the lengths that cannot fit in any layouts."""
         excess = self.excess_bytes[list(series.classes)]
         number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
         if number < len(excess):
@@ -143,7 +144,7 @@ class MeshCosts:
 
     @cached_property
     def excess_bytes(self) -> Floats:
-        """Return by class the least bytes it needs, less the bytes of a device."""
+        """Return, by class, a lower bound of the bytes by which runs exceed a device's memory."""
         model, limit = self.solver.model, self.solver.limits.memory_bytes
         least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
         found: Floats = least + context_bytes(model) - limit
@@ -160,7 +161,7 @@ class MeshCosts:
         return np.array([self.solver.bound_seconds(run, count) for run in runs])
 
     def _receive_seconds(self, run: Run) -> float:
-        """Return the most seconds of a run's messages."""
+        """Return the maximum seconds of the messages that a run receives."""
         model = self.solver.model
         return sum(
             float(boundary.seconds.sum(axis=1).max())
@@ -169,7 +170,7 @@ class MeshCosts:
         )
 
     def price(self, numbers: Sequence[int], in_flight: int) -> Known:
-        """Return the exact costs, computed for the classes ``numbers``."""
+        """Return the exact costs, with the classes ``numbers`` priced."""
         known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
         new = [number for number in numbers if np.isnan(known.objective[number])]
         self._prepare([self.runs.run(number) for number in new], self.runs.count)
@@ -181,7 +182,8 @@ class MeshCosts:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds for each class of a role, infinite for all others."""
+    """Lower bounds of the classes with one role (first, inner or last stage), infinite for
+    others."""
 
     lower: Floats
     once: Floats
@@ -190,7 +192,7 @@ class Bounds:
 
 @dataclass
 class PlaceCosts:
-    """The submeshes of a place: the best of its meshes."""
+    """Costs of stages on a place (submeshes of equal cost): the best over its meshes."""
 
     meshes: list[MeshCosts]
     runs: Runs
@@ -203,7 +205,7 @@ class PlaceCosts:
     version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
-        """Return the least of the meshes' bounds."""
+        """Return the least bounds over the place's meshes, for the classes of a role."""
         if (first, last) not in self._bounds:
             size = len(self.runs.classes.firsts)
             lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
@@ -218,7 +220,7 @@ class PlaceCosts:
         return self._bounds[first, last]
 
     def seconds(self, in_flight: int, first: bool, last: bool) -> tuple[Floats, Floats]:
-        """Return the q and m of each class of a role: exact, or lower bounds."""
+        """Return q and m of each class of a role: exact costs, or lower bounds."""
         key = (in_flight, first, last)
         version, found = self._known.get(key, (-1, None))
         if found is None or version != self.version:
@@ -230,7 +232,8 @@ class PlaceCosts:
         return found
 
     def _raised(self, bounds: Bounds, in_flight: int) -> tuple[Floats, Floats]:
-        """Raise the bounds to the exact costs with as many or fewer micro-batches in flight.
+        """Return bounds raised to exact costs that are known for as many or fewer micro-batches in
+        flight.
 
         q rises by as much as the objective, m by B − 1 times as much.
         """
@@ -257,7 +260,8 @@ class PlaceCosts:
         return once, slowest
 
     def _block_seconds(self, series: Series) -> float:
-        """Return the least seconds of a further block of a series, on any of the meshes."""
+        """Return the least seconds that a further block of the series costs, on any of the
+        meshes."""
         if series not in self._per_block:
             least, most = (self.runs.run(series.classes[at]).counts for at in (0, -1))
             kinds = [kind for kind in most if most[kind] > least.get(kind, 0)]
@@ -269,7 +273,8 @@ class PlaceCosts:
         return self._per_block[series]
 
     def price(self, number: int, in_flight: int, first: bool, last: bool) -> tuple[float, float]:
-        """Return the exact q and m of a class, and price its neighbours, too."""
+        """Return the exact q and m of class ``number``; near classes of its series are priced,
+        too."""
         lower = self.bounds(first, last).lower
         known = self.exact.setdefault(in_flight, Known.nothing(len(lower)))
         if np.isnan(known.objective[number]):
@@ -285,7 +290,7 @@ class PlaceCosts:
         return float(known.once[number]), float(known.slowest[number])
 
     def _between(self, number: int, in_flight: int) -> None:
-        """Copy a class's cost from fewer and more micro-batches in flight, if these agree."""
+        """Copy a class's cost if it is equal for fewer and for more micro-batches in flight."""
         held = sorted(h for h, own in self.exact.items() if not np.isnan(own.objective[number]))
         fewer = [self.exact[h] for h in held if h < in_flight]
         more = [self.exact[h] for h in held if h > in_flight]
@@ -308,7 +313,7 @@ class PlaceCosts:
         self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
-        """Yield the answers of meshes that can be the best for a class."""
+        """Yield solvers and answers of the meshes that may be the cheapest for class ``number``."""
         run, count = self.runs.run(number), self.runs.count
         least = np.inf
         for mesh in sorted(self.meshes, key=lambda mesh: mesh.solver.bound_seconds(run, count)):
@@ -320,24 +325,24 @@ class PlaceCosts:
                 yield mesh.solver, found
 
     def answer(self, number: int, in_flight: int) -> tuple[IntraOp, StageAnswer] | None:
-        """Return the best of ``answers``."""
+        """Return the fastest of ``answers``; None if nothing fits."""
         every = list(self.answers(number, in_flight))
         count = self.runs.count
         return min(every, key=lambda each: answer_seconds(each[1], count), default=None)
 
 
 def answer_seconds(answer: StageAnswer, count: int) -> float:
-    """Return a stage's seconds per micro-batch with its share of the step's end."""
+    """Return a stage's seconds per micro-batch, with its share of the step's end."""
     cost = answer.cost
     return cost.warmup_and_steady(count)[0] + cost.step_seconds / count
 
 
 @dataclass
 class Costs:
-    """All places at one micro-batch size, numbered in the order of requests.
+    """Costs of all places at one micro-batch size; places are numbered in the order of requests.
 
     ``key`` is equal for submeshes that cost the same; ``solvers`` makes the solvers of a submesh;
-    ``held`` is the least number of micro-batches of a stage, by stages to come.
+    ``held`` maps the number of stages to the end to the least micro-batches in flight.
     """
 
     runs: Runs
@@ -351,11 +356,11 @@ class Costs:
 
     @property
     def version(self) -> int:
-        """Return a number that grows with every exact cost; never 0."""
+        """Return a number that grows whenever an exact cost is added; never 0."""
         return 1 + sum(place.version for place in self.places)
 
     def place(self, first_device: int, num_devices: int) -> int:
-        """Return the number of a submesh's place."""
+        """Return the number of the place that a submesh belongs to."""
         key = self.key(first_device, num_devices)
         if key not in self._numbers:
             self._numbers[key] = len(self.places)
@@ -373,12 +378,12 @@ class Costs:
         return self._held[left]
 
     def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
-        """Implement ``inter_op.cuts.Seconds`` by known costs."""
+        """Return q and m of all classes from known costs, as ``inter_op.cuts.Seconds`` requires."""
         self.budget.num_steps += 1
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return a stage's known q and m: exact or bounds."""
+        """Return the known q and m of a stage: exact, or lower bounds."""
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")
@@ -386,7 +391,7 @@ class Costs:
         return float(once[number]), float(slowest[number])
 
     def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return a stage's exact q and m; infinite if it does not fit."""
+        """Return the exact q and m of a stage; infinite if it does not fit."""
         place, number = self._of(stage)
         return self.places[place].price(number, self.in_flight(left, first), first, left == 1)
 
@@ -396,23 +401,23 @@ class Costs:
 
 
 NEIGHBOURS = 2
-"""Shorter and longer runs of a series that are priced along with a run, on each side."""
+"""Number of shorter and of longer runs of a series that are priced along with a run."""
 
 STEP = 0.03
-"""Distance between them as a part of the run, if that is more than a block: for very long runs
-close neighbours say little about the memory limit."""
+"""Distance between these runs as a fraction of their length, if more than a block: for very long
+runs close neighbours reveal little about the memory limit."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a graph at one micro-batch size; ``count`` micro-batches make a step."""
+    """Runs of blocks at one micro-batch size; ``count`` micro-batches make a step."""
 
     structure: Structure
     classes: RunClasses
     count: int
 
     def run(self, number: int) -> Run:
-        """Return a run of a class."""
+        """Return the first run of class ``number``."""
         return self.structure.run(*self.classes.firsts[number])
 
     @cached_property
@@ -421,23 +426,23 @@ class Runs:
 
     @cached_property
     def every(self) -> Cuts:
-        """Return the cuts between all blocks."""
+        """Return the cuts before and after every block."""
         return self.cuts(range(self.classes.num_blocks + 1))
 
     def cuts(self, at: Iterable[int]) -> Cuts:
-        """Return cuts before some blocks, the first and the end among them."""
+        """Return cuts before the blocks ``at``, which include the first block and the end."""
         places = np.fromiter(at, dtype=np.int64)
         numbers = self.classes.numbers[np.ix_(places, places)]
         none = len(self.classes.firsts)
         return Cuts(places, np.where(numbers == NO_RUN, none, numbers), self.classes.lengths)
 
     def role(self, first: bool, last: bool) -> Ints:
-        """Return the classes of the runs that may be a first, inner or last stage."""
+        """Return the classes of runs that may be a first, inner or last stage."""
         return self.classes.roles[first, last]
 
     @cached_property
     def series_of(self) -> dict[int, tuple[Series, int]]:
-        """Map each class to its series and its position there."""
+        """Map each class to its series and its position in the series."""
         return {
             number: (series, at)
             for series in self.classes.series
@@ -445,7 +450,7 @@ class Runs:
         }
 
     def near(self, number: int) -> tuple[int, ...]:
-        """Return a class with some shorter and longer classes of its series."""
+        """Return a class and some shorter and longer classes of its series."""
         series, at = self.series_of[number]
         step = max(1, int(series.lengths[at] * STEP))
         few = range(at - NEIGHBOURS * step, at + NEIGHBOURS * step + 1, step)

@@ -1,8 +1,8 @@
-"""Proof of the winner's layouts: the possible gain of other layouts of its stages.
+"""Proof of the winner's layouts: bounds of the gain that other layouts of its stages could bring.
 
-In: the winner of a search. Out: the same with narrower gaps of its stages, or a faster candidate
-where the integer programs find better layouts. Other candidates are solved only until they are
-proven worse than the winner (``proposers.refined``).
+In: the winner of a search. Out: the winner with narrower gaps of its stages, or a faster candidate
+if the integer programs find better layouts. Other candidates are solved only until they are proven
+worse than the winner (``proposers.refined``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .candidates import Candidate, candidate, complete_simulation, is_whole
 from .context import SearchContext
 
 TIME_SHARE = 0.5
-"""Share of the remaining time for this."""
+"""Fraction of the remaining time that tightening may take."""
 
 WORTH_IT = 1e-9
-"""Relative gain of a step above rounding."""
+"""Relative gain of a step that exceeds rounding."""
 
 _Answer = tuple[StageModel, StageAnswer]
 
@@ -29,8 +29,8 @@ _Answer = tuple[StageModel, StageAnswer]
 def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
     """Tighten the winner's layout gap to ``request.gap``, as far as time allows.
 
-    Unchanged after Ctrl-C, and for unequal shares, where more than the layouts of its meshes was
-    searched. For a candidate with a ``base`` the base's gap is tightened.
+    Nothing is done after Ctrl-C, nor for unequal batch shares, whose search covered more than
+    layouts on given meshes. For a candidate with a ``base`` the base's gap is tightened.
     """
     budget = context.budget
     if winner.layouts_gap <= context.request.gap or context.stopped or budget.left_seconds <= 0:
@@ -48,7 +48,7 @@ def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
 
 
 def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
-    """Solve the candidate again with more integer programs; None if another solver made it."""
+    """Return the candidate solved with more integer programs; None if other solvers made it."""
     proposal = PipelineProposal(best.rows, Pipeline(best.stages, best.step_seconds))
     plain = candidate(context, proposal, best.schedule)
     if plain is None or not _is_like(best, plain):
@@ -57,7 +57,7 @@ def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
 
 
 def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None) -> Candidate:
-    """Return the proven candidate if it is faster; else the best with the proven bounds."""
+    """Return the proven candidate if it is faster, else ``best`` with the proven bounds."""
     if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
         whole = proven if is_whole(proven) else complete_simulation(context, proven)
         if whole.step_seconds < best.step_seconds:
@@ -66,7 +66,7 @@ def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None
 
 
 def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
-    """Return the candidate with the proven bounds of its stages."""
+    """Return the candidate ``best`` with the proven bounds of its stages."""
     if proven is None or not _is_like(best, proven):
         return best
     pairs = zip(best.answers, proven.answers, strict=True)
@@ -74,7 +74,7 @@ def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
 
 
 def _is_like(best: Candidate, found: Candidate) -> bool:
-    """Return whether the stages are on the same meshes, solved by the same solver."""
+    """Return whether the same solvers made the stages of both candidates."""
     return all(
         model is other and not answer.shares
         for (model, answer), (other, _) in zip(best.answers, found.answers, strict=True)
@@ -82,6 +82,6 @@ def _is_like(best: Candidate, found: Candidate) -> bool:
 
 
 def _with_gap(own: _Answer, other: _Answer) -> _Answer:
-    """Return a stage's answer with the bound of another answer."""
+    """Return a stage's answer with the bound of another answer for the same stage."""
     (model, answer), bound = own, other[1].objective * (1 - other[1].gap)
     return model, replace(answer, gap=min(answer.gap, gap_between(bound, answer.objective)))

@@ -1,14 +1,14 @@
 """Lower bounds of the bytes of a stage, over all meshes and layouts.
 
-In: the graph, the classes of runs, a number of devices D, the bytes of a parameter. Out: for every
-class a lower bound on D devices: each tensor is cut into at most D parts. A stage holds its states;
-for every block, the values that autograd keeps or, if the block is recomputed, those that it is the
-first to read of other blocks; in the backward of each block all its saved values, recomputed or
-not; and the inputs and outputs of its largest op. No tables are needed, so runs that cannot fit
-cost nothing.
+In: the graph, the classes of runs, a number of devices D, the bytes per parameter. Out: for every
+class a lower bound per device: each tensor is split into at most D parts. A stage holds its states;
+for every block, the values that autograd keeps or, if the block is recomputed, the values from
+other blocks that it is the first to read; in the backward of a block all its saved values,
+recomputed or not; and the inputs and outputs of its largest op. No tables are needed, so runs that
+cannot fit are excluded at no cost.
 
-For the whole model, a lower bound over all devices, for any cut into stages: its states, and the
-saved values of every block for one micro-batch.
+For the whole model, a lower bound of the bytes of all devices, for any cut into stages: its states,
+and the saved values of every block for one micro-batch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ..pricing.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class _BlockSizes:
-    """Bytes of a block's tensors: saved, states; and the inputs and outputs of its ops.
+    """Bytes of the tensors of a kind of block: saved values, states, and each op's inputs and
+    outputs.
 
-    ``read``: for each block of the kind, the values that it is the first to read of other blocks.
+    ``read``: for each block of the kind, sizes of the values that it is the first to read.
     """
 
     saved: tuple[int, ...]
@@ -39,8 +40,8 @@ class _BlockSizes:
     ops: tuple[tuple[int, ...], ...]
 
     def on(self, num_devices: int) -> tuple[float, float, float]:
-        """Return bytes on so many devices: those that the block always holds, further ones during
-        its backward, its largest op."""
+        """Return bytes per device: always held by the block, held only in its backward, for its
+        largest op."""
         saved = sum(n // num_devices for n in self.saved)
         read = min(sum(n // num_devices for n in own) for own in self.read)
         states = sum(numel // num_devices * size for numel, size in self.states)
@@ -51,7 +52,7 @@ class _BlockSizes:
 
 @dataclass
 class LeastBytes:
-    """The bounds at one micro-batch size, with at least one micro-batch in flight."""
+    """Lower bounds at one micro-batch size, with one micro-batch in flight or more."""
 
     structure: Structure
     classes: RunClasses
@@ -59,7 +60,7 @@ class LeastBytes:
     _found: dict[tuple[int, PrecisionPolicy], Floats] = field(default_factory=dict)
 
     def on(self, num_devices: int, prices: Prices) -> Floats:
-        """Return the bounds by class, without bytes that hold no tensor."""
+        """Return the bounds by class of runs, without bytes that hold no tensor."""
         key = (num_devices, prices.policy)
         if key not in self._found:
             self._found[key] = self._least(num_devices, prices)
@@ -81,7 +82,7 @@ class LeastBytes:
         return found
 
     def total(self, prices: Prices) -> float:
-        """Return a lower bound of the bytes of all devices together, for all blocks."""
+        """Return a lower bound of the bytes of the whole model, over all devices."""
         structure, shared = self.structure, dict[str, None]()
         sizes = {
             kind: self._of_block(block, prices).on(1)[0]
@@ -122,7 +123,7 @@ class LeastBytes:
 
     @cached_property
     def _first_read(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Return ``_BlockSizes.read`` by kind."""
+        """Map each kind to ``_BlockSizes.read``."""
         structure, found = self.structure, dict[str, dict[tuple[int, ...], None]]()
         for at, block in enumerate(structure.blocks.blocks):
             values = structure.first_values(at)
@@ -132,14 +133,14 @@ class LeastBytes:
 
 
 def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
-    """Return a parameter's number of elements, and the least bytes of each."""
+    """Return a parameter's number of elements, and the least bytes of states per element."""
     if not spec.requires_grad:
         return spec.numel, policy.gathered_bytes
     return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes
 
 
 def range_max(values: Floats, starts: np.ndarray, stops: np.ndarray) -> Floats:
-    """Return the maximum of ``values[start:stop]`` for every start and stop.
+    """Return the maximum of ``values[start:stop]`` for every pair of start and stop.
 
     >>> range_max(np.array([3.0, 1.0, 2.0]), np.array([0, 1, 1]), np.array([1, 2, 3])).tolist()
     [3.0, 1.0, 2.0]

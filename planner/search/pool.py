@@ -1,9 +1,9 @@
-"""The candidates that a search has found, and the choice among them.
+"""Pool of the candidates that a search has found, and the choice among them.
 
 In: candidates as proposers make them. Out: the step to beat, the pipelines worth refining, and at
 the end the winner and the others. Candidates that do not fit in memory are listed separately; a
 candidate that the request does not allow as a plan (a pipeline of one stage per rank if several are
-forced) can be a base, but never wins.
+forced) can be the base of others, but never wins.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .context import SearchContext
 
 
 class CandidatePool:
-    """Candidates: ``known`` fit in memory, ``rejected`` do not. ``proposals``: the simulated
-    pipelines of the dynamic program."""
+    """Candidates of a search: ``known`` fit in memory, ``rejected`` do not. ``proposals``:
+    pipelines of the dynamic program that were simulated."""
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
@@ -29,12 +29,12 @@ class CandidatePool:
 
     @property
     def step_seconds(self) -> float:
-        """Return the step of the fastest candidate, allowed to win or not."""
+        """Return the step of the fastest candidate, even if it may not win."""
         return self.best.step_seconds if self.best is not None else float("inf")
 
     @property
     def cutoff(self) -> float:
-        """Return the least T of pipelines that are not sought."""
+        """Return the pipeline time T from which on proposals are not needed any more."""
         return (
             self.step_seconds if len(self.proposals) >= self.context.request.top else float("inf")
         )
@@ -54,7 +54,7 @@ class CandidatePool:
         return self.context.request.allows_one_stage or not candidate.is_pipeline
 
     def add(self, candidate: Candidate) -> None:
-        """Add a candidate."""
+        """Add a candidate to the fitting or the rejected candidates."""
         if not candidate.fits:
             self.rejected.append(candidate)
             return
@@ -63,27 +63,28 @@ class CandidatePool:
             self.best = candidate
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
-        """Add candidates as they are made: the pool so far decides which are worth making."""
+        """Add candidates one by one, as a proposer may look at the pool before it makes the
+        next."""
         for candidate in candidates:
             self.add(candidate)
 
     def simulate(self, proposal: PipelineProposal) -> Iterator[Candidate]:
-        """Yield the candidates of a pipeline of the dynamic program that is not yet simulated."""
+        """Yield the candidates of a dynamic program's pipeline, unless it was simulated before."""
         if proposal.seconds < float("inf") and proposal not in self.proposals:
             self.proposals.append(proposal)
             yield from candidates(self.context, proposal, below=self.step_seconds)
 
     def best_proposals(self) -> list[PipelineProposal]:
-        """Return the proposals in the order of T."""
+        """Return the simulated proposals in ascending order of their time T."""
         return sorted(self.proposals, key=lambda proposal: proposal.seconds)
 
     def ranked(self) -> list[Candidate]:
-        """Return the candidates, the fastest first."""
+        """Return the fitting candidates, the fastest first."""
         return sorted(self.known, key=_order)
 
     def hopeless_schedules(self, proposal: PipelineProposal) -> set[str] | None:
-        """Return the schedules under which a proposal cannot be the fastest, even with optimal
-        layouts; None if it cannot be under any."""
+        """Return the schedules under which a proposal cannot win even with optimal layouts; None if
+        it cannot win under any."""
         bar = self.step_seconds * (1 - self.context.request.gap)
         least: dict[str, float] = {}
         for each in self.known:
@@ -95,8 +96,8 @@ class CandidatePool:
         return None if len(hopeless) == len(least) else hopeless
 
     def settle(self) -> None:
-        """Simulate the whole step of the fastest candidate that may win, then of the next if that
-        is faster, and so on."""
+        """Simulate the whole step of the fastest candidate that may win; repeat until the fastest
+        candidate is simulated in full."""
         while True:
             first = min(self.allowed, key=_order, default=None)
             if first is None or is_whole(first) or first.is_complete:
@@ -104,12 +105,12 @@ class CandidatePool:
             self.replace(first, complete_simulation(self.context, first))
 
     def replace(self, one: Candidate, other: Candidate) -> None:
-        """Replace a candidate by another."""
+        """Replace the candidate ``one`` by ``other``."""
         self.known = [other if each is one else each for each in self.known]
         self.best = min(self.known, key=_order)
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:
-    """Return the sort key: step, then bytes, then layout gap."""
+    """Return the sort key of candidates: step, then bytes, then layout gap."""
     seconds = float(f"{candidate.step_seconds:.10g}")
     return seconds, candidate.peak_bytes, round(candidate.layouts_gap, 9)

@@ -1,8 +1,8 @@
-"""The content of the plan file, from the winning candidate.
+"""Construction of the plan from the winning candidate.
 
 In: the candidate's stages with their layouts and costs, and the losers. Out: a ``Plan``: every
 node's layout under its template's name, the layouts of batch inputs and constants, predictions
-(``price_sources`` adds their sources), and the reasons against the losers.
+(``price_sources`` adds their sources), and the reasons why other candidates lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..requests.request import Request
 from .candidates import Candidate
 
 LESS_SIMPLE = "about as fast, but more complex"
-"""Reason against a faster plan within the tolerance."""
+"""Reason why a faster candidate within the tolerance lost."""
 
 
 def make_plan(
@@ -37,10 +37,9 @@ def make_plan(
     losers: Iterable[Candidate],
     spent: tuple[int, Mapping[str, float]],
 ) -> Plan:
-    """Build the plan of the winner. ``spent`` is the number of programs and seconds by phase.
-    ``spent`` is the number of programs and seconds by phase.
+    """Build the plan of the winner. ``spent`` has the number of programs and the seconds by phase.
 
-    Its gap is not known here.
+    The plan's gap is not known here.
     """
     graph = structure.graph
     num_problems, seconds = spent
@@ -80,7 +79,7 @@ def make_plan(
 
 
 def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
-    """Describe the ops that the stages' axes do not divide, once for each kind of block."""
+    """Describe the ops whose dimensions the stages' axes do not divide, once per kind of block."""
     found: dict[str, None] = {}
     for (model, answer), choice in zip(best.answers, best.stages, strict=True):
         run = structure.blocks.blocks[choice.start : choice.stop]
@@ -94,7 +93,8 @@ def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
 def _replicated_seconds(
     nodes: Iterable[Node], structure: Structure, best: Candidate, request: Request
 ) -> dict[str, float]:
-    """Map each op without a rule to the seconds of a step in which every rank runs all of it."""
+    """Map each op without a rule to the seconds of a step that every rank spends on the whole
+    op."""
     graph = structure.graph.with_batch_size(request.global_batch // best.num_microbatches)
     prices = best.answers[0][0].prices
     whole = (INVARIANT,) * len(prices.mesh.shape)
@@ -109,7 +109,7 @@ def _replicated_seconds(
 
 
 def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternative, ...]:
-    """Return the losers, fastest first, each once, with the reason."""
+    """Return the distinct losers, the fastest first, with the reason why each lost."""
     found: dict[str, Alternative] = {}
     for loser in sorted(losers, key=lambda candidate: candidate.step_seconds):
         found.setdefault(
@@ -123,9 +123,9 @@ def alternatives(best: Candidate, losers: Iterable[Candidate]) -> tuple[Alternat
 
 
 def reason(best: Candidate, loser: Candidate) -> str:
-    """Describe the larger costs of the loser, largest first, relative to the winner's step.
+    """Describe why ``loser`` lost: its largest additional costs, relative to the winner's step.
 
-    Each plan counts on its own busiest stage. A faster loser lost to a simpler plan.
+    Each candidate's costs are counted on its busiest stage. A faster loser lost to a simpler plan.
     """
     if not loser.fits:
         return "does not fit"
@@ -142,7 +142,7 @@ def reason(best: Candidate, loser: Candidate) -> str:
 
 
 def _sends(best: Candidate) -> list[float]:
-    """Return for each stage the seconds of a micro-batch's messages to later stages."""
+    """Return, for each stage, the seconds of sending a micro-batch's messages to later stages."""
     model = best.answers[0][0]
     ends = tuple((stage.devices[0], stage.devices[-1]) for stage in best.stages)
     places = StagePlacement(model.prices.cluster, ends)
@@ -173,7 +173,7 @@ def _stage(structure: Structure, best: Candidate, index: int, send: float) -> St
 def stage_layouts(
     structure: Structure, model: StageModel, answer: StageAnswer, blocks: tuple[int, int]
 ) -> dict[str, NodeLayout]:
-    """Return the layouts of a stage, including inputs and constants."""
+    """Return the layouts of a stage by node name, including inputs and constants."""
     layouts = _layouts(model, answer)
     _add_leaves(layouts, model, structure, blocks)
     return layouts
@@ -197,7 +197,7 @@ def _add_leaves(
     structure: Structure,
     blocks: tuple[int, int],
 ) -> None:
-    """Add the layouts of batch inputs, constants and buffers."""
+    """Add the layouts of batch inputs, constants and buffers to ``layouts``."""
     graph, template = structure.graph, structure.blocks.template
     wants: dict[str, dict[Layout, None]] = {}
     for block in structure.blocks.blocks[slice(*blocks)]:
@@ -213,10 +213,10 @@ def _add_leaves(
 
 
 def leaf_layout(wanted: Sequence[Layout], is_state: bool, whole: Sequence[int] = ()) -> Layout:
-    """Choose a layout of a value from which every use can take its part without a gather.
+    """Return a layout of a leaf from which every use can take its part without a gather.
 
-    It is the layout that all uses want, else the common placement on the first axis, else whole. A
-    state is whole. ``whole`` are axes on which it must not be split.
+    It is the layout that all uses want, else their common placement on the first axis, else whole.
+    A state is whole. ``whole`` are axes on which the leaf must not be split.
     """
     num_axes = len(wanted[0])
     held = wanted[0] if len(set(wanted)) == 1 else (INVARIANT,) * num_axes
@@ -249,7 +249,7 @@ def _prediction(best: Candidate, cluster: Cluster, request: Request) -> Predicti
 
 
 def model_flops(graph: Graph, blocks: Blocks, rules: Rules) -> Mapping[str, float]:
-    """Return the FLOPs, forward and backward, of one batch by family, without recomputation."""
+    """Return the FLOPs of forward and backward of a batch by op family, without recomputation."""
     total = Counter[str]()
     counts = Counter(block.kind for block in blocks.blocks)
     for kind, block in blocks.kinds.items():

@@ -1,7 +1,8 @@
-"""Choice of the simplest plan among equally fast ones, within the accuracy of the cost model.
+"""Choice of the simplest among candidates that are equally fast within the cost model's accuracy.
 
 In: candidates with their steps, a tolerance. Out: the chosen candidate. ``Shape`` defines the
-order: its fields are compared in turn, lower is simpler; ties go to the faster candidate.
+order: its fields are compared in turn, lower is simpler; among equal shapes the faster candidate is
+chosen.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ SCHEDULES = (
     "terapipe",
     "chimera",
 )
-"""Schedules, the simplest first: whole backwards, split backwards, several stages per rank or
-micro-batches in parts."""
+"""Schedules, the simplest first: whole backwards, split backwards, several stages per rank, sliced
+or bidirectional micro-batches."""
 
 MOST_TOLERANCE = 0.1
-"""Maximum tolerance, however uncertain the measurements are."""
+"""Maximum tolerance, even if measurements are more uncertain."""
 
 
 class Shape(NamedTuple):
-    """Measures of a plan's complexity, the most important first."""
+    """Complexity of a plan, the most important measure first."""
 
     stages_per_rank: int
     pipeline_stages: int
@@ -46,7 +47,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(candidate: Candidate) -> Shape:
-    """Return the shape of a candidate."""
+    """Return the complexity of a candidate."""
     settings = [answer.setting for _, answer in candidate.answers]
     return Shape(
         candidate.num_chunks,
@@ -65,10 +66,10 @@ def _schedule_number(name: str) -> int:
 def simplest_of(
     context: SearchContext, pool: CandidatePool, tolerance: float
 ) -> tuple[Candidate, Simplest | None]:
-    """Return the simplest candidate within the tolerance of the fastest that may win, with its
-    reason if it is not the fastest.
+    """Return the simplest allowed candidate within ``tolerance`` of the fastest, with the reason if
+    it is not the fastest.
 
-    Steps of very many micro-batches are simulated in full before they win.
+    Extrapolated steps are simulated in full before their candidate is chosen.
     """
     ranked = [each for each in pool.ranked() if pool.is_allowed(each)]
     fastest = ranked[0]
@@ -91,8 +92,9 @@ def simplest_of(
 def tolerance_of(
     asked: float, fastest: Callable[[], Plan], priced_by_source: Callable[[Plan], Plan]
 ) -> float:
-    """Return the relative difference of equally fast steps: the requested tolerance, or the error
-    of the fastest plan's interpolated times, if larger; 0 if the fastest is requested."""
+    """Return the relative difference up to which steps count as equally fast: the requested
+    tolerance, or the error of the fastest plan's interpolated times if larger; 0 if the fastest
+    plan is requested."""
     if not asked:
         return asked
     prediction = priced_by_source(fastest()).prediction

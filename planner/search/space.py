@@ -1,14 +1,14 @@
-"""The searched space: positions of stages, and submeshes that cost the same.
+"""Search space of stages: tilings of the devices, and submeshes that cost the same.
 
 In: a cluster, a number of stages. Out: tilings of its devices for ``inter_op``. A *uniform* tiling
 has stages of one size; there is one for every number of stages that divides the devices. The
-*mixed* tiling has stages of any sizes: runs of neighbours within a host and whole hosts; on more
-than ``MOST_POSITIONS`` devices only whole hosts, and on more hosts than that as many hosts at a
-time as make ``MOST_POSITIONS`` positions. So with thousands of devices unequal stages differ by at
-least a 64th of the cluster, while equal ones may be as small as a device.
+*mixed* tiling has stages of any sizes: neighbouring devices within a host, and whole hosts; on more
+than ``MOST_POSITIONS`` devices only whole hosts, and on more hosts than that groups of hosts, so
+that there are at most ``MOST_POSITIONS`` positions. So with thousands of devices unequal stages
+differ by at least a 64th of the cluster, while equal stages may be as small as a device.
 
 The cost of a stage depends on the devices of its submesh, their links and the link to the stage
-before, not on its first rank: submeshes that agree in these are one place.
+before, not on its first rank: submeshes that agree in these facts are one place.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..inter_op.submesh import submesh_sizes
 from ..inter_op.sweep import Move, Tiling
 
 MOST_POSITIONS = 64
-"""Maximum starts of stages in a mixed tiling."""
+"""Maximum positions at which stages of a mixed tiling may begin."""
 
 PlaceOf = Callable[[int, int], int]
-"""Map (first device, number of devices) to the number of the place."""
+"""Function from (first device, number of devices) to the number of the submesh's cost class."""
 
 
 def uniform_tiling(cluster: Cluster, num_stages: int, place: PlaceOf) -> Tiling | None:
-    """The tiling with ``num_stages`` stages of one size; None if the devices cannot be cut so."""
+    """Return the tiling of ``num_stages`` stages of one size; None if the devices have none."""
     size, rest = divmod(cluster.num_devices, num_stages)
     if rest or not _is_tiled(cluster, num_stages, size):
         return None
@@ -49,7 +49,7 @@ def _is_tiled(cluster: Cluster, num_stages: int, size: int) -> bool:
 
 
 def mixed_tiling(cluster: Cluster, most_stages: int, place: PlaceOf) -> Tiling:
-    """Return the tiling with up to ``most_stages`` stages of any sizes, in order."""
+    """Return the tiling of up to ``most_stages`` stages of any sizes, in device order."""
     devices = [*_positions(cluster), cluster.num_devices]
     number = {device: position for position, device in enumerate(devices)}
     moves = []
@@ -65,7 +65,7 @@ def mixed_tiling(cluster: Cluster, most_stages: int, place: PlaceOf) -> Tiling:
 def tilings(
     cluster: Cluster, numbers: Sequence[int], place: PlaceOf, *, mixed: bool
 ) -> Iterator[tuple[Tiling, int]]:
-    """Yield every tiling with each of its numbers of stages."""
+    """Yield (tiling, number of stages) for every tiling and each of its possible numbers."""
     for number in numbers:
         tiling = uniform_tiling(cluster, number, place)
         if tiling is not None:
@@ -93,7 +93,8 @@ def _positions(cluster: Cluster) -> Iterator[int]:
 
 
 def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
-    """A key function of submeshes, (first device, number), equal if every run costs the same."""
+    """Return a function of (first device, number of devices) that is equal for submeshes of equal
+    cost."""
     mixed = is_mixed(cluster)
 
     def key(first: int, size: int) -> Hashable:
@@ -105,7 +106,7 @@ def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
 
 
 def _hosts(cluster: Cluster, first: int, size: int) -> Hashable:
-    """Return the hosts of a submesh: devices, links, and the hosts in one rack."""
+    """Return the hosts of a submesh as a key: devices, links, and the hosts that share a rack."""
     racks: dict[str, int] = {}
     hosts = []
     for index, members in groupby(range(first, first + size), key=cluster.host_of.__getitem__):

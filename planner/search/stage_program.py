@@ -1,8 +1,8 @@
-"""The integer program of one stage of a finished plan.
+"""Integer program of one stage of a finished plan, for export.
 
-In: a graph, its blocks, a plan, the number of a stage. Out: the program over all layouts of the
-stage's mesh, at its ZeRO stage, recomputation and micro-batches in flight, and the cost of the
-plan's own layouts in it. Plans do not record forced choices, so these are open here.
+In: a graph, its blocks, a plan, the index of a stage. Out: the program over all layouts on the
+stage's mesh, for its ZeRO stage, recomputation and micro-batches in flight; and the objective of
+the plan's own layouts in it. Plans do not record forced choices, so the program leaves them open.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Minimized = Literal["time", "unlimited", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """A stage's program with its names.
+    """Integer program of a stage, with names of its columns.
 
     ``planned`` is the objective of the plan's own layouts, in microseconds or megabytes; None if
-    some of them are not among the choices, as for a plan with forced layouts.
+    some of them are not among the choices, for example forced layouts.
     """
 
     named: NamedProgram
@@ -63,7 +63,7 @@ def stage_program(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> StageProgram:
-    """Build the program of stage ``index``; by default with its devices' memory limit.
+    """Build the program of stage ``index``; the memory limit defaults to its devices' memory.
 
     Raises UsageError AP332 for a missing stage, a stage with unequal shares of the batch (whose
     ranks have a program each), or an unknown objective.
@@ -117,7 +117,7 @@ def _checked(plan: Plan, index: int, minimized: str) -> StagePlan:
 
 
 def _beside(plan: Plan, index: int) -> float:
-    """Return the bytes of the other stages on a stage's devices, except transient bytes."""
+    """Return the bytes of other stages on a stage's devices, transient bytes excluded."""
     own = frozenset(plan.stages[index].devices)
     return float(
         sum(
@@ -131,7 +131,7 @@ def _beside(plan: Plan, index: int) -> float:
 
 
 def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
-    """Count the recomputed blocks of each class of a stage's run, the inverse of ``Run.modes``."""
+    """Return the recomputation policy of a stage: counts of recomputed blocks by class."""
     modes = Counter(zip(run.classes[1], (block.recompute for block in stage.blocks), strict=True))
     numbers = range(len(run.block_classes))
     full, selective = (
@@ -148,9 +148,9 @@ def assembly_of(
     rules: Rules,
     basis: Basis,
 ) -> tuple[StageProblem, tuple[int, ...] | None]:
-    """Return the decisions of a stage, and the plan's choices among them.
+    """Return the problem of a stage, and the plan's choices in it.
 
-    Axes have their uses in the search, unless the plan uses them for more.
+    Axes are used as in the search; if the plan uses them in other ways, any use is allowed.
     """
     prices = Prices(
         stage.mesh,
@@ -178,7 +178,7 @@ def assembly_of(
 def _planned_choices(
     assembly: StageProblem, layouts: Mapping[str, NodeLayout]
 ) -> tuple[int, ...] | None:
-    """Return the choices with a plan's layouts; None if there are none."""
+    """Return the choices that have the plan's layouts; None if a decision lacks such a choice."""
     found = []
     for decision in assembly.decisions:
         own = (
@@ -194,7 +194,7 @@ def _planned_choices(
 
 
 def _of_memory(problem: Problem) -> Problem:
-    """Return the same problem with bytes as the objective, and no limit."""
+    """Return the same problem with bytes as the objective and no memory limit."""
     assert problem.memory is not None
     return Problem(
         tuple(np.zeros(len(own)) for own in problem.costs),
@@ -204,7 +204,7 @@ def _of_memory(problem: Problem) -> Problem:
 
 
 def _objective(problem: Problem, choices: Sequence[int]) -> float:
-    """Return the objective of choices in the named program's unit."""
+    """Return the objective of ``choices`` in the unit of the named program."""
     seconds = cost(problem, choices)
     if problem.memory is not None:
         seconds += problem.memory_weight * memory_bytes(problem.memory, choices)

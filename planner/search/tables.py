@@ -1,8 +1,8 @@
-"""Tables shared by searches of one model, for any cluster, memory and features.
+"""Tables shared by searches of one model, whatever the cluster, memory and features.
 
 In: a graph with its blocks, a number format. Out: the graph in that format, its structure at every
 micro-batch size, and the cache of prices. The key of every table contains all facts it depends on,
-so a search for other devices or less memory only makes new tables.
+so a search for other devices or less memory only adds tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..pricing.structure import Structure
 
 @dataclass
 class GraphTables:
-    """Tables of a graph in one format. ``graphs`` is by micro-batch size."""
+    """Tables of a graph in one number format. ``graphs`` maps micro-batch sizes to structures."""
 
     structure: Structure
     graphs: dict[int, Structure] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class GraphTables:
 
 @dataclass
 class SharedTables:
-    """Tables of all graphs so far; a graph with its blocks is identified by its objects."""
+    """Tables of all graphs searched so far; the key of a graph is the identity of its objects."""
 
     _known: dict[tuple[int, int, Precision], tuple[Graph, Blocks, GraphTables]] = field(
         default_factory=dict

@@ -1,4 +1,4 @@
-"""Conversion of a solution between models of the same mesh shape."""
+"""Conversion of a solution between two models of stages with the same mesh shape."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..pricing.stage_model import StageModel
 
 
 def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
-    """Convert a solution to another model's numbers of choices; None if the other model lacks one.
+    """Return the solution with the choice numbers of ``other``; None if ``other`` lacks a choice.
 
-    Splits divide some numbers of rows and not others, so the same layouts have other numbers.
+    A split is only offered if it divides the rows, so equal layouts may have different numbers.
     """
     if one is other:
         return solution
@@ -38,7 +38,7 @@ def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> 
 
 
 def _number_of(layouts: Mapping[str, NodeLayout], decision: Decision, near: int) -> int | None:
-    """Return the number of a decision's choice with these layouts; try ``near`` first."""
+    """Return the number of the choice with ``layouts``, or None; ``near`` is tried first."""
     choices = decision.choices
     if near < len(choices) and choices[near].layouts == layouts:
         return near

@@ -1,8 +1,8 @@
-"""Search of the micro-batch sizes in parts, by one or several workers.
+"""Workers that search the micro-batch sizes in parts.
 
-In: a context, functions of it and of some micro-batch sizes. Out: their results, part by part.
-The parts do not depend on the workers, and no part sees another's results, so plans do not depend
-on the number of processes. The planner itself starts none: ``plan`` takes a function that makes
+In: a context, functions of it and of some micro-batch sizes. Out: their results, part by part. The
+parts do not depend on the number of workers, and no part sees another's results, so plans do not
+depend on it. The planner itself starts no process: ``plan`` takes a function that makes
 ``Workers``; ``serial_workers`` makes workers in this process.
 """
 
@@ -23,7 +23,7 @@ NUM_PARTS = 2
 
 
 class Workers(Protocol):
-    """Workers that search the parts."""
+    """Interface of workers that search the parts."""
 
     def map(
         self,
@@ -31,27 +31,28 @@ class Workers(Protocol):
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Run ``function(context, sizes, *args)`` on each part, ``first(sizes)`` on the first."""
+        """Run ``function(context, sizes, *args)`` on each part; ``first(sizes)`` instead on the
+        first."""
         ...
 
     def end(self) -> None:
-        """End the workers; unanswered parts are searched here on request."""
+        """End the workers; later calls search the parts in this process."""
         ...
 
 
 StartWorkers = Callable[["SearchContext", Sizes], Workers]
-"""Function (context, micro-batch sizes) that starts workers."""
+"""Function of (context, micro-batch sizes) that starts workers."""
 
 
 def parts_of(context: SearchContext, sizes: Sizes) -> tuple[Sizes, ...]:
-    """Deal the sizes into parts. They form a single part if queries are recorded."""
+    """Divide the sizes into parts, in turn; into a single part if queries are recorded."""
     number = min(NUM_PARTS, len(sizes)) if context.basis.asked is None else 1
     return tuple(sizes[at::number] for at in range(number))
 
 
 @dataclass
 class SerialWorkers:
-    """Workers that search all parts in this process, in sequence."""
+    """Workers that search all parts in this process, one after another."""
 
     context: SearchContext
     parts: tuple[Sizes, ...]
@@ -62,7 +63,7 @@ class SerialWorkers:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Run a function on each part, as ``Workers`` does."""
+        """Run a function on each part, as ``Workers.map`` specifies."""
         return [
             function(self.context, sizes, *args) if at or first is None else first(sizes)
             for at, sizes in enumerate(self.parts)
@@ -73,11 +74,11 @@ class SerialWorkers:
 
 
 def serial_workers(context: SearchContext, sizes: Sizes) -> Workers:
-    """Return workers in this process."""
+    """Return workers that run in this process."""
     return SerialWorkers(context, parts_of(context, sizes))
 
 
 def one_worker(context: SearchContext, sizes: Sizes) -> Workers:
-    """Return a worker in this process for all sizes as one part, so that results for one size end
-    the search of others sooner."""
+    """Return a worker in this process that searches all sizes as one part, so that a good result
+    for one size ends the search of others sooner."""
     return SerialWorkers(context, (sizes,))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autoparallel import actions
-from autoparallel.__main__ import app
+from autoparallel.__main__ import app, show
 from autoparallel.commands.machine import profile
 from autoparallel.commands.planning import plan
 from autoparallel.commands.training import run, verify
@@ -44,7 +44,9 @@ def test_every_command_that_plans_takes_the_same_options() -> None:
     assert shared - alone <= names(profile)
 
 
-@pytest.mark.parametrize("declaration", [each.callback for each in app.registered_commands])
+@pytest.mark.parametrize(
+    "declaration", [each.callback for each in (*app.registered_commands, *show.registered_commands)]
+)
 def test_a_command_passes_what_its_action_takes(declaration: Any) -> None:
     """A declaration has no body, so type checkers do not compare it with its action."""
     modules = (each.name for each in pkgutil.iter_modules(actions.__path__))

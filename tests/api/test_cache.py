@@ -180,14 +180,14 @@ def test_the_second_plan_reuses_the_first(folder: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.runs_stages
 def test_the_command_shows_and_clears(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["cache"]) == 0
+    assert run_command(["show", "cache"]) == 0
     assert "no values" in capsys.readouterr().out
     _planned(folder)
     capsys.readouterr()
-    assert run_command(["cache", "show", "--json"]) == 0
+    assert run_command(["show", "cache", "show", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["values"][shown["own"]] == 3  # a capture, a plan, its memory
-    assert run_command(["cache", "clear"]) == 0
+    assert run_command(["show", "cache", "clear"]) == 0
     assert not (default_folder() / FILE).exists()
 
 

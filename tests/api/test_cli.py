@@ -155,7 +155,7 @@ def test_check_says_what_was_found(model_file: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_cluster_is_shown_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cluster", "2x8xH100") == 0
+    assert run("show", "cluster", "2x8xH100") == 0
     text = capsys.readouterr().out
     assert "16 devices on 2 hosts" in text
     assert "peak bfloat16" in text
@@ -165,7 +165,7 @@ def test_a_cluster_is_shown_with_sources(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_cluster_without_a_switch_is_shown_with_its_wires(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run("cluster", "4xV100-16GB") == 0
+    assert run("show", "cluster", "4xV100-16GB") == 0
     out = capsys.readouterr().out
     assert "pcie3 where links form no ring" in out
     assert "links between two devices of a host of 4" in out
@@ -178,18 +178,18 @@ def test_a_cluster_without_a_switch_is_shown_with_its_wires(
 
 
 def test_a_cluster_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cluster", "8xH100", "--json") == 0
+    assert run("show", "cluster", "8xH100", "--json") == 0
     cluster = json.loads(capsys.readouterr().out)
     assert cluster["hosts"][0]["num_devices"] == 8
 
 
 def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cluster") == 0
+    assert run("show", "cluster") == 0
     assert "H100" in capsys.readouterr().out
 
 
 def test_an_unknown_device_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cluster", "8xH1000") == 2
+    assert run("show", "cluster", "8xH1000") == 2
     assert "error[AP115]" in capsys.readouterr().err
 
 

@@ -127,7 +127,7 @@ def test_a_cluster(
     random = Random(seed)
     (place / "cluster.toml").write_text(mutated_text(CLUSTER, random), errors="surrogatepass")
     word = "cluster.toml" if seed % 3 else mutated_text("2x8xH100@ethernet-100g+cpu:4", random)
-    check(["cluster", "--", word], capfd)
+    check(["show", "cluster", "--", word], capfd)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

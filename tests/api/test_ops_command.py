@@ -11,7 +11,7 @@ from autoparallel.planner.rules import RULES
 
 
 def test_every_op_with_a_rule_is_listed_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["ops"]) == 0
+    assert run_command(["show", "ops"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     listed = {line.split()[0] for line in lines if line and not line.startswith(" ")}
@@ -20,12 +20,12 @@ def test_every_op_with_a_rule_is_listed_at_80_columns(capsys: pytest.CaptureFixt
 
 
 def test_a_name_filters_and_json_says_what_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["ops", "linear", "--json"]) == 0
+    assert run_command(["show", "ops", "linear", "--json"]) == 0
     found = {each["op"]: each for each in json.loads(capsys.readouterr().out)}
     assert found["linear"]["annotation"] == "*b i, o i + o -> *b o"
     assert found["linear"]["splits"] == "*b, o; i gives partial sums; passes partial sums"
 
 
 def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["ops", "no_such_op"]) == 2
+    assert run_command(["show", "ops", "no_such_op"]) == 2
     assert "AP167" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_a_stage_is_written_for_other_solvers(
     plan_file: Path, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = plan_file.with_name(f"stage.{ending}")
-    assert run_command(["program", str(plan_file), "-o", str(path)]) == 0
+    assert run_command(["show", "program", str(plan_file), "-o", str(path)]) == 0
     said = capsys.readouterr().out
     told = float(re.search(r"the plan's own layouts: ([0-9.]+) us", said).group(1))  # type: ignore[union-attr]
     assert "minimizes us" in said
@@ -70,7 +70,7 @@ def test_what_cannot_be_written_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(plan_file.parent)
-    assert run_command(["program", str(plan_file), "--trust", *arguments]) == exit_code
+    assert run_command(["show", "program", str(plan_file), "--trust", *arguments]) == exit_code
     assert capsys.readouterr().err.startswith(f"error[{code}]")
 
 
@@ -80,7 +80,7 @@ def test_a_changed_model_has_no_program_of_the_plan(
     plan = autoparallel.load_plan(plan_file)
     path = tmp_path / "plan.json"
     autoparallel.save_plan(replace(plan, model=replace(plan.model, fingerprint="other")), path)
-    assert run_command(["program", str(path), "-o", str(tmp_path / "stage.lp")]) == 6
+    assert run_command(["show", "program", str(path), "-o", str(tmp_path / "stage.lp")]) == 6
     assert "AP550" in capsys.readouterr().err
 
 

@@ -42,10 +42,10 @@ PLAN = "model.py --cluster cpu:2 --global-batch 8"
         "explain plan.json zero --json",
         "compare plan.json plan.json --json",
         "simulate model.py --cluster cpu:2 --global-batch 8 --json --parallel dp=2",
-        "cluster cpu:2 --json",
-        "ops --json",
-        "schedules --json",
-        "cache --json",
+        "show cluster cpu:2 --json",
+        "show ops --json",
+        "show schedules --json",
+        "show cache --json",
     ],
 )
 def test_json_is_all_of_stdout(line: str, tmp_path: Path) -> None:

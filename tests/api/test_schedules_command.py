@@ -12,7 +12,7 @@ from autoparallel.planner.schedules.schedules import SCHEDULES, find_schedule
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run_command(["schedules", *arguments]) == 0
+    assert run_command(["show", "schedules", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -57,5 +57,5 @@ def test_slices_are_drawn_by_letter_and_an_unknown_schedule_is_a_usage_error(
 ) -> None:
     text = output(capsys, "terapipe", "--stages", "2", "--microbatches", "1", "--slices", "2")
     assert text.splitlines()[1] == "rank 0  F0  F0b .   .   .   B0b --  B0  --"
-    assert run_command(["schedules", "zigzag"]) == 2
+    assert run_command(["show", "schedules", "zigzag"]) == 2
     assert "AP150" in capsys.readouterr().err

@@ -105,7 +105,8 @@ class Case:
     @property
     def is_quick(self) -> bool:
         """Whether the lines neither capture a model nor start a process."""
-        return {self.wrong.split()[0], self.right.split()[0]} <= {"schedules", "ops", "cluster"}
+        words = {*self.wrong.split()[:2], *self.right.split()[:2]}
+        return words - {"schedules", "ops", "cluster"} == {"show"}
 
     def mentions(self, name: str) -> bool:
         """Whether a line of the case has this file or folder."""

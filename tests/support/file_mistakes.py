@@ -17,30 +17,35 @@ PLANS = (
     ),
     Case(
         "AP155",
-        "program plan.json -o stage.lp",
+        "show program plan.json -o stage.lp",
         "add (--trust)",
-        "program plan.json -o stage.lp {0}",
+        "show program plan.json -o stage.lp {0}",
         before=("plan ../model.py --cluster cpu:2 --parallel dp=2 -o plan.json",),
         files={"../model.py": MODEL},
     ),
-    Case("AP332", "program plan.json -o stage.txt", r"(-o stage.mps)", "program plan.json {0}"),
+    Case(
+        "AP332",
+        "show program plan.json -o stage.txt",
+        r"(-o stage.mps)",
+        "show program plan.json {0}",
+    ),
     Case(
         "AP101",
-        "program plan.json -o out/stage.mps",
+        "show program plan.json -o out/stage.mps",
         "(mkdir -p out)",
-        "program plan.json -o stage.mps",
+        "show program plan.json -o stage.mps",
     ),
     Case(
         "AP332",
-        "program plan.json -o stage.mps --stage 3",
+        "show program plan.json -o stage.mps --stage 3",
         r"(--stage 0) to 0",
-        "program plan.json -o stage.mps {0}",
+        "show program plan.json -o stage.mps {0}",
     ),
     Case(
         "AP332",
-        "program plan.json -o stage.mps --objective cost",
+        "show program plan.json -o stage.mps --objective cost",
         r"is not one of (\w+)",
-        "program plan.json -o stage.mps --objective {0}",
+        "show program plan.json -o stage.mps --objective {0}",
     ),
     Case(
         "AP342",
@@ -304,7 +309,7 @@ PLANS = (
 )
 
 OTHERS = (
-    Case("AP167", "ops lineer", r"did you mean (\S+)\?", "ops {0}"),
+    Case("AP167", "show ops lineer", r"did you mean (\S+)\?", "show ops {0}"),
     Case(
         "AP171",
         "profile --list --database none.sqlite",
@@ -380,9 +385,9 @@ OTHERS = (
     ),
     Case(
         "AP115",
-        "cluster file.toml",
+        "show cluster file.toml",
         "",
-        "cluster file.toml",
+        "show cluster file.toml",
         files={"file.toml": "[[hosts]]\nnum_devices = 2\ndevice = 'H1O0'\n"},
         mended={"file.toml": "[[hosts]]\nnum_devices = 2\ndevice = 'H100'\n"},
     ),

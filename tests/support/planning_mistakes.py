@@ -258,7 +258,7 @@ PARALLEL = (
         r"use one of (\w+),",
         "simulate " + TWO + " --parallel pp=2,schedule={0}",
     ),
-    Case("AP150", "schedules zigzag", r"use one of (\w+),", "schedules {0}"),
+    Case("AP150", "show schedules zigzag", r"use one of (\w+),", "show schedules {0}"),
     Case("AP153", f"{PP},chunks=2", r"one of (\w+),", PP + ",chunks=2,schedule={0}"),
     Case(
         "AP153",
@@ -268,21 +268,21 @@ PARALLEL = (
     ),
     Case(
         "AP153",
-        "schedules interleaved --stages 4 --chunks 2 --microbatches 9",
+        "show schedules interleaved --stages 4 --chunks 2 --microbatches 9",
         r"a multiple of (\d+) micro-batches",
-        "schedules interleaved --stages 4 --chunks 2 --microbatches {0}",
+        "show schedules interleaved --stages 4 --chunks 2 --microbatches {0}",
     ),
     Case(
         "AP153",
-        "schedules dualpipev --stages 4 --microbatches 4",
+        "show schedules dualpipev --stages 4 --microbatches 4",
         r"as many micro-batches as stages, (\d+)",
-        "schedules dualpipev --stages 4 --microbatches {0}",
+        "show schedules dualpipev --stages 4 --microbatches {0}",
     ),
     Case(
         "AP153",
-        "schedules chimera --stages 3",
+        "show schedules chimera --stages 3",
         "an even number of ranks",
-        "schedules chimera --stages 4",
+        "show schedules chimera --stages 4",
     ),
     Case(
         "AP158",
