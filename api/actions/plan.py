@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from autoparallel.actions.terminal import stdout_console, with_lora
+from autoparallel.actions.terminal import next_steps, stdout_console, with_lora
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.outputs import check_output_file
@@ -62,4 +62,5 @@ def show(plan: Plan, *, output: str | None, json: bool) -> None:
         return
     print_report(plan, stdout_console(), ONE_SCREEN)
     if output is not None:
-        typer.echo(f"\nwritten to {output}; next: autoparallel run {output}", err=True)
+        command, _ = next_steps(plan, output)[-1]
+        typer.echo(f"\nwritten to {output}; next: {command}", err=True)

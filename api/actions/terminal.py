@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
+from autoparallel.cost_model.cluster.detect import is_at_hand
 from autoparallel.options.outputs import writing
 from autoparallel.options.results import result_stream, say
+from autoparallel.planner.plan import Plan
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
@@ -23,6 +26,24 @@ def stdout_console() -> Console:
     stream = result_stream()
     columns = shutil.get_terminal_size((80, 24)).columns if stream.isatty() else 80
     return Console(file=stream, width=max(60, min(columns, 120)), highlight=False)
+
+
+def next_steps(plan: Plan, path: str) -> list[tuple[str, str]]:
+    """Return the next commands for a plan in the file ``path``, each with its purpose; the last is
+    the most usual."""
+    html, file = shlex.quote(Path(path).with_suffix(".html").name), shlex.quote(path)
+    page = (f"autoparallel inspect {file} --html {html}", "the report as a page")
+    if is_at_hand(plan.cluster):
+        return [
+            page,
+            (f"autoparallel verify {file}", "compare with one device"),
+            (f"autoparallel run {file}", "train and measure"),
+        ]
+    return [
+        page,
+        (f"autoparallel export {file} --to python -o script", "a script without this package"),
+        (f"autoparallel launch {file} --slurm", "start it there; or --k8s, --ssh"),
+    ]
 
 
 def print_json(value: object) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from autoparallel.cache.database import explain_errors, measuring_environment
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.cost_model.cluster.detect import MAX_CPU_DEVICES, match_gpu_name
+from autoparallel.cost_model.cluster.detect import is_at_hand
 from autoparallel.cost_model.cluster.tf32 import torch_computing
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.cost_model.profile.database import Database
@@ -206,22 +206,6 @@ def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Bl
                 found[kind, rows] = (graph.with_batch_size(rows), blocks.kinds[kind])
             position += 1
     return tuple(found.values())
-
-
-def is_at_hand(cluster: Cluster) -> bool:
-    """Return whether a cluster is this machine: processes on its CPU, or its GPUs."""
-    if len(cluster.hosts) != 1:
-        return False
-    (host,) = cluster.hosts
-    if host.device.kind == "cpu":
-        is_detected = cluster.name == f"cpu:{host.num_devices}"
-        return is_detected and host.num_devices <= MAX_CPU_DEVICES
-    if not torch.cuda.is_available() or torch.cuda.device_count() < host.num_devices:
-        return False
-    memory_bytes = int(torch.cuda.get_device_properties(0).total_memory)
-    preset = match_gpu_name(torch.cuda.get_device_name(0), memory_bytes)
-    name = preset.device.name if preset is not None else torch.cuda.get_device_name(0)
-    return host.device.name == name
 
 
 def is_wanted(options: PlanOptions, cluster: Cluster) -> bool:

@@ -14,7 +14,9 @@ use.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -302,6 +304,26 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
     if not candidates:
         return None
     return min(candidates, key=lambda preset: abs(preset.device.memory_bytes - memory_bytes))
+
+
+def is_at_hand(cluster: Cluster) -> bool:
+    """Return whether a cluster is this machine: processes on its CPU, or its GPUs."""
+    if len(cluster.hosts) != 1:
+        return False
+    (host,) = cluster.hosts
+    if host.device.kind == "cpu":
+        is_detected = cluster.name == f"cpu:{host.num_devices}"
+        return is_detected and host.num_devices <= MAX_CPU_DEVICES
+    if "torch" not in sys.modules and shutil.which("nvidia-smi") is None:
+        return False  # without loading torch, which takes a second or two
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < host.num_devices:
+        return False
+    memory_bytes = int(torch.cuda.get_device_properties(0).total_memory)
+    preset = match_gpu_name(torch.cuda.get_device_name(0), memory_bytes)
+    name = preset.device.name if preset is not None else torch.cuda.get_device_name(0)
+    return host.device.name == name
 
 
 def _measure_gpu(name: str, index: int, total: int) -> Device:

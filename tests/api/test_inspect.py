@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from rich.console import Console
 
 from autoparallel import load_plan, save_plan
 from autoparallel.__main__ import run_command
-from autoparallel.actions.inspect import page_sources
+from autoparallel.actions.terminal import next_steps
 from autoparallel.analysis.baselines import Baseline, baselines, fastest
 from autoparallel.analysis.repriced import PricedAgain, price_again
+from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.simulator.actions import COMPUTE
+from autoparallel.html.plan_page import page_sources
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import memory_by_action
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
@@ -301,3 +304,11 @@ def test_where_nothing_fits_the_baseline_says_so_and_that_time_ended(plan_file: 
         assert each.reason == "none fits; this one exceeds the memory least"
     assert grid.reason == "no degrees leave room for the states of the parameters"
     assert fastest((ddp, fsdp, grid)) is None
+
+
+@pytest.mark.parametrize(("cluster", "last"), [("cpu:2", "run"), ("2x8xH100", "launch")])
+def test_the_next_command_is_for_the_machine_that_the_plan_is_for(cluster: str, last: str) -> None:
+    plan = replace(pipeline_plan(), cluster=parse_cluster(cluster))
+    steps = next_steps(plan, "my plans/a.json")
+    assert [shlex.split(command)[:2] for command, _ in steps][-1] == ["autoparallel", last]
+    assert all("my plans/a.json" in shlex.split(command) for command, _ in steps)

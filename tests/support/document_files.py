@@ -92,8 +92,9 @@ rows = torch.randint(64, (16, 8))
 _MODEL = _NET + "model = autoparallel.parallelize(Net(), example_batch=batch)\n"
 
 PRELUDES: dict[tuple[str, str], str] = {
-    ("README.md", "def build_model(depth=6):  # --set depth=12 sets it"): (
-        "import torch\nMyNet = torch.nn.Embedding\n"
+    ("README.md", "@autoparallel.parallelize(example_batch=(x, y))"): (
+        "import autoparallel, torch\nfrom torch import nn\n"
+        "torch.manual_seed(0)\nx = y = torch.randn(8, 512)\n"
     ),
     (
         "README.md",

@@ -205,7 +205,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
         [
             ("CONTRIBUTING.md", "make check"),
             ("CONTRIBUTING.md", "python benchmarks/gpu/run.py --device cpu --small"),
-            ("README.md", "autoparallel profile examples/gpt.py --cluster local"),
+            ("README.md", "autoparallel profile model.py --cluster local"),
         ],
         LONG,
     ),
