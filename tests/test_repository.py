@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import structure
 from ceilings import CEILINGS
+from documents import blocks
 from package_order import ORDERS
 from structure import (
     MAX_FILE_LINES,
@@ -197,8 +198,8 @@ def test_the_readmes_commands_exist() -> None:
 
     known = set(leaf_commands(typer.main.get_command(app)))
     text = (ROOT / "README.md").read_text()
-    blocks = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    used = re.findall(r"^(?:.*&& )?autoparallel ((?:show )?\w+) ", blocks, re.MULTILINE)
+    lines = "\n".join(each for block in blocks("README.md") for each in block.commands)
+    used = re.findall(r"^(?:.*&& )?autoparallel ((?:show )?\w+)", lines, re.MULTILINE)
     assert set(used) == known
     files = set(
         re.findall(r"examples/\w+\.py|docs/\w+\.md|constraints\.txt|CONTRIBUTING\.md", text)
