@@ -68,7 +68,7 @@ def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, b
         graph_digest(graph, blocks),
         tuple(node.source for node in graph.nodes),
         cluster,
-        replace(request, features=Features()),
+        replace(request, features=Features(), time_limit_seconds=1.0),  # completed within any
         sorted(request.features.denied),
         sorted(request.features.changes),
         basis.mode,

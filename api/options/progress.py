@@ -162,6 +162,7 @@ class _Ended:
 def _lines() -> Iterator[Observe]:
     started: dict[str, float] = {}
     ended: set[str] = set()
+    told: dict[str, float] = {}
     is_over, process = threading.Event(), os.getpid()
 
     def end(phase: str) -> None:
@@ -172,7 +173,6 @@ def _lines() -> Iterator[Observe]:
 
     def tell() -> None:
         """Name a phase that takes over ``SILENT_SECONDS``, then again whenever its time doubles."""
-        told: dict[str, float] = {}
         while not is_over.wait(TICK_SECONDS) and os.getpid() == process:
             for phase in list(started.keys() - ended):
                 seconds = time.perf_counter() - started[phase]
@@ -185,8 +185,12 @@ def _lines() -> Iterator[Observe]:
         for other in started:
             if other != phase:
                 end(other)
-        started.setdefault(phase, time.perf_counter())
-        if total and done >= total:
+        is_end = bool(total and done >= total)
+        if phase not in started or (phase in ended and not is_end):
+            started[phase] = time.perf_counter()
+            told.pop(phase, None)
+            ended.discard(phase)
+        if is_end:
             end(phase)
 
     threading.Thread(target=tell, daemon=True).start()

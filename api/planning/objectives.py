@@ -25,6 +25,7 @@ from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.precision import check_precision
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules.table import packet
+from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planner.search.workers import serial_workers
 from autoparallel.planning.infeasible import with_nearest_change
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
@@ -54,26 +55,32 @@ def plan_for(
     *,
     processes: int = 1,
     observe: Observe = ignore,
+    tables: SharedTables | None = None,
     **options: Any,
 ) -> Plan:
     """Find the best plan for the request's goal.
 
-    With 2 or more ``processes``, two search. ``options`` are passed to ``find_plan.plan``;
-    ``observe`` is told of the phases "search" and "trying changes".
+    With 2 or more ``processes``, two search. ``tables`` are shared with other searches of the
+    graph, ``options`` are passed to ``find_plan.plan``; ``observe`` is told of the phases "search"
+    and "trying changes".
 
     Raises the errors of ``find_plan.plan``, AP301 with the nearest change that fits; AP126 for bf16
     on a GPU without it; AP188 if a device has no price; AP302 if no plan meets the deadline.
     """
     check_precision(cluster, request.precision)
-    method = SearchMethod(start_workers=two_processes if processes > 1 else serial_workers)
-
+    method = SearchMethod(
+        start_workers=two_processes if processes > 1 else serial_workers,
+        tables=tables or SharedTables(),
+    )
     search = partial(plan, graph, blocks, method=method, **options)
 
     def observed(what: str, done: float, total: float) -> None:
-        observe("search", done, total)
+        observe("search", min(done, total - 1), total)
 
     try:
-        return _Job(cluster, request, partial(search, observe=observed)).found()
+        found = _Job(cluster, request, partial(search, observe=observed)).found()
+        observe("search", 1, 1)
+        return found
     except InfeasibleError as error:
         if error.code != "AP301":
             raise

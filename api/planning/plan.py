@@ -33,6 +33,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.pricing.whole_block import whole_blocks
 from autoparallel.planner.requests.request import Request
+from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
 from autoparallel.runtime.profile.ops import own_name
@@ -80,8 +81,10 @@ def plan_program(
     options: PlanOptions,
     observe: Observe = ignore,
     cache: Cache = NO_CACHE,
+    tables: SharedTables | None = None,
 ) -> Plan:
-    """Return the best plan found for a captured program."""
+    """Return the best plan found for a captured program; other searches of it may share
+    ``tables``."""
     graph, basis = priced(program, target, cluster, options)
     if not can_be_served(program, target, cluster):
         options = without_servers(options)
@@ -95,6 +98,7 @@ def plan_program(
             request,
             processes=options.processes,
             observe=observe,
+            tables=tables,
             basis=basis,
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from autoparallel.cache.database import database_path
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
@@ -16,6 +18,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, plan_program, within_limit
 from autoparallel.planning.tf32 import with_choice
@@ -54,12 +57,16 @@ def plan_on(
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started
-    found = _plan_measured(program, target, cluster, options, observe, cache)
+    search = partial(plan_program, program, target, cluster, cache=cache, tables=SharedTables())
+    found = _plan_measured(program, target, cluster, options, observe, search)
     started = time.perf_counter()
 
     def again(limit_bytes: int) -> Plan:
         lower = replace(options, memory_limit_bytes=limit_bytes)
-        return plan_program(program, target, cluster, lower, observe, cache)
+        return search(lower, again_observed)
+
+    def again_observed(phase: str, done: float, total: float) -> None:
+        observe(f"{phase} within memory", done, total)
 
     limit = options.memory_limit_bytes or cluster.usable_memory_bytes
     found = within_limit(found, program, limit, again, cache)
@@ -79,23 +86,23 @@ def _plan_measured(
     cluster: Cluster,
     options: PlanOptions,
     observe: Observe,
-    cache: Cache,
+    search: Callable[[PlanOptions, Observe], Plan],
 ) -> Plan:
-    """Return the best plan found, after measuring the times that it needs if that is wanted.
+    """Return the plan that ``search`` finds, after measuring the times for it if that is wanted.
 
     Nothing is measured under torchrun, or for a target that other processes cannot load.
     """
     if options.profile != "auto" or options.measure_seconds <= 0 or not target.is_named:
-        return plan_program(program, target, cluster, options, observe, cache)
+        return search(options, observe)
 
     if not is_wanted(options, cluster) or is_launched(os.environ):
-        return plan_program(program, target, cluster, options, observe, cache)
+        return search(options, observe)
     if busy := busy_text("autoparallel: "):
         print(busy, file=sys.stderr, flush=True)
     work = PlanWork(program, target, cluster, options, database_path(options.database))
     if work.known()[0].ops:
-        found = plan_program(program, target, cluster, options, observe, cache)
+        found = search(options, observe)
         if not work.is_worth_starting(found):
             return found
     start_measuring(target, cluster, options, observe)
-    return plan_program(program, target, cluster, options, observe, cache)
+    return search(options, observe)

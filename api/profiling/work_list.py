@@ -62,7 +62,7 @@ MOST_ROUNDS = 6
 MEASURING_SHARE = 0.5
 """Minimum share of the user's wait that is spent on measuring."""
 
-MOST_WAIT = 1.5
+MOST_WAIT = 2.0
 """Largest ratio of the user's wait to the seconds for measuring: on a busy machine processes start
 slowly."""
 

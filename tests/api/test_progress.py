@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from autoparallel.options.progress import in_notebook, shown_to_callers, ticking
+from autoparallel.options.progress import in_notebook, progress, shown_to_callers, ticking
 
 
 def shown_text(capsys: pytest.CaptureFixture[str], wanted: bool = True) -> str:
@@ -45,3 +45,12 @@ def test_seconds_that_pass_end_with_the_block() -> None:
         pass
     assert seen[0] == (0, 10.0)
     assert seen[-1] == (10.0, 10.0)
+
+
+def test_a_phase_that_begins_again_is_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress() as observe:
+        for done in (0, 1, 0, 1):
+            observe("search", done, 1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("autoparallel: search 0.0 s") for line in lines)
