@@ -85,7 +85,7 @@ def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
         run = structure.blocks.blocks[choice.start : choice.stop]
         kinds = {block.kind: structure.blocks.kinds[block.kind] for block in run}
         names = [name for block in kinds.values() for name in block.nodes]
-        lines = unsharded_ops(model.structure.graph, names, _layouts(model, answer), model.prices)
+        lines = unsharded_ops(model.structure.graph, names, op_layouts(model, answer), model.prices)
         found.update(dict.fromkeys(lines))
     return tuple(found)
 
@@ -174,12 +174,13 @@ def stage_layouts(
     structure: Structure, model: StageModel, answer: StageAnswer, blocks: tuple[int, int]
 ) -> dict[str, NodeLayout]:
     """Return the layouts of a stage by node name, including inputs and constants."""
-    layouts = _layouts(model, answer)
+    layouts = op_layouts(model, answer)
     _add_leaves(layouts, model, structure, blocks)
     return layouts
 
 
-def _layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
+def op_layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
+    """Return the layouts of a stage's ops and parameters by node name."""
     found: dict[str, NodeLayout] = {}
     for owner, choices in answer.solution.items():
         shared = owner in model.structure.graph.by_name and owner not in (

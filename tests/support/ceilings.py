@@ -32,7 +32,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 30626, FORMATTED),
+    ("planner: lines", 30657, FORMATTED),
     ("planner: files", 152, SYSTEMS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
@@ -52,7 +52,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 105287, FORMATTED),
+    ("all packages: lines", 105318, FORMATTED),
     ("all packages: files", 566, FOLDERS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 13, CALLS),
@@ -70,8 +70,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27985),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1458, DOORS),
-    ("tests: lines", 69927, ACTIONS),
-    ("tests: files", 449, FOLDERS),
+    ("tests: lines", 69974, ACTIONS),
+    ("tests: files", 450, FOLDERS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
