@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, TypeVar
 
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
 from autoparallel.planner.asynchronous import num_updates
@@ -147,9 +147,12 @@ def device_text(plan: Plan) -> str:
     return ", ".join(f"{count} × {name}" for name, count in counts.items())
 
 
+MEMORY_NAMES = {"master": "master weights", "transient": "working"}
+"""Categories of memory in plans that reports give another name."""
+
 MEMORY_MEANINGS = {
     "parameters": "what this device holds of the weights",
-    "master": "the weights' copy in float32 that the optimizer steps",
+    "master weights": "the weights' copy in float32 that the optimizer steps",
     "versions": "older weights that micro-batches under way still need",
     "gradients": "sums over the micro-batches of a step",
     "optimizer": "the optimizer's states, two moments per weight with Adam",
@@ -157,8 +160,7 @@ MEMORY_MEANINGS = {
     "activations": "what forwards keep for their backwards",
     "inputs": "batches, and what other stages sent",
     "recomputation": "what a recomputed forward makes again",
-    "working": "what the running block needs besides",
-    "transient": "what the running block needs besides",
+    "working": "tensors that the running block frees before it ends",
     "communication": "messages and buffers of collectives",
     "buffers": "the model's buffers and constants",
     "fragmentation": "gaps in the allocator's memory",
@@ -166,6 +168,9 @@ MEMORY_MEANINGS = {
     "reserve": "the context and workspaces of CUDA",
 }
 """Meaning of each memory category, in the order of reports."""
+
+
+Size = TypeVar("Size", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +193,17 @@ class RankMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by category in the order of reports, without empty categories."""
-        names = in_order(self.held, MEMORY_MEANINGS)
-        return {name: self.held[name] for name in names if self.held[name]}
+        """Bytes by name of the category in the order of reports, without empty categories."""
+        return named_memory({name: size for name, size in self.held.items() if size})
+
+
+def named_memory(held: Mapping[str, Size]) -> dict[str, Size]:
+    """Return sizes by the names of their categories in reports, and in the order of reports."""
+    found: dict[str, Size] = {}
+    for category, size in held.items():
+        name = MEMORY_NAMES.get(category, category)
+        found[name] = found[name] + size if name in found else size
+    return {name: found[name] for name in in_order(found, MEMORY_MEANINGS)}
 
 
 def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:

@@ -6,7 +6,7 @@ each axis the number of ops split over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,19 @@ def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[
     for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
         members = {at: stage for at, stage in enumerate(plan.stages) if stage.mesh == mesh}
         yield mesh, members, merged_splits(plan, list(members.values()))
+
+
+def stored_text(members: Iterable[StagePlan]) -> str:
+    """Describe how much of a weight a rank stores where ZeRO 3 divides it; "" where it does not."""
+    sizes = {
+        stage.mesh.shape[stage.mesh.axes.index("dp")]
+        for stage in members
+        if stage.zero == 3 and "dp" in stage.mesh.axes
+    }
+    if not sizes:
+        return ""
+    shares = " or ".join(f"1/{size}" for size in sorted(sizes))
+    return f"ZeRO 3: a rank stores {shares} of each part below, and gathers the part to compute"
 
 
 def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, ...]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, floor, log10
 from typing import Any
 
-from autoparallel.analysis.facts import MEMORY_MEANINGS, in_order
+from autoparallel.analysis.facts import MEMORY_MEANINGS, in_order, named_memory
 from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Event
 from autoparallel.options.words import bytes_text, seconds_text
@@ -116,7 +117,9 @@ class Scale:
 
     def ticks_of_seconds(self, most: int) -> tuple[Tick, ...]:
         """Return about ``most`` ticks at round seconds."""
-        return self.ticks(round_values(self.low, self.high, most), seconds_text)
+        values = round_values(self.low, self.high, most)
+        labels = dict(zip(values, distinct_seconds(values), strict=True))
+        return self.ticks(values, labels.__getitem__)
 
     def ticks_of_bytes(self, most: int) -> tuple[Tick, ...]:
         """Return about ``most`` ticks at round values in GiB or MiB."""
@@ -128,6 +131,22 @@ class Scale:
         """Return a tick at each power of ten."""
         powers = range(ceil(log10(self.low)), floor(log10(self.high)) + 1)
         return self.ticks((10.0**power for power in powers), text)
+
+
+def distinct_seconds(values: Sequence[float]) -> list[str]:
+    """Return times as texts with as many digits as tell them apart.
+
+    >>> distinct_seconds([1.0, 1.5]), distinct_seconds([34.56, 34.58, 34.6])
+    (['1.00 s', '1.50 s'], ['34.56 s', '34.58 s', '34.60 s'])
+    """
+    texts = [seconds_text(value) for value in values]
+    if len(set(texts)) == len(texts):
+        return texts
+    unit = texts[-1].rpartition(" ")[2]
+    scale = {"s": 1.0, "ms": 1e3, "µs": 1e6}[unit]
+    least = min(later - value for value, later in pairwise(values)) * scale
+    digits = max(0, ceil(-log10(least)))
+    return [f"{value * scale:.{digits}f} {unit}" for value in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +299,7 @@ def memory_chart(
 ) -> MemoryChart:
     """Chart the memory of a rank over time; ``events`` are the rank's."""
     starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
-    moments = [(starts[action], own) for action, own in held if action in starts]
+    moments = [(starts[action], named_memory(own)) for action, own in held if action in starts]
     times = [time for time, _ in moments]
     totals = [sum(own.values()) for _, own in moments]
     peak = max(range(len(totals)), key=totals.__getitem__)

@@ -11,7 +11,13 @@ from typing import Any
 
 from autoparallel import __version__
 from autoparallel.analysis.compare import Item
-from autoparallel.analysis.facts import FIGURES, MEMORY, MEMORY_MEANINGS, STEP
+from autoparallel.analysis.facts import (
+    FIGURES,
+    MEMORY,
+    MEMORY_MEANINGS,
+    STEP,
+    named_memory,
+)
 from autoparallel.html.charts import Candidate, candidate_chart
 from autoparallel.html.rendering import MEMORY_LOOKS, OTHER_MEMORY, TIME_LOOKS, render
 from autoparallel.report.comparison import (
@@ -50,7 +56,7 @@ def compared_notebook(items: Sequence[Item]) -> str:
 
 def _context(items: Sequence[Item]) -> dict[str, Any]:
     found = compare_items(items)
-    parts = [each.held for each in found]
+    parts = [named_memory(each.held) for each in found]
     most = max((sum(held.values()) for held in parts), default=0.0)
     limits = [each.memory.limit_bytes for each in found if each.memory is not None]
     return {

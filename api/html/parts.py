@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autoparallel.analysis.sharding import mesh_splits
+from autoparallel.analysis.sharding import mesh_splits, stored_text
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.html.charts import box
 from autoparallel.options.words import names_text, ranks_text, rate_text
@@ -131,13 +131,15 @@ class WeightGroup:
     blocks: str
     count: int
     mesh: str
+    stored: str
     weights: tuple[Weight, ...]
 
 
 def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
     """Return the weight layouts of each kind of block; ``shapes`` maps names to known shapes."""
     found = []
-    for mesh, _, splits in mesh_splits(plan):
+    for mesh, members, splits in mesh_splits(plan):
+        stored = stored_text(members.values())
         for split in splits:
             prefix = f"{split.first}." if split.first else ""
             weights = [
@@ -147,7 +149,7 @@ def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[Weigh
             ]
             blocks = names_text(split.blocks) or "shared"
             count = max(1, len(split.blocks))
-            found.append(WeightGroup(blocks, count, mesh_text(mesh), tuple(weights)))
+            found.append(WeightGroup(blocks, count, mesh_text(mesh), stored, tuple(weights)))
     return found
 
 

@@ -32,7 +32,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 MEMORY_LOOKS = {
     "parameters": "fill-c1",
-    "master": "fill-c2",
+    "master weights": "fill-c2",
     "versions": "fill-c8",
     "gradients": "fill-c3",
     "optimizer": "fill-c4",

@@ -30,6 +30,7 @@ from autoparallel.analysis.facts import (
     device_text,
     fullest_rank,
     in_order,
+    named_memory,
     rank_seconds,
 )
 from autoparallel.analysis.measurement import Measurement
@@ -307,7 +308,9 @@ def _print_columns(found: Sequence[ComparedItem], console: Console) -> None:
         rows = _part_rows(seconds, SHORT_NAMES.values(), step, seconds_text)
         print_figures("Seconds of the busiest rank", rows)
         peak = max(each.cells[MEMORY.key].value or 0.0 for each in found)
-        rows = _part_rows([each.held for each in found], MEMORY_MEANINGS, peak, bytes_text)
+        rows = _part_rows(
+            [named_memory(each.held) for each in found], MEMORY_MEANINGS, peak, bytes_text
+        )
         print_figures("Memory of the fullest rank", rows)
 
 

@@ -20,7 +20,13 @@ from autoparallel.analysis.facts import (
     rank_seconds,
     stage_rows,
 )
-from autoparallel.analysis.sharding import KindSplit, axis_lines, folded_names, mesh_splits
+from autoparallel.analysis.sharding import (
+    KindSplit,
+    axis_lines,
+    folded_names,
+    mesh_splits,
+    stored_text,
+)
 from autoparallel.options.words import bytes_text, names_text, ranks_text, seconds_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import mesh_text
@@ -91,7 +97,8 @@ def splits(plan: Plan) -> RenderableType:
             parts.append(
                 Text(f"{noun} {ranks_text(tuple(members))}: {mesh_text(mesh)}", style="cyan")
             )
-        parts.extend(Text(line, style="dim") for line in axis_lines(list(members.values())))
+        lines = [*axis_lines(list(members.values())), stored_text(members.values())]
+        parts.extend(Text(line, style="dim") for line in lines if line)
         for kind in kinds:
             count = f"  ×{len(kind.blocks)}" if len(kind.blocks) > 1 else ""
             name = names_text(kind.blocks) or "shared"
@@ -128,7 +135,7 @@ def memory(plan: Plan, *, is_short: bool = False) -> tuple[str, RenderableType]:
     found = sorted(rank.parts.items(), key=lambda each: -each[1])
     shown = [f"{name} {bytes_text(size)}" for name, size in found[:SHORT_CATEGORIES]]
     rest = sum(size for _, size in found[SHORT_CATEGORIES:])
-    return title, Text(", ".join([*shown, *([f"other {bytes_text(rest)}"] if rest else [])]))
+    return title, Text(", ".join([*shown, *([f"rest {bytes_text(rest)}"] if rest else [])]))
 
 
 def of_text(used: float, limit: float) -> str:

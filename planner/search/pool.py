@@ -60,9 +60,13 @@ class CandidatePool:
         return self.context.request.allows_one_stage or not candidate.is_pipeline
 
     def _leaves_axis_idle(self, candidate: Candidate) -> bool:
-        """Return whether a stage's mesh has an axis that shards nothing and that was not forced."""
-        forced = self.context.request.forced
-        if any((forced.dp, forced.tp, forced.cp, forced.ep)):
+        """Return whether a stage's mesh has an axis that shards nothing and that was not forced.
+
+        With a tolerance of 0 the fastest plan is wanted, whatever its axes do.
+        """
+        request = self.context.request
+        forced = request.forced
+        if not request.tolerance or any((forced.dp, forced.tp, forced.cp, forced.ep)):
             return False
         if id(candidate) not in self._idle:  # the candidate lives as long as its id is used
             is_idle = any(has_idle_axis(*each) for each in candidate.answers)
