@@ -10,8 +10,14 @@ from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.parse import parse_count, parse_prices, parse_settings
 from autoparallel.options.plan_options import num_processes
 from autoparallel.options.progress import progress
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
-from autoparallel.report.estimates import estimates_json, print_estimates
+from autoparallel.report.estimates import (
+    Sorting,
+    estimates_json,
+    print_estimates,
+    sort_estimates,
+)
 from autoparallel.target.load import load_target
 
 
@@ -29,12 +35,15 @@ def estimate(
     max_devices: int,
     seconds: float,
     processes: int | None,
+    sort: Sorting | None,
     settings: list[str] | None,
     json: bool,
 ) -> None:
     """Carry out ``autoparallel estimate``."""
     count = None if tokens is None else parse_count(tokens, "--tokens")
     prices = parse_prices(price)
+    if sort in ("days", "dollars") and count is None:
+        raise UsageError("AP352", f"--sort {sort} needs --tokens", fix="for example --tokens 15T")
 
     names = parse_devices(devices)
     loaded = load_target(target, parse_settings(settings or ()))
@@ -52,7 +61,7 @@ def estimate(
         processes or num_processes(),
     )
     with plan_cache() as cache, progress() as observe:
-        found = estimate_target(loaded, asked, observe, cache.values)
+        found = sort_estimates(estimate_target(loaded, asked, observe, cache.values), sort)
     if json:
         print_json(estimates_json(found))
     else:

@@ -5,7 +5,7 @@ Declarations: ``actions`` carries them out.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -119,6 +119,10 @@ def estimate(
             max=2,
             help="processes of the search; default: 2 if there are 2 cores",
         ),
+    ] = None,
+    sort: Annotated[
+        Literal["devices", "days", "dollars"] | None,
+        typer.Option("--sort", help="order of the rows, the least first; default: as given"),
     ] = None,
     settings: SetOption = None,
     json: JsonOption = False,

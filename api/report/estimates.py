@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,9 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.printing import plain_table, section
 
+Sorting = Literal["devices", "days", "dollars"]
+"""Figure that orders the rows of a table of estimates."""
+
 METHODS = {"full": "train", "lora": "LoRA"}
 
 GROUPS = {
@@ -35,7 +38,12 @@ GROUPS = {
 }
 """Columns of the memory table, with the categories summed in each."""
 
-SHORT_NAMES = {"parameters": "params", "gradients": "grads", "activations": "activ"}
+SHORT_NAMES = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+}
 
 
 def print_estimates(found: Sequence[Estimate], console: Console) -> None:
@@ -47,6 +55,7 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
     for each in missing:
         console.print(f"{each.device} {METHODS[each.method]}: {each.why}", style="yellow")
     if any(each.plan is not None for each in found):
+        console.print(section("Configurations", _configurations(found)))
         unit = memory_unit(found)
         console.print(section(f"Memory of the fullest device, {unit}", _memory(found, unit)))
     if any(each.tokens is not None and each.dollars_per_hour is None for each in found):
@@ -55,6 +64,18 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
         "\na first answer: autoparallel plan searches longer for a cluster that you name",
         style="dim",
     )
+
+
+def sort_estimates(found: Sequence[Estimate], key: Sorting | None) -> list[Estimate]:
+    """Return estimates in ascending order of a figure, those without it last; in the given order
+    without ``key``."""
+
+    def order(each: Estimate) -> tuple[bool, float]:
+        figures = {"devices": each.num_devices, "days": each.days, "dollars": each.dollars}
+        figure = figures[key or "devices"]
+        return figure is None, figure or 0.0
+
+    return list(found) if key is None else sorted(found, key=order)
 
 
 def estimates_title(found: Sequence[Estimate]) -> tuple[str, str]:
@@ -101,13 +122,26 @@ def estimate_table(found: Sequence[Estimate]) -> tuple[list[str], list[list[str]
 def _table(found: Sequence[Estimate]) -> Table:
     titles, rows = estimate_table(found)
     figures = [(title, "right") for title in titles[:-1]]
-    table = plain_table(("device", "left"), ("", "left"), *figures, (titles[-1], "left"))
-    before = ""
+    table = plain_table(("device", "left"), ("", "left"), *figures)
     for each, row in zip(found, rows, strict=True):
-        shown = each.device if each.device != before else ""
-        before = each.device
-        table.add_row(shown, METHODS[each.method], *(row or ["—" for _ in figures]))
+        table.add_row(each.device, METHODS[each.method], *(row[:-1] or ["—" for _ in figures]))
     return table
+
+
+def _configurations(found: Sequence[Estimate]) -> Table:
+    """Return the configuration of each estimate."""
+    table = plain_table(("", "left"), ("", "left"))
+    table.show_header = False
+    for each in found:
+        if each.plan is not None:
+            table.add_row(_label(each), plan_summary(each.plan))
+    return table
+
+
+def _label(each: Estimate) -> str:
+    """Return the devices and the training method of an estimate."""
+    number = "" if each.device[0].isdigit() else f"{each.num_devices} × "
+    return f"{number}{each.device} {METHODS[each.method]}"
 
 
 def days_text(days: float | None) -> str:
@@ -151,11 +185,8 @@ def _memory(found: Sequence[Estimate], unit: str) -> Table:
         memory = fullest_rank(plan)
         values = list(grouped_bytes(memory.held, GROUPS, "other").values())
         values += [memory.total_bytes, plan.cluster.usable_memory_bytes]
-        label = f"{each.num_devices} × {each.device} {METHODS[each.method]}"
-        if each.device[0].isdigit():
-            label = f"{each.device} {METHODS[each.method]}"
         digits = 1 if unit == "GiB" else 0
-        table.add_row(label, *(f"{value / UNITS[unit]:.{digits}f}" for value in values))
+        table.add_row(_label(each), *(f"{value / UNITS[unit]:.{digits}f}" for value in values))
     return table
 
 
