@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from autoparallel.analysis import estimate as estimating
 from autoparallel.analysis.estimate import clusters_of, parse_devices
 from autoparallel.options.parse import parse_count
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.report.estimates import memory_unit, print_estimates
+from autoparallel.report.estimates import memory_unit, print_estimates, sort_estimates
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,7 +57,7 @@ def found(llama: str) -> tuple[autoparallel.analysis.estimate.Estimate, ...]:
 def test_the_fewest_devices_are_those_that_the_states_need(found) -> None:
     """Training in bf16 with AdamW holds 16 bytes per parameter at the least: the float32 copy that
     is stepped, its gradient, and two moments. That is more than a card has, and less than two
-    have. Training adapters holds the frozen weights, in 2 bytes and in 4.
+    have. Training adapters holds the frozen weights in 2 bytes.
     """
     usable = 23028 * 2**20 * 99 // 100
     assert usable - 2**30 > 6 * NUM_PARAMETERS
@@ -148,6 +149,24 @@ def test_the_page_fits_80_columns(
 @pytest.fixture(scope="module")
 def small() -> tuple[autoparallel.analysis.estimate.Estimate, ...]:
     return autoparallel.estimate("examples/gpt.py", devices="T4", global_batch=8, processes=1)
+
+
+def test_each_estimate_is_one_line_and_sorts_by_a_figure(found, capsys) -> None:
+    print_estimates(found, Console(width=80))
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert len(table) == 1 + len(found)
+    assert [line.split()[0] for line in table[1:]] == [each.device for each in found]
+    for key in ("devices", "days", "dollars"):
+        figures = [getattr(each, f"num_{key}" if key == "devices" else key) for each in found]
+        ordered = sort_estimates([*found, replace(found[0], plan=None)], key)
+        assert ordered[-1].plan is None
+        own = [getattr(each, f"num_{key}" if key == "devices" else key) for each in ordered]
+        assert own[:-1] == sorted(figures)
+
+
+def test_days_cannot_be_sorted_without_tokens(capsys) -> None:
+    assert run_command(["estimate", "model.py", "--sort", "days"]) == 2
+    assert "error[AP352]: --sort days needs --tokens" in capsys.readouterr().err
 
 
 def test_what_small_models_hold_is_said_in_mebibytes(found, small, capsys) -> None:
