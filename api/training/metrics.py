@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from autoparallel.planner.errors import UsageError
 from autoparallel.training.callbacks import Callback, StepRecord
 
@@ -148,3 +150,19 @@ class WeightsAndBiases(Callback):
 
     def close(self) -> None:
         self._run.finish()
+
+
+class StepBar(Callback):
+    """Bar under the lines of the steps on a terminal, with the time that is left."""
+
+    def __init__(self, num_steps: int) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._bar = Progress(*columns, transient=True)
+        self._task = self._bar.add_task("", total=num_steps)
+        self._bar.start()
+
+    def on_step(self, record: StepRecord) -> None:
+        self._bar.advance(self._task)
+
+    def close(self) -> None:
+        self._bar.stop()

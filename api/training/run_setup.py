@@ -15,7 +15,13 @@ from autoparallel.planner.plan import Plan
 from autoparallel.runtime.update.update import UpdateOptions
 from autoparallel.target.target import Target, running_user_code
 from autoparallel.training.callbacks import Callback, all_of
-from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBiases, check_installed
+from autoparallel.training.metrics import (
+    JsonLines,
+    StepBar,
+    TensorBoard,
+    WeightsAndBiases,
+    check_installed,
+)
 
 
 def check_run_options(options: RunOptions) -> None:
@@ -58,7 +64,13 @@ def with_compile_choice(plan: Plan, compiled: bool | None, *, rank: int) -> Plan
 
 @contextmanager
 def open_callbacks(
-    options: RunOptions, plan: Plan, target: Target, *, rank: int, kept: int | None = None
+    options: RunOptions,
+    plan: Plan,
+    target: Target,
+    *,
+    rank: int,
+    num_steps: int,
+    kept: int | None = None,
 ) -> Iterator[Callback]:
     """Open the callbacks of a run on rank 0, none elsewhere, and close them at its end.
 
@@ -70,6 +82,7 @@ def open_callbacks(
         if rank == 0:
             made += _metrics(options, plan, kept)
             made += _of_target(target)
+            made += [StepBar(num_steps)] if sys.stdout.isatty() else []
         yield all_of(made)
     finally:
         for each in made:

@@ -144,7 +144,12 @@ def train(
         plan, worker, partial(held_by, trainer), run.memory.peak_bytes
     )
     telling = open_callbacks(
-        asked, plan, run.target, rank=worker.rank, kept=run.attempt.last_kept(done)
+        asked,
+        plan,
+        run.target,
+        rank=worker.rank,
+        num_steps=last - done,
+        kept=run.attempt.last_kept(done),
     )
     num_traced = 0 if plan.servers is not None else asked.trace_steps
     trace = RunTrace(num_traced, asked.trace, first=done + 1, last=last)
