@@ -1,8 +1,8 @@
 """The cache's file: bytes by key in SQLite, for several processes at once.
 
 In: a path, the versions that make the values, a size limit. Out: a shelf for ``cache.Cache``. New
-values stay in memory until ``close`` writes them in one transaction, so a reader sees all of a
-run's values or none, and an interrupted run leaves the file as it was. Every row has its own
+values stay in memory until ``write`` or ``close`` writes them in one transaction, so an interrupted
+run leaves the file as it was. Every row has its own
 checksum; a file of another format is put aside. If the file would exceed its limit, the values that
 were not read for longest are removed.
 """
@@ -93,13 +93,17 @@ class SqliteStore:
         return total
 
     def close(self) -> None:
-        """Write new values, note which were read, and keep to the limit."""
+        """Write for the last time."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self.write()
+
+    def write(self) -> None:
+        """Write new values, note which were read, and keep to the limit."""
         if not self._new and not self._read:
             return
         with self._count_faults(), contextlib.closing(_writer(self.path)) as writer:
@@ -115,6 +119,7 @@ class SqliteStore:
                     "UPDATE entry SET used = ? WHERE key = ?", [(now, key) for key in self._read]
                 )
                 _shrink(writer, self.most_bytes)
+        self._new, self._read = {}, set()
 
     def _open_reader(self) -> sqlite3.Connection | None:
         """Return a connection for reading; None without a file.
