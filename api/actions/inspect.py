@@ -12,10 +12,10 @@ from autoparallel.analysis.repriced import price_again
 from autoparallel.html import MISSING, Sources, page
 from autoparallel.options.outputs import check_output_file
 from autoparallel.options.progress import progress
-from autoparallel.options.results import say
+from autoparallel.options.results import say_json
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.plan_file import dumps
+from autoparallel.planner.plan_file import to_table
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.report import Details, print_report
 
@@ -41,7 +41,7 @@ def inspect(
         write_html(page(loaded, sources), html)
         return
     if json:
-        say(dumps(loaded), nl=False)
+        say_json("inspect", to_table(loaded))
         return
     found = load_measurement(plan)
     details = Details(

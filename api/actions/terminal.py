@@ -1,8 +1,7 @@
-"""The terminal of commands: a console on stdout, JSON, written pages, settings of a target."""
+"""The terminal of commands: a console on stdout, written pages, settings of a target."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 from autoparallel.options.outputs import writing
-from autoparallel.options.results import result_stream, say
+from autoparallel.options.results import result_stream
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
@@ -23,11 +22,6 @@ def stdout_console() -> Console:
     stream = result_stream()
     columns = shutil.get_terminal_size((80, 24)).columns if stream.isatty() else 80
     return Console(file=stream, width=max(60, min(columns, 120)), highlight=False)
-
-
-def print_json(value: object) -> None:
-    """Print ``value`` as JSON on stdout."""
-    say(json.dumps(value, indent=2))
 
 
 def write_html(text: str, path: str) -> None:

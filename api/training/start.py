@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from autoparallel.cache.verified import mark_verified
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import threads_per_device
 from autoparallel.options.hosts import ranks_per_host
+from autoparallel.options.results import say, say_json
 from autoparallel.options.run_options import RunOptions, Sources, absolute, checked_init
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
@@ -127,9 +127,10 @@ def start_verification(
     found = _start("verify", path, start, dtype=dtype, seed=seed, compiled=compiled)
     if os.environ.get("RANK", "0") == "0":
         plan = load_plan(path)
-        words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
-        text = json.dumps(found, indent=2) if json_output else words
-        sys.stdout.write(f"{text}\n")
+        if json_output:
+            say_json("verify", found)
+        else:
+            say(f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}")
         if found["passed"]:
             mark_verified(plan)
     if not found["passed"]:
