@@ -21,7 +21,7 @@ DECLARED = (
     "commands and their options declared apart from the actions that carry them out; folders of "
     "passes with at most sixteen files"
 )
-ACTIONS = "a test that every command passes what its action takes"
+AGENTS = "schemas of the JSON of commands, a server of MCP, estimates kept between commands"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -30,7 +30,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 30477, FORMATTED),
+    ("planner: lines", 30483, AGENTS),
     ("planner: files", 152, SYSTEMS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
@@ -45,19 +45,19 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 30868, FORMATTED),
-    ("api: files", 185, DECLARED),
+    ("api: lines", 31312, AGENTS),
+    ("api: files", 189, AGENTS),
     ("api: flat files", 2),
     ("api: imports inside functions", 11, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 105018, FORMATTED),
-    ("all packages: files", 565, FOLDERS),
+    ("all packages: lines", 105468, AGENTS),
+    ("all packages: files", 569, AGENTS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 12, CALLS),
     ("all packages: collections of op names", 35, KERNELS),
     ("import cycles", 0),
     ("files in import cycles", 0),
-    ("files under 80 lines with a single importer", 17, FORMS),
+    ("files under 80 lines with a single importer", 14, FORMS),
     ("files over 500 lines", 0),
     ("functions over 60 lines", 12, FORMATTED),
     ("functions over 8 parameters", 32, DECLARED),
@@ -68,8 +68,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27976),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1385, PRICES),
-    ("tests: lines", 69851, ACTIONS),
-    ("tests: files", 449, FOLDERS),
+    ("tests: lines", 70197, AGENTS),
+    ("tests: files", 450, AGENTS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
