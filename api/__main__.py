@@ -34,11 +34,12 @@ import typer
 
 from autoparallel import __version__
 from autoparallel.commands.help import HelpGroup
-from autoparallel.commands.machine import cache, doctor, profile
+from autoparallel.commands.machine import cache, doctor, mcp, profile
 from autoparallel.commands.planning import cluster, estimate, ops, plan, schedules, simulate
 from autoparallel.commands.reading import compare, explain, export, inspect, program
 from autoparallel.commands.training import launch, run, verify
-from autoparallel.cost_model.cluster.given_text import printable, shortened
+from autoparallel.cost_model.cluster.given_text import printable
+from autoparallel.options.outputs import file_error
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import AutoparallelError, UsageError
 
@@ -69,6 +70,7 @@ for command in (
     profile,
     simulate,
     doctor,
+    mcp,
 ):
     app.command()(command)
 
@@ -129,8 +131,7 @@ def run_command(arguments: list[str]) -> int:
         print("autoparallel: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        name = shortened(str(error.filename or "a file"))
-        own = UsageError("AP134", f"{name}: {error.strerror or error}")
+        own = file_error(error)
         _explain(str(own), show_traceback)
         return own.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of the program

@@ -27,9 +27,13 @@ CHECKSUMS = "checksums"
 
 def dumps(plan: Plan) -> str:
     """Format a plan as the text of a plan file."""
-    table = encode(plan)
-    table[CHECKSUMS] = _checksums(table)
-    return json.dumps(table, indent=1, sort_keys=True) + "\n"
+    return json.dumps(to_table(plan), indent=1, sort_keys=True) + "\n"
+
+
+def to_table(plan: Plan) -> dict[str, Any]:
+    """Return the contents of a plan's file as JSON values."""
+    table: dict[str, Any] = encode(plan)
+    return table | {CHECKSUMS: _checksums(table)}
 
 
 def loads(text: str, where: str = "plan") -> Plan:
@@ -98,6 +102,8 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         raise PlanError(
             "AP501", "the plan is not JSON", why=str(error), where=where, fix="plan again"
         ) from error
+    if isinstance(table, dict) and table.keys() == {"schema", "result"}:
+        table = table["result"]  # of a command's --json
     if not isinstance(table, dict) or "schema" not in table:
         raise PlanError(
             "AP501",

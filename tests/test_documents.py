@@ -163,6 +163,19 @@ def test_the_committed_references_are_what_the_code_generates(references: Module
         assert text.startswith("<!-- Generated")
 
 
+def test_the_reference_of_commands_has_every_field_of_their_json(references: ModuleType) -> None:
+    from autoparallel.agents.documents import RESULTS, document_schema
+
+    page = references.commands_page().split("\n## JSON\n")[1]
+    for name in RESULTS:
+        assert f"| `autoparallel.{name}/1` |" in page
+        classes = document_schema(name)["$defs"]
+        if not set(references.OF_PLANS) & set(classes):
+            for own, schema in classes.items():
+                section = page.split(f"\n### {own}\n")[1].split("\n### ")[0]
+                assert all(f"| `{field}` |" in section for field in schema["properties"])
+
+
 def test_the_reference_of_errors_has_messages_of_every_code(references: ModuleType) -> None:
     errors = references.read_errors(ROOT)
     assert all(messages for error in errors.values() for messages in error.messages)

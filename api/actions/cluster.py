@@ -7,11 +7,13 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import stdout_console
 from autoparallel.cache.database import find_profile
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
+from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.cost_model.cluster.gpu_links import Wires
 from autoparallel.cost_model.cluster.presets import device_presets
+from autoparallel.options.results import say_json
 from autoparallel.options.words import bytes_text, percent_text, rate_text, seconds_text
 from autoparallel.planning.plan import find_cluster
 from autoparallel.report.printing import plain_table
@@ -24,7 +26,7 @@ def cluster(*, text: str, json: bool) -> None:
         return
     found = find_cluster(text)
     if json:
-        print_json(asdict(found))
+        say_json("cluster", to_dict(found))
         return
     hosts = f"{len(found.hosts)} host" + ("s" if len(found.hosts) > 1 else "")
     devices = f"{found.num_devices} device" + ("s" if found.num_devices > 1 else "")
@@ -143,7 +145,7 @@ def figure_table(figures: Figures) -> Table:
 def _show_presets(json: bool) -> None:
 
     if json:
-        print_json({name: asdict(preset) for name, preset in device_presets().items()})
+        say_json("cluster", {name: asdict(each) for name, each in device_presets().items()})
         return
     table = plain_table(
         ("preset", "left"),

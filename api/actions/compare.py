@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from autoparallel.actions.terminal import print_json, stdout_console, write_html
+from autoparallel.actions.terminal import stdout_console, write_html
 from autoparallel.analysis.compare import load_items
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.html.compared import compared_page
 from autoparallel.options.outputs import check_output_file
 from autoparallel.options.progress import progress
+from autoparallel.options.results import say_json
 from autoparallel.report.comparison import comparison_json, print_comparison
 
 
@@ -19,6 +20,6 @@ def compare(*, items: list[str], html: str | None, trust: bool, json: bool) -> N
     if html is not None:
         write_html(compared_page(found), html)
     elif json:
-        print_json(comparison_json(found))
+        say_json("compare", comparison_json(found))
     else:
         print_comparison(found, stdout_console())

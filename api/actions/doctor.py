@@ -10,10 +10,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import stdout_console
 from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.doctor.checks import DoctorRequest, Finding, check_machine
 from autoparallel.doctor.facts import machine_facts
+from autoparallel.options.results import say_json
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.planning.plan import find_cluster
 from autoparallel.planning.plan_files import load_plan
@@ -73,7 +74,7 @@ def _hint(wanted: DoctorRequest) -> str:
 def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
 
     if json:
-        print_json([asdict(each) for each in findings])
+        say_json("doctor", [asdict(each) for each in findings])
         return
 
     styles = {"OK": "green", "WARN": "yellow", "FAIL": "red"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import stdout_console
 from autoparallel.analysis.estimate import Asked, estimate_target, has_lora, parse_devices
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.parse import parse_count, parse_prices, parse_settings
 from autoparallel.options.plan_options import num_processes
 from autoparallel.options.progress import progress
+from autoparallel.options.results import say_json
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Precision
 from autoparallel.report.estimates import (
@@ -63,6 +64,6 @@ def estimate(
     with plan_cache() as cache, progress() as observe:
         found = sort_estimates(estimate_target(loaded, asked, observe, cache.values), sort)
     if json:
-        print_json(estimates_json(found))
+        say_json("estimate", estimates_json(found))
     else:
         print_estimates(found, stdout_console())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import stdout_console
 from autoparallel.analysis.compare import read_run
 from autoparallel.analysis.explain import explain as explained
 from autoparallel.analysis.measured_blocks import compute_errors
@@ -14,6 +14,7 @@ from autoparallel.analysis.what_if import what_if as changed
 from autoparallel.analysis.what_if import why_not as forced_plan
 from autoparallel.cache.database import find_profile
 from autoparallel.cache.plan_cache import plan_cache
+from autoparallel.options.results import say_json
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan_files import load_plan
@@ -52,19 +53,19 @@ def explain(
         if why_not is not None:
             other = forced_plan(model, why_not, time_limit, cache.values)
             if json:
-                print_json(pages.why_not_json(loaded, other, why_not))
+                say_json("explain", pages.why_not_json(loaded, other, why_not))
             else:
                 pages.print_why_not(loaded, other, why_not, stdout_console())
         elif what_if:
             found = changed(model, what_if, time_limit, cache.values)
             if json:
-                print_json(pages.what_if_json(found))
+                say_json("explain", pages.what_if_json(found))
             else:
                 pages.print_what_if(found, stdout_console())
         else:
             reasons = explained(model, name)
             if json:
-                print_json(asdict(reasons))
+                say_json("explain", asdict(reasons))
             else:
                 pages.print_explanation(reasons, stdout_console())
 
@@ -79,6 +80,6 @@ def _measured(
             model = load_plan_model(plan, path, trust=trust, profile="analytic", cache=cache.values)
             blocks = compute_errors(model, database)
     if json:
-        print_json(measured_json(plan, run, blocks))
+        say_json("explain", measured_json(plan, run, blocks))
     else:
         print_measured(plan, run, blocks, stdout_console())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from autoparallel.actions.terminal import print_json
 from autoparallel.exporting.plans import check_plan_options, export_plan, is_plan_format
 from autoparallel.exporting.solver_programs import check_format, plan_program, write_plan_program
 from autoparallel.exporting.weights import export as write
 from autoparallel.options.parse import parse_size
-from autoparallel.options.results import say
+from autoparallel.options.results import say, say_json
 from autoparallel.planner.search.stage_program import Minimized
 
 
@@ -33,7 +32,7 @@ def export(
         check_plan_options(name for name, value in own.items() if value is not None)
         wrote = export_plan(source, output, to=to, force=force, trust=trust)
         if json:
-            print_json({"files": wrote.files, "start": wrote.start, **wrote.facts})
+            say_json("export", {"files": wrote.files, "start": wrote.start, **wrote.facts})
         else:
             say(f"{output}: {', '.join(wrote.files)}")
             say("\n".join(filter(None, (f"start: {wrote.start}", wrote.report))))
@@ -52,7 +51,8 @@ def export(
     )
     if json:
         names = [file.name for file in done.files]
-        print_json({"files": names, "tensors": done.num_tensors, "bytes": done.num_bytes})
+        found = {"files": names, "tensors": done.num_tensors, "bytes": done.num_bytes}
+        say_json("export", found)
         return
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0].name
     say(f"{done.folder}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, in {files}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from autoparallel.actions.terminal import next_steps, stdout_console, write_html
 from autoparallel.analysis.measurement import load_measurement, measured_text
 from autoparallel.options.outputs import check_output_file
-from autoparallel.options.results import say
-from autoparallel.planner.plan_file import dumps
+from autoparallel.options.results import say_json
+from autoparallel.planner.plan_file import to_table
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.report import Details, print_report
 
@@ -33,7 +33,7 @@ def inspect(
         write_html(plan_page(loaded, plan, loads_target=target, trust=trust), html)
         return
     if json:
-        say(dumps(loaded), nl=False)
+        say_json("inspect", to_table(loaded))
         return
     found = load_measurement(plan)
     details = Details(

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import stdout_console
 from autoparallel.cache.plan_cache import clear_cache, read_contents
 from autoparallel.cost_model.simulator.actions import format_table
 from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
 from autoparallel.cost_model.simulator.timeline_text import draw_schedule
 from autoparallel.options.parse import did_you_mean
-from autoparallel.options.results import say
+from autoparallel.options.results import say, say_json
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.request import FORCED_SCHEDULES
 from autoparallel.planner.rules.listing import list_rules
@@ -46,7 +46,7 @@ def ops(*, name: str | None, target: str | None, json: bool) -> None:
             or 'give it a rule: @autoparallel.register_op("b s h, h o -> b s o")',
         )
     if json:
-        print_json([asdict(rule) for rule in found])
+        say_json("ops", [asdict(rule) for rule in found])
         return
     _print_table(found, len(rules))
 
@@ -80,7 +80,7 @@ def schedules(
         return
     found = [facts(info) for info in SCHEDULES.values()]
     if json:
-        print_json(found)
+        say_json("schedules", found)
     else:
         say("\n".join(listing(found)))
 
@@ -145,7 +145,8 @@ def _draw(
     )
     timeline = simulate(schedule, costs)
     if json:
-        print_json(
+        say_json(
+            "schedules",
             {
                 **facts(info),
                 "table": format_table(schedule.table).splitlines(),
@@ -153,7 +154,7 @@ def _draw(
                 "parts": schedule.parts or tuple(range(schedule.num_stages)),
                 "peak_activations": peak_of_ranks(schedule),
                 "bubble_fraction": timeline.bubble_fraction,
-            }
+            },
         )
         return
 
@@ -172,11 +173,12 @@ def cache(*, action: Literal["show", "clear"], json: bool) -> None:
     """Carry out ``autoparallel show cache``."""
     if action == "clear":
         freed = clear_cache()
-        say(f"{freed / 1e6:.1f} MB removed")
-        return
+        if not json:
+            say(f"{freed / 1e6:.1f} MB removed")
+            return
     found = read_contents()
     if json:
-        print_json({**asdict(found), "path": str(found.path)})
+        say_json("cache", {**asdict(found), "path": str(found.path)})
         return
     say(f"{found.path}  {found.num_bytes / 1e6:.1f} MB")
     if not found.values:

@@ -11,9 +11,9 @@ from autoparallel.options.outputs import check_output_file
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
-from autoparallel.options.results import say
+from autoparallel.options.results import say, say_json
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.plan_file import dumps
+from autoparallel.planner.plan_file import to_table
 from autoparallel.planning.plan_files import save_plan
 from autoparallel.profiling.measured_plan import make_plan
 from autoparallel.report import ONE_SCREEN, print_report
@@ -58,7 +58,7 @@ def show(plan: Plan, *, output: str | None, json: bool) -> None:
     if output is not None:
         save_plan(plan, output)
     if json:
-        say(dumps(plan), nl=False)
+        say_json("plan", to_table(plan))
         return
     print_report(plan, stdout_console(), ONE_SCREEN)
     if output is not None:

@@ -10,10 +10,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from autoparallel.actions.terminal import print_json, stdout_console
+from autoparallel.actions.terminal import stdout_console
 from autoparallel.cache.database import database_counts, database_path, explain_errors, find_file
 from autoparallel.cost_model.profile.database import Database
 from autoparallel.options.plan_options import PlanOptions
+from autoparallel.options.results import say_json
 from autoparallel.options.words import percent_text, seconds_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.profiling.start import start_profiling
@@ -47,8 +48,8 @@ def profile(
         except KeyboardInterrupt:
             typer.echo(f"interrupted; what was measured until now is in {path}", err=True)
             raise
-        if outcome:
-            print_json(outcome) if json else show(outcome, path, stdout_console())
+        if outcome and not (json and show_list):
+            say_json("profile", outcome) if json else show(outcome, path, stdout_console())
     if export_file is not None:
         hand_out(path, export_file)
     if show_list:
@@ -97,12 +98,9 @@ def show_database(path: Path, *, json: bool) -> None:
     """Print the number of measured ops and transfers in each environment."""
     counts = database_counts(path)
     if json:
-        print_json(
-            [
-                {"environment": str(where), "ops": ops, "transfers": transfers}
-                for where, ops, transfers in counts
-            ]
-        )
+        names = ("environment", "ops", "transfers")
+        rows = [(str(where), ops, transfers) for where, ops, transfers in counts]
+        say_json("profile", [dict(zip(names, row, strict=True)) for row in rows])
         return
     table = plain_table(("environment", "left"), ("ops", "right"), ("transfers", "right"))
     for where, ops, transfers in counts:

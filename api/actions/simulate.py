@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 
-from autoparallel.actions.terminal import print_json, stdout_console, with_lora
+from autoparallel.actions.terminal import stdout_console, with_lora
 from autoparallel.actions.trained_as import TrainedAs, trained_as
 from autoparallel.analysis.configurations import simulated
+from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.cost_model.simulator.trace import chrome_trace, rank_name
@@ -20,6 +21,7 @@ from autoparallel.options.outputs import writing
 from autoparallel.options.parse import parse_parallel, parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
+from autoparallel.options.results import say_json
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import PricedStep
 from autoparallel.planner.errors import UsageError
@@ -81,8 +83,8 @@ def simulate(
 
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     found = with_choice(found, options.tf32)
-    with progress() as observe:
-        program = capture_target(loaded, options, observe)
+    with plan_cache() as cache, progress() as observe:
+        program = capture_target(loaded, options, observe, cache.values)
         observe("simulate", 0, 1)
         basis = replace(basis_for(found, options, loaded), assumptions=trained.assumptions)
         seq = options.seq if options.seq is not None else captured_seq(program)
@@ -253,7 +255,7 @@ def show(
     if trace is not None:
         write_trace(priced.timeline, trace)
     if is_json:
-        print_json(summary(priced, plan, trained))
+        say_json("simulate", summary(priced, plan, trained))
         return
     details = Details(memory=True)
     print_report(
@@ -286,25 +288,19 @@ def write_trace(timeline: Timeline, path: str) -> None:
         json.dump(chrome_trace(timeline, names), file)
 
 
+OWN_CHOICES = "dp tp cp ep pp etp compiled fuses_products zero recompute schedule"
+"""Fields of a configuration that its JSON has under their names."""
+
+
 def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any]:
     """Return the figures as JSON values; lists have an entry per stage or pipeline rank."""
     timeline, own = priced.timeline, priced.configuration
     return {
         "priced_as": trained.name,
         "configuration": {
-            "dp": own.dp,
-            "tp": own.tp,
-            "cp": own.cp,
-            "ep": own.ep,
-            "pp": own.pp,
-            "etp": own.etp,
-            "compiled": own.compiled,
-            "fuses_products": own.fuses_products,
+            **{name: getattr(own, name) for name in OWN_CHOICES.split()},
             "chunks": own.num_chunks,
             "slices": own.num_slices,
-            "zero": own.zero,
-            "recompute": own.recompute,
-            "schedule": own.schedule,
             "microbatches": own.num_microbatches,
             "micro_batch": own.rank_rows,
         },

@@ -1,8 +1,7 @@
-"""Terminal of commands: a console on stdout, JSON, written pages, and settings of a target."""
+"""Terminal of commands: a console on stdout, written pages, next commands, settings of a target."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from autoparallel.cost_model.cluster.detect import is_at_hand
 from autoparallel.options.outputs import writing
-from autoparallel.options.results import result_stream, say
+from autoparallel.options.results import result_stream
 from autoparallel.planner.plan import Plan
 
 
@@ -44,11 +43,6 @@ def next_steps(plan: Plan, path: str) -> list[tuple[str, str]]:
         (f"autoparallel export {file} --to python -o script", "a script without this package"),
         (f"autoparallel launch {file} --slurm", "start it there; or --k8s, --ssh"),
     ]
-
-
-def print_json(value: object) -> None:
-    """Print ``value`` as JSON on stdout."""
-    say(json.dumps(value, indent=2))
 
 
 def write_html(text: str, path: str) -> None:

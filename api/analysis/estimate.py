@@ -15,6 +15,7 @@ from functools import cache as once
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from autoparallel.cache.cached_plan import reuse_or_search
 from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.cost_model.cluster.cluster import Cluster, ClusterError
 from autoparallel.cost_model.cluster.presets import find_preset
@@ -200,15 +201,22 @@ def has_lora(target: Target) -> bool:
 def _mapped(
     search: _Search, tasks: Sequence[tuple[str, Method]], processes: int
 ) -> Iterator[Estimate]:
-    """Yield the estimates of ``tasks`` in order, by ``processes`` forked processes if over 1."""
-    if processes < 2 or len(tasks) < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        yield from map(search, tasks)
+    """Yield estimates: those in the cache, then the others, by two processes if wanted."""
+    unknown, search.only_known = list[tuple[str, Method]](), True
+    for task in tasks:
+        try:
+            yield search(task)
+        except _UnknownError:
+            unknown.append(task)
+    search.only_known = False
+    if processes < 2 or len(unknown) < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(search, unknown)
         return
     global _forked  # the programs cross by the fork: they hold what does not pickle
     _forked = search
     try:
         with multiprocessing.get_context("fork").Pool(processes) as pool:
-            yield from pool.imap(_in_fork, tasks)
+            yield from pool.imap(_in_fork, unknown)
     finally:
         _forked = None
 
@@ -218,7 +226,14 @@ _forked: _Search | None = None
 
 def _in_fork(task: tuple[str, Method]) -> Estimate:
     assert _forked is not None
-    return _forked(task)
+    found = _forked(task)
+    if _forked.cache.shelf is not None:
+        _forked.cache.shelf.write()
+    return found
+
+
+class _UnknownError(Exception):
+    """Signal that the cache lacks the result of a search."""
 
 
 class _Search:
@@ -228,6 +243,7 @@ class _Search:
         self.target, self.asked, self.cache = target, asked, cache
         self.program = once(self._program)
         self.tables = SharedTables()
+        self.only_known = False
 
     def precision(self, device: str) -> Precision:
         """Return the requested precision, or bf16 if every device supports it, else fp16."""
@@ -300,30 +316,42 @@ class _Search:
     def _planned(
         self, target: Target, program: Program, cluster: Cluster, request: Request
     ) -> Plan:
-        """Return the plan on a cluster, checked against the memory of its devices."""
+        """Return the plan on a cluster, with its final memory, from the cache if it is there."""
         options = self._options(request.precision)
         check_precision(cluster, request.precision)
         cluster = with_choice(cluster, options.tf32)
         graph, basis = priced(program, target, cluster, options)
+
         coarse = replace(COARSE, tables=self.tables)
+        limit = cluster.usable_memory_bytes
 
         def searched(request: Request) -> Plan:
             return stamped(
                 plan(graph, program.blocks, cluster, request, basis=basis, method=coarse)
             )
 
-        def again(limit_bytes: int) -> Plan:
-            """Plan again with less memory, first with the same number of micro-batches."""
+        def again(count: int, limit_bytes: int) -> Plan:
+            """Plan again with less memory: with ``count`` micro-batches, if any fit."""
             less = replace(request, memory_limit_bytes=limit_bytes)
             try:
-                count = first.num_microbatches
                 return searched(replace(less, forced=replace(less.forced, num_microbatches=count)))
             except InfeasibleError:
                 return searched(less)
 
-        first, limit = searched(request), cluster.usable_memory_bytes
-        found = within_limit(first, program, limit, again, self.cache)
-        if found.prediction.peak_memory_bytes > limit:
+        def search() -> Plan | None:
+            if self.only_known:
+                raise _UnknownError
+            try:
+                first = searched(request)
+                less = partial(again, first.num_microbatches)
+                return within_limit(first, program, limit, less, self.cache)
+            except InfeasibleError:
+                return None
+
+        alike = replace(request, time_limit_seconds=self.asked.seconds)
+        known = partial(reuse_or_search, self.cache, graph, program.blocks, cluster, alike)
+        found: Plan | None = known(basis=basis, search=search, method=("coarse",))
+        if found is None or found.prediction.peak_memory_bytes > limit:
             raise InfeasibleError("AP301", f"nothing fits on {cluster.name}")
         return found
 

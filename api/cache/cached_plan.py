@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from autoparallel.cache.codec import TextCodec
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, digest, graph_digest
@@ -26,9 +27,14 @@ from autoparallel.planner.requests.request import Request
 
 PLAN = "plan"
 
+NOTHING = "nothing fits"
+PLAN_TEXT = TextCodec(
+    lambda plan: NOTHING if plan is None else dumps(plan),
+    lambda text: None if text == NOTHING else loads(text),
+)
+"""Plans are kept as the text of their files, a search without a plan as ``NOTHING``."""
 
-PLAN_TEXT = TextCodec(dumps, loads)
-"""Codec of plans: they are stored as the text of their files."""
+Found = TypeVar("Found", Plan, Plan | None)
 
 
 def reuse_or_search(
@@ -39,9 +45,10 @@ def reuse_or_search(
     request: Request,
     *,
     basis: Basis,
-    search: Callable[[], Plan],
-) -> Plan:
-    """Return the stored plan of an equal search, marked as reused, or else search."""
+    search: Callable[[], Found],
+    method: tuple[str, ...] = (),
+) -> Found:
+    """Return the stored result of an equal search, marked as reused, or else search."""
     if cache.shelf is None or request.placer is not None or request.goal.objective != "time":
         return search()
     try:
@@ -49,12 +56,12 @@ def reuse_or_search(
     except UnkeyedError:
         cache.faults["functions"] += 1
         return search()
-    plan: Plan = cache.get(PLAN, PLAN_TEXT, key)
+    plan: Found = cache.get(PLAN, PLAN_TEXT, key, *method)
     if plan is not MISSING:
-        return replace(plan, solver=replace(plan.solver, is_reused=True))
+        return plan and replace(plan, solver=replace(plan.solver, is_reused=True))
     plan = search()
-    if not plan.solver.stopped:
-        cache.put(plan, PLAN, PLAN_TEXT, key)
+    if plan is None or not plan.solver.stopped:
+        cache.put(plan, PLAN, PLAN_TEXT, key, *method)
     return plan
 
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache as once
 from importlib import metadata
@@ -204,7 +205,7 @@ def _example_text(example: Example) -> tuple[str, ...]:
 def user_sources() -> str:
     """Return a hash of the sources of all loaded modules that are not of installed packages."""
     made = hashlib.sha256()
-    for file in sorted(_user_files()):
+    for file in sorted(user_modules().values()):
         try:
             made.update(f"{file}\0".encode() + file.read_bytes())
         except OSError:
@@ -212,18 +213,20 @@ def user_sources() -> str:
     return made.hexdigest()
 
 
-def _user_files() -> Iterator[Path]:
-    libraries = {
-        sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+def user_modules() -> dict[str, Path]:
+    """Map the names of all loaded modules outside of distributions and libraries to their files."""
+    places = ("stdlib", "platstdlib", "purelib", "platlib")
+    libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in places)
+    found = {}
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None)
-        if not isinstance(place, str) or name.partition(".")[0] == "autoparallel":
+        if not isinstance(place, str) or place.startswith(libraries):
             continue
         path = Path(place)
-        is_library = any(path.is_relative_to(each) for each in libraries)
-        if not is_library and not {"site-packages", "dist-packages"} & set(path.parts):
-            yield path
+        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
+        if not is_installed and name.partition(".")[0] != "autoparallel":
+            found[name] = path
+    return found
 
 
 def _versions(packages: set[str]) -> tuple[str, ...]:

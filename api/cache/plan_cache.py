@@ -290,7 +290,7 @@ class CacheContents:
     num_bytes: int
     values: Mapping[str, int]
     own: str
-    faults: Counter[str]
+    faults: Mapping[str, int]
 
 
 def read_contents() -> CacheContents:

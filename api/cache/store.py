@@ -1,10 +1,10 @@
 """File of the cache: bytes by key in SQLite, for several processes at once.
 
 In: a path, the versions that make the values, a size limit. Out: a store for ``plan_cache.Cache``.
-New values stay in memory until ``close`` writes them in one transaction, so a reader sees all or
-none of a run's values, and an interrupted run leaves the file unchanged. Every row has a checksum;
-a file of another format is renamed. If the file would exceed its limit, the least recently used
-values are removed.
+New values stay in memory until ``write`` or ``close`` writes them in one transaction, so a reader
+sees all or none of them, and an interrupted run leaves the file unchanged. Every row has a
+checksum; a file of another format is renamed. If the file would exceed its limit, the least
+recently used values are removed.
 """
 
 from __future__ import annotations
@@ -100,6 +100,10 @@ class SqliteStore:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self.write()
+
+    def write(self) -> None:
+        """Write new values, note which were read, and keep to the limit."""
         if not self._new and not self._read:
             return
         with self._count_faults(), contextlib.closing(_writer(self.path)) as writer:
@@ -115,6 +119,7 @@ class SqliteStore:
                     "UPDATE entry SET used = ? WHERE key = ?", [(now, key) for key in self._read]
                 )
                 _shrink(writer, self.most_bytes)
+        self._new, self._read = {}, set()
 
     def _open_reader(self) -> sqlite3.Connection | None:
         """Return a connection for reading; None if there is no file.

@@ -66,6 +66,16 @@ def doctor(
     """Check software, limits and GPUs of this machine; of a cluster also devices and links."""
 
 
+@command("mcp", starts_others=True)
+def mcp(
+    skill: Annotated[bool, typer.Option("--skill", help="print a SKILL.md for agents")] = False,
+) -> None:
+    """Serve plan, estimate, simulate, explain and compare to AI agents as tools of MCP, over stdio.
+
+    Clients start `autoparallel mcp` in the folder of the models. It needs the extra mcp.
+    """
+
+
 @command("listings")
 def cache(
     action: Annotated[

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import is_dataclass
 from importlib import import_module
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -29,6 +30,10 @@ ClusterOption = Annotated[
         help="local, 8xH100, 4x8xA100-80GB, 2x8xA100+8xH100 (hosts that differ), cpu:4, or a TOML "
         "file (hosts in racks, prices)",
     ),
+]
+SortOption = Annotated[
+    Literal["devices", "days", "dollars"] | None,
+    typer.Option("--sort", help="order of the rows, the least first; default: as given"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 SetOption = Annotated[
@@ -67,6 +72,20 @@ PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="a plan file")
 Command = Callable[..., None]
 
 
+def _show_schema(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        schema = import_module("autoparallel.agents.documents").document_schema(context.info_name)
+        typer.echo(json.dumps(schema, indent=2))
+        raise typer.Exit
+
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_FLAG: Any = typer.Option(
+    "--json-schema", help="print the JSON Schema of --json", callback=_show_schema, is_eager=True
+)
+SCHEMA = inspect.Parameter("json_schema", KEYWORD, default=False, annotation=Annotated[bool, _FLAG])
+
+
 def command(
     module: str,
     *,
@@ -79,7 +98,7 @@ def command(
     ``module`` is loaded when the command runs, and with it torch. A parameter whose type is a
     dataclass of options (``options.option``) stands for those options: all but the names in
     ``without``, with other ``defaults`` where there are some. The command prints results alone on
-    stdout unless it ``starts_others``: processes that print there too.
+    stdout unless it ``starts_others``, processes that print there too; JSON is always alone.
     """
 
     def decorate(declaration: Command) -> Command:
@@ -88,9 +107,7 @@ def command(
         hints = get_type_hints(declaration, include_extras=True)
         for name, own in inspect.signature(declaration).parameters.items():
             if not is_dataclass(hints[name]):
-                declared.append(
-                    own.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-                )
+                declared.append(own.replace(annotation=hints[name], kind=KEYWORD))
                 continue
             options = parameters(hints[name])
             chosen = [option for option in options if option not in without]
@@ -98,14 +115,17 @@ def command(
             for option in chosen:
                 default = defaults.get(option, options[option].default)
                 declared.append(options[option].replace(default=default))
+        if "json" in hints:
+            declared.append(SCHEMA)
 
         @functools.wraps(declaration)
         def run(**given: Any) -> None:
+            given.pop("json_schema", None)
             for name, (owner, chosen) in groups.items():
                 given[name] = read_options(owner, {option: given.pop(option) for option in chosen})
             action = import_module(f"autoparallel.actions.{module}")
             carry_out = getattr(action, declaration.__name__)
-            with nullcontext() if starts_others else others_on_stderr():
+            with nullcontext() if starts_others and not given.get("json") else others_on_stderr():
                 carry_out(**given)
 
         run.__annotations__ = {each.name: each.annotation for each in declared}

@@ -5,7 +5,7 @@ Declarations: ``actions`` carries them out.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from autoparallel.commands.options import (
     JsonOption,
     LoraOption,
     SetOption,
+    SortOption,
     TargetArgument,
     command,
 )
@@ -120,10 +121,7 @@ def estimate(
             help="processes of the search; default: 2 if there are 2 cores",
         ),
     ] = None,
-    sort: Annotated[
-        Literal["devices", "days", "dollars"] | None,
-        typer.Option("--sort", help="order of the rows, the least first; default: as given"),
-    ] = None,
+    sort: SortOption = None,
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:

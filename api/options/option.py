@@ -134,5 +134,5 @@ def _parameter(name: str, own: Field[Any], how: Option, hint: Any) -> inspect.Pa
     flags = how.flags or ("--" + name.replace("_", "-"),)
     said = typer.Option(*flags, help=how.help, metavar=how.metavar)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said, how]
     )

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from autoparallel.cost_model.cluster.given_text import shortened
 from autoparallel.planner.errors import UsageError
+
+
+def file_error(error: OSError) -> UsageError:
+    """Return UsageError AP134 for an error of the file system that nothing else explains."""
+    name, why = shortened(str(error.filename or "a file")), error.strerror or error
+    return UsageError("AP134", f"{name}: {why}")
 
 
 @contextmanager

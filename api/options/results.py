@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -55,3 +56,14 @@ def result_stream() -> TextIO:
 def say(text: str, *, nl: bool = True) -> None:
     """Print a result on stdout, with a line break unless ``nl`` is False."""
     typer.echo(text, file=result_stream(), nl=nl)
+
+
+def schema_name(command: str) -> str:
+    """Return the name of the schema of a command's JSON document (``agents.documents``). The
+    version rises where a field goes or changes its meaning."""
+    return f"autoparallel.{command}/1"
+
+
+def say_json(command: str, result: object) -> None:
+    """Print a command's result on stdout, as a JSON document that names its schema."""
+    say(json.dumps({"schema": schema_name(command), "result": result}, indent=2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from autoparallel.cache.verified import mark_verified
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.detect import threads_per_device
 from autoparallel.options.hosts import ranks_per_host
+from autoparallel.options.results import say, say_json
 from autoparallel.options.run_options import RunOptions, Sources, absolute, checked_init
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
@@ -135,10 +135,10 @@ def report_verification(
     Only a rank that ``prints`` does so. Raises VerificationError AP601 if the plan's run differs.
     """
     if prints:
-        words = f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}"
-        text = json.dumps(found, indent=2) if json_output else words
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        if json_output:
+            say_json("verify", found)
+        else:
+            say(f"{configuration_text(plan)}\n{verdict(found, truth_of(plan))}")
         if found["passed"]:
             mark_verified(plan)
     if not found["passed"]:

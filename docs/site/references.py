@@ -83,7 +83,69 @@ def commands_page() -> str:
             names = ", ".join(f"`{each.opts[-1]}`" for each in shared)
             entries.append(f"- As for [plan](#plan): {names}.")
         sections += [f"## {name}", inspect.cleandoc(command.help or ""), "\n".join(entries)]
+    sections += _json_sections()
     return "\n\n".join(sections) + "\n"
+
+
+JSON_INTRODUCTION = """\
+## JSON
+
+With `--json` a command prints one document and nothing else on stdout: \
+`{"schema": "autoparallel.COMMAND/1", "result": …}`. `autoparallel COMMAND --json-schema` prints \
+its JSON Schema. Within a version fields are only added, so readers ignore fields that they do not \
+know. Tools of `autoparallel mcp` answer with the same documents; that of an error has the schema \
+`autoparallel.error/1` and the key `error`, an object with `code`, `message` and, where known, \
+`why`, `where` and `fix`."""
+
+OF_PLANS = ("PlanFile", "ClusterTable", "Preset")
+"""Classes whose fields only the JSON Schema lists."""
+
+
+def _json_sections() -> Iterator[str]:
+    """Yield the results of commands with ``--json``, and the fields of their classes."""
+    from autoparallel.agents.documents import RESULTS, document_schema
+
+    yield JSON_INTRODUCTION
+    schemas = {name: document_schema(name) for name in RESULTS}
+    stated = [each["properties"] for each in schemas.values()]
+    rows = [f"| `{each['schema']['const']}` | {schema_text(each['result'])} |" for each in stated]
+    yield "\n".join(["| schema | result |", "|---|---|", *rows])
+    classes = {}
+    for schema in schemas.values():
+        if not set(OF_PLANS) & set(schema["$defs"]):
+            classes |= schema["$defs"]
+    for name, each in classes.items():
+        fields = [
+            f"| `{key}` | {_cell(schema_text(own))} |{'' if key in each['required'] else ' yes'} |"
+            for key, own in each["properties"].items()
+        ]
+        yield f"### {name}"
+        yield each["description"]
+        yield "\n".join(["| field | type | may be missing |", "|---|---|---|", *fields])
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """Describe a JSON Schema in words.
+
+    >>> schema_text({"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "null"}]}})
+    'list of number or null'
+    """
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name in OF_PLANS:
+            return {"PlanFile": "a plan file", "Preset": "a preset"}.get(name, "a cluster")
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(map(schema_text, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "prefixItems" in schema:
+        return f"list: {', '.join(map(schema_text, schema['prefixItems']))}"
+    if "items" in schema:
+        return f"list of {schema_text(schema['items'])}"
+    if "additionalProperties" in schema:
+        return f"object of {schema_text(schema['additionalProperties'])}"
+    return str(schema.get("type", "any value"))
 
 
 def _options(command: Any) -> list[Any]:

@@ -185,7 +185,7 @@ def test_the_command_shows_and_clears(folder: Path, capsys: pytest.CaptureFixtur
     _planned(folder)
     capsys.readouterr()
     assert run_command(["show", "cache", "show", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)["result"]
     assert shown["values"][shown["own"]] == 3  # a capture, a plan, its memory
     assert run_command(["show", "cache", "clear"]) == 0
     assert not (default_folder() / FILE).exists()

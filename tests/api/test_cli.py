@@ -122,9 +122,9 @@ def test_inspect_prints_the_report(plan_file: Path, capsys: pytest.CaptureFixtur
 
 def test_inspect_as_json_is_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", str(plan_file), "--json") == 0
-    text = capsys.readouterr().out
-    assert text == plan_file.read_text()
-    assert json.loads(text)["num_microbatches"] == 16
+    found = json.loads(capsys.readouterr().out)["result"]
+    assert found == json.loads(plan_file.read_text())
+    assert found["num_microbatches"] == 16
 
 
 def test_a_missing_plan_names_the_closest(
@@ -179,7 +179,7 @@ def test_a_cluster_without_a_switch_is_shown_with_its_wires(
 
 def test_a_cluster_as_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", "cluster", "8xH100", "--json") == 0
-    cluster = json.loads(capsys.readouterr().out)
+    cluster = json.loads(capsys.readouterr().out)["result"]
     assert cluster["hosts"][0]["num_devices"] == 8
 
 

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compared(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict]:
     assert run_command(["compare", *words, "--trust", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)["result"]
 
 
 def test_a_baseline_is_priced_as_simulate_prices_it(
@@ -88,7 +88,7 @@ def test_a_baseline_is_priced_as_simulate_prices_it(
         )
         == 0
     )
-    simulated = json.loads(capsys.readouterr().out)
+    simulated = json.loads(capsys.readouterr().out)["result"]
     assert found["step_seconds"] == pytest.approx(simulated["step_seconds"], rel=1e-9)
     assert found["choices"]["parallel"] == "dp=2 tp=2"
     assert found["choices"]["ZeRO"] == "2"

@@ -12,10 +12,17 @@ from rich.console import Console
 import autoparallel
 from autoparallel.__main__ import run_command
 from autoparallel.analysis import estimate as estimating
-from autoparallel.analysis.estimate import clusters_of, parse_devices
+from autoparallel.analysis.estimate import Asked, clusters_of, estimate_target, parse_devices
+from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.parse import parse_count
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.report.estimates import memory_unit, print_estimates, sort_estimates
+from autoparallel.report.estimates import (
+    estimates_json,
+    memory_unit,
+    print_estimates,
+    sort_estimates,
+)
+from autoparallel.target.load import load_target
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,6 +109,27 @@ def test_two_processes_find_what_one_finds(model_file: Path) -> None:
     assert figures(2) == figures(1)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_repeated_question_is_answered_without_a_search(
+    processes: int, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes each makes values for the cache, those too that nothing fits."""
+    monkeypatch.setenv("AUTOPARALLEL_CACHE", str(tmp_path))
+    target = load_target(llama, {})
+    asked = Asked(("2xA10G", "T4"), 4, 128, lora=None, max_devices=1, processes=processes)
+    with plan_cache() as cache:
+        first = estimate_target(target, asked, cache=cache.values)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(estimating, "plan", refuse)
+    with plan_cache() as cache:
+        again = estimate_target(target, asked, cache=cache.values)
+    assert [each.plan is None for each in first] == [False, True]
+    assert estimates_json(again) == estimates_json(first)
+
+
 def test_the_page_fits_80_columns(
     llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +168,7 @@ def test_the_page_fits_80_columns(
     assert "2xA10G" in page
     assert "Memory of the fullest device" in page
     assert run_command([*arguments, "--json"]) == 0
-    entries = json.loads(capsys.readouterr().out)
+    entries = json.loads(capsys.readouterr().out)["result"]
     assert [(each["device"], each["fits"]) for each in entries] == [("2xA10G", True), ("T4", False)]
     assert entries[0]["precision"] == "bf16"
     assert sum(entries[0]["memory_bytes"].values()) == entries[0]["peak_memory_bytes"]

@@ -235,7 +235,7 @@ def test_what_was_not_chosen_is_planned_and_its_terms_add_up(
 ) -> None:
     path = str(folder / "dp.json")
     assert run_command(["explain", path, "--why-not", f"tp=4,{FORCED}", "--trust", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["result"]
     planned = autoparallel.load_plan(folder / "tp.json")
     first, second = found["plans"]
     assert second["step_seconds"] == pytest.approx(planned.prediction.step_seconds, rel=1e-6)
@@ -353,7 +353,7 @@ def test_pages_fit_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) 
         page = capsys.readouterr().out
         assert max(map(len, page.splitlines())) <= 80, page
     assert run_command(["explain", plan, "--measured", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["result"]
     predicted = autoparallel.load_plan(plan).prediction.step_seconds
     assert found["figures"][-1]["error"] == pytest.approx(predicted / 0.5 - 1)
     assert run_command(["explain", plan]) == 2

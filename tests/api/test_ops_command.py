@@ -21,7 +21,7 @@ def test_every_op_with_a_rule_is_listed_at_80_columns(capsys: pytest.CaptureFixt
 
 def test_a_name_filters_and_json_says_what_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["show", "ops", "linear", "--json"]) == 0
-    found = {each["op"]: each for each in json.loads(capsys.readouterr().out)}
+    found = {each["op"]: each for each in json.loads(capsys.readouterr().out)["result"]}
     assert found["linear"]["annotation"] == "*b i, o i + o -> *b o"
     assert found["linear"]["splits"] == "*b, o; i gives partial sums; passes partial sums"
 

@@ -158,7 +158,7 @@ def test_blocks_are_sorted_by_how_wrong_their_prediction_was(
         "--trust",
     ]
     assert run(*arguments, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["result"]
     with sqlite3.connect(folder / "profile.sqlite") as connection:
         rows = connection.execute("SELECT key, forward_seconds, backward_seconds FROM ops")
         times = [own + other for key, own, other in rows if key.startswith("autoparallel.block")]
@@ -210,7 +210,7 @@ def test_measuring_again_finds_nothing_to_measure(
         "--json",
     )
     assert code == 0
-    outcome = json.loads(capsys.readouterr().out)
+    outcome = json.loads(capsys.readouterr().out)["result"]
     assert (outcome["measured"], outcome["transfers"], outcome["left"]) == (0, 0, 0)
     assert outcome["known"][0] > 0
 
@@ -229,7 +229,7 @@ def test_an_exported_profile_gives_the_same_plan_elsewhere(folder: Path) -> None
 def test_what_a_database_holds_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     database = str(folder / "profile.sqlite")
     assert run("profile", "--list", "--database", database, "--json") == 0
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = json.loads(capsys.readouterr().out)["result"]
     assert row["ops"] > 0
     assert row["transfers"] > 0
     assert "2 processes" in row["environment"]

@@ -24,7 +24,7 @@ def test_every_schedule_is_listed_at_80_columns(capsys: pytest.CaptureFixture[st
 
 
 def test_the_list_says_what_the_runtime_executes(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {each["name"]: each for each in json.loads(output(capsys, "--json"))}
+    found = {each["name"]: each for each in json.loads(output(capsys, "--json"))["result"]}
     assert found["pipedream"]["synchronous"] is False
     executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     assert {name for name, each in found.items() if each["runs"]} == {*executed, "inference"}

@@ -70,7 +70,7 @@ def simulate(target: str, parallel: str, *more: str) -> int:
 
 def figures(capsys: pytest.CaptureFixture[str], target: str, parallel: str, *more: str) -> dict:
     assert simulate(target, parallel, "--json", *more) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)["result"]
 
 
 def test_the_page_fits_80_columns_and_draws_a_line_per_pipeline_rank(
@@ -371,7 +371,7 @@ def test_a_plan_of_the_same_degrees_has_the_same_price(
         "--json",
     ]
     assert run_command(command) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(capsys.readouterr().out)["result"]
     assert {block["recompute"] for block in plan["stages"][0]["blocks"]} == {"full"}
     assert step == pytest.approx(plan["prediction"]["step_seconds"], rel=1e-9)
 

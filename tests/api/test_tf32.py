@@ -187,7 +187,7 @@ def test_the_command_line_takes_the_choice_and_refuses_others(
     seconds = {}
     for choice in FAMILIES:
         assert run_command(["simulate", *common, "--tf32", choice]) == 0
-        seconds[choice] = json.loads(capsys.readouterr().out)["step_seconds"]
+        seconds[choice] = json.loads(capsys.readouterr().out)["result"]["step_seconds"]
     assert seconds["none"] > seconds["convolutions"] > seconds["all"]
     assert run_command(["plan", *common, "--no-cache", "--tf32", "all"]) == 0
     assert loads(capsys.readouterr().out).tf32 == ("conv", "matmul")

@@ -21,7 +21,7 @@ DECLARED = (
     "commands and their options declared apart from the actions that carry them out; folders of "
     "passes with at most sixteen files"
 )
-ACTIONS = "a test that every command passes what its action takes"
+AGENTS = "schemas of the JSON of commands, a server of MCP, estimates kept between commands"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
@@ -32,7 +32,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 30661, FORMATTED),
+    ("planner: lines", 30667, AGENTS),
     ("planner: files", 152, SYSTEMS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
@@ -47,21 +47,21 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 31035, FORMATTED),
-    ("api: files", 186, DECLARED),
+    ("api: lines", 31558, AGENTS),
+    ("api: files", 190, AGENTS),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 105385, FORMATTED),
-    ("all packages: files", 566, FOLDERS),
+    ("all packages: lines", 105914, AGENTS),
+    ("all packages: files", 570, AGENTS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 13, CALLS),
     ("all packages: collections of op names", 35, KERNELS),
     ("import cycles", 0),
     ("files in import cycles", 0),
-    ("files under 80 lines with a single importer", 18, FORMS),
+    ("files under 80 lines with a single importer", 15, FORMS),
     ("files over 500 lines", 0),
-    ("functions over 60 lines", 12, FORMATTED),
+    ("functions over 60 lines", 13, FORMATTED),
     ("functions over 8 parameters", 32, DECLARED),
     ("function docstrings that begin with a clause", 0),
     ('function docstrings with "what"', 6),
@@ -70,8 +70,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27985),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1458, DOORS),
-    ("tests: lines", 69974, ACTIONS),
-    ("tests: files", 450, FOLDERS),
+    ("tests: lines", 70344, AGENTS),
+    ("tests: files", 451, AGENTS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""

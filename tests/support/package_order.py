@@ -90,6 +90,7 @@ COST_MODEL = ("simulator", "cluster", "collectives", "ops", "profile")
 
 API = (
     "options",
+    "commands",
     "target",
     "calls",
     "cache",
@@ -107,8 +108,8 @@ API = (
     "adoption",
     "launching",
     "testing",
+    "agents",
     "actions",
-    "commands",
     "__main__",
 )
 """The folders of api/, in the same way."""

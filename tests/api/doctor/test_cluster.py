@@ -172,7 +172,7 @@ def test_real_ranks_measure_every_pair_at_every_size() -> None:
 
 def test_the_command_checks_this_machine_and_its_processes() -> None:
     done = run_python("-m", "autoparallel", "doctor", "--cluster", "cpu:2", "--json")
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["result"]
     names = {each["name"] for each in found}
     assert {"torch", "kernel", "open files", "hosts", "compute", "link loopback"} <= names
     failed = any(each["level"] == "FAIL" for each in found)
@@ -246,7 +246,7 @@ def test_links_of_a_known_rate_are_measured(
         finally:
             for process in processes:
                 process.kill()
-    found = {each["name"]: each for each in json.loads(said[0][0])}
+    found = {each["name"]: each for each in json.loads(said[0][0])["result"]}
     assert (found["link switch"]["level"], found["link uplink"]["level"]) == levels, found
     code = 5 if "FAIL" in {each["level"] for each in found.values()} else 0
     assert [process.returncode for process in processes] == [code] * 4

@@ -160,7 +160,7 @@ def test_the_command_prints_what_it_wrote(
         run_command(["export", "plan.json", "--to", "megatron", "-o", "out", "--force", "--json"])
         == 0
     )
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["result"]
     assert found["degrees"] == {"dp": 2, "tp": 1, "cp": 1, "ep": 1, "pp": 4}
 
 

@@ -1,0 +1,1 @@
+"""Commands for programs: the schemas of their JSON, and a skill for agents."""

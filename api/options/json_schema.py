@@ -1,0 +1,63 @@
+"""Types of Python as JSON Schema (draft 2020-12).
+
+In: a type of numbers, texts, sequences, mappings, literals, unions, dataclasses and NamedTuples.
+Out: its schema, in which classes are ``$defs`` by their names, described by their docstrings. A
+field of a class that may be null may be missing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Schema = dict[str, Any]
+
+PLAIN: Mapping[Any, Schema] = {
+    str: {"type": "string"},
+    Path: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    NoneType: {"type": "null"},
+    Any: {},
+}
+
+
+def json_schema(kind: Any, known: Mapping[Any, Schema] = PLAIN) -> Schema:
+    """Return the schema of a type; ``known`` are those of types that it does not look into.
+
+    >>> json_schema(tuple[int, ...] | None)
+    {'anyOf': [{'type': 'array', 'items': {'type': 'integer'}}, {'type': 'null'}]}
+    """
+    classes: dict[str, Schema] = {}
+
+    def schema_of(kind: Any) -> Schema:
+        origin, inner = get_origin(kind), get_args(kind)
+        if kind in known:
+            return known[kind]
+        if origin is Literal:
+            return {"enum": list(inner)}
+        if origin in (Union, UnionType):
+            return {"anyOf": [schema_of(each) for each in inner]}
+        if origin is None:
+            hints = get_type_hints(kind)
+            always = [name for name, hint in hints.items() if NoneType not in get_args(hint)]
+            classes[kind.__name__] = {
+                "description": inspect.cleandoc(kind.__doc__ or "").replace("``", "`"),
+                "type": "object",
+                "properties": {name: schema_of(hint) for name, hint in hints.items()},
+                "required": always,
+            }
+            return {"$ref": f"#/$defs/{kind.__name__}"}
+        if issubclass(origin, Mapping):
+            return {"type": "object", "additionalProperties": schema_of(inner[1])}
+        if origin is tuple and inner[-1] is not ...:
+            items = [schema_of(each) for each in inner]
+            return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
+        return {"type": "array", "items": schema_of(inner[0])}
+
+    found = schema_of(kind)
+    return found | {"$defs": classes} if classes else found
