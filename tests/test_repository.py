@@ -68,6 +68,7 @@ PUBLIC = {
     "plan",
     "profile",
     "register_op",
+    "register_schedule",
     "save",
     "save_plan",
     "whole",
