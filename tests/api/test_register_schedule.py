@@ -19,13 +19,19 @@ from autoparallel.cache.cached_plan import plan_key
 from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.find_plan import plan
 from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.schedules.catalogue import stages_of_ranks
 from autoparallel.planner.schedules.check import peak_in_flight
 from autoparallel.planner.schedules.held import half_pairs, stage_half_pairs
 from autoparallel.planner.schedules.registered import REGISTERED
-from autoparallel.planner.schedules.schedules import build_schedule, can_have, parts_of_ranks
+from autoparallel.planner.schedules.schedules import (
+    build_schedule,
+    can_have,
+    compute_orders,
+    parts_of_ranks,
+)
 from autoparallel.target.load import load_target
 
 MODEL = Path("tests/models/own_schedules.py").resolve()
@@ -101,6 +107,35 @@ def test_only_a_forced_schedule_is_searched(models_own: None) -> None:
     assert Request(8, forced=Forced(schedule="v-rounds")).chunked_schedules == ("v-rounds",)
     with pytest.raises(UsageError, match="unknown feature 'warm-1f1b'"):
         PlanOptions(global_batch=8, allow=("warm-1f1b",))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpipe", {}),
+        ("1f1b", {}),
+        ("zb-h1", {"split_backward": True}),
+        ("bfs", {"chunks": 2}),
+        ("zbv", {"chunks": 2, "shape": "v", "split_backward": True}),
+    ],
+)
+def test_a_copy_of_a_built_in_schedule_is_planned_as_the_original(
+    name: str, options: dict[str, Any]
+) -> None:
+    graph, blocks = mlp(6, rows=8)
+    chunks = options.get("chunks", 1)
+    add(lambda ranks, count: compute_orders(name, ranks * chunks, count, chunks), **options)
+    original, copy = (
+        plan(graph, blocks, cluster(2), Request(32, time_limit_seconds=600.0, forced=forced))
+        for forced in (
+            Forced(pp=2, zero=0, chunks=chunks, num_microbatches=4, schedule=each)
+            for each in (name, "mine")
+        )
+    )
+    assert copy.schedule == "mine"
+    assert copy.stages == original.stages
+    assert copy.prediction.step_seconds == original.prediction.step_seconds
+    assert copy.prediction.bubble_fraction == original.prediction.bubble_fraction
 
 
 CASES = (

@@ -69,7 +69,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27976),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1401, PRICES),
-    ("tests: lines", 70248, OWN),
+    ("tests: lines", 70319, OWN),
     ("tests: files", 451, OWN),
     ("tests: flat files", 20),
 )
