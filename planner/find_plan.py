@@ -388,7 +388,7 @@ def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelE
     if not pool.known and not pool.rejected:
         name, is_stopped = request.forced.schedule, context.ended_by or context.excess_bytes
         if registered_schedule(name) and not is_stopped:
-            fix = "pp= and microbatches= for which its function raises no ValueError"
+            fix = "pp= and microbatches= that its function takes, for stages that form a chain"
             return refused(f"no pipeline of these devices can run under schedule={name}", fix)
         failure = context.failure(is_proven=not pool.is_open)
         if is_asynchronous(request.forced.schedule) and isinstance(failure, InfeasibleError):

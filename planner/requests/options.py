@@ -13,7 +13,7 @@ from ...cost_model.cluster.cluster import Cluster
 from ..errors import UsageError
 from ..expert_dims import experts_of_layers
 from ..graph import Graph
-from ..schedules.registered import registered_schedule
+from ..schedules.registered import REGISTERED, registered_schedule
 from ..schedules.schedules import LOOPED, build_schedule, compute_orders, find_schedule
 from .request import CHUNKED_NAMES, Forced, Request, divisors
 
@@ -271,11 +271,7 @@ def check_forced_schedule(request: Request, num_blocks: int) -> None:
 def _check_chunks(request: Request) -> None:
     forced = request.forced
     count = forced.least_chunks
-    if (
-        count > 1
-        and not registered_schedule(forced.schedule)
-        and forced.schedule not in (*LOOPED, *CHUNKED_NAMES)
-    ):
+    if count > 1 and forced.schedule not in (*LOOPED, *CHUNKED_NAMES, *REGISTERED):
         raise refused(
             f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
             f"schedule=, one of {', '.join(LOOPED)}",
