@@ -45,8 +45,7 @@ def _checked_table(info: ScheduleInfo, size: Size) -> Table:
     """Return the user's table. Raises UsageError AP159 if it is no correct training step."""
     table = info.orders(size)
     if len(table) != size.num_ranks:
-        fix = f"a row for each of {size.num_ranks} ranks"
-        raise _fault(info, size, f"it has {len(table)} rows", fix=fix)
+        raise _fault(info, size, f"it has {len(table)} rows", fix="a row for each rank")
     placed = stages_of_ranks(size.num_ranks, size.num_chunks, is_v=info.is_v)
     for rank, (row, stages) in enumerate(zip(table, placed, strict=True)):
         _check_row(info, size, rank, row, stages)
