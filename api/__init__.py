@@ -20,7 +20,7 @@ plan, estimate, compare, describe, profile  plan, size a purchase, compare, repo
 save_plan, load_plan                        plans as files
 save, load, export, whole                   checkpoints, weights of other programs, whole tensors
 Callback, JsonLines, TensorBoard, …         observe and log each step
-register_op                                 declare how to shard your own ops
+register_op, register_schedule              your own ops, your own pipeline schedules
 one_process, own_folder                     use trainers that distribute by themselves
 AutoparallelError and its subclasses        errors, with a code, a cause and a fix
 ==========================================  ====================================================
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from autoparallel.report import describe
     from autoparallel.runtime.parameters.global_values import whole
     from autoparallel.target.register_op import register_op
+    from autoparallel.target.register_schedule import register_schedule
     from autoparallel.training.callbacks import Callback
     from autoparallel.training.metrics import JsonLines, TensorBoard, WeightsAndBiases
 
@@ -101,6 +102,7 @@ __all__ = [
     "plan",
     "profile",
     "register_op",
+    "register_schedule",
     "save",
     "save_plan",
     "whole",
@@ -127,6 +129,7 @@ _HOMES = {
     "plan": "autoparallel.adoption.parallelize",
     "profile": "autoparallel.profiling.start",
     "register_op": "autoparallel.target.register_op",
+    "register_schedule": "autoparallel.target.register_schedule",
     "save": "autoparallel.adoption.checkpoints",
     "save_plan": "autoparallel.planning.plan_files",
     "whole": "autoparallel.runtime.parameters.global_values",

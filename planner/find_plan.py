@@ -44,6 +44,7 @@ from .proposers.uneven_shares import uneven_shares
 from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
 from .requests.request import Request
+from .schedules.registered import registered_schedule
 from .search.bound import lower_bound
 from .search.candidates import Candidate
 from .search.context import INTERRUPTED, Observe, SearchContext, check_measured, ignore
@@ -386,6 +387,10 @@ def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelE
     """Return the error that explains why the search found no plan."""
     request = context.request
     if not pool.known and not pool.rejected:
+        name, is_stopped = request.forced.schedule, context.ended_by or context.excess_bytes
+        if registered_schedule(name) and not is_stopped:
+            fix = "pp= and microbatches= that its function takes, for stages that form a chain"
+            return refused(f"no pipeline of these devices can run under schedule={name}", fix)
         failure = context.failure(is_proven=not pool.is_open)
         if is_asynchronous(request.forced.schedule) and isinstance(failure, InfeasibleError):
             failure.why += "; stages keep older versions of their weights in memory"

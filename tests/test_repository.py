@@ -69,6 +69,7 @@ PUBLIC = {
     "plan",
     "profile",
     "register_op",
+    "register_schedule",
     "save",
     "save_plan",
     "whole",

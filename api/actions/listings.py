@@ -19,6 +19,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.requests.request import FORCED_SCHEDULES
 from autoparallel.planner.rules.listing import list_rules
 from autoparallel.planner.schedules.check import check_schedule, peak_of_ranks
+from autoparallel.planner.schedules.registered import REGISTERED
 from autoparallel.planner.schedules.schedules import (
     SCHEDULES,
     ScheduleInfo,
@@ -72,13 +73,23 @@ FORWARD_SECONDS, INPUT_SECONDS, WEIGHT_SECONDS = 1.0, 1.0, 1.0
 
 
 def schedules(
-    *, name: str | None, stages: int, microbatches: int, chunks: int | None, slices: int, json: bool
+    *,
+    name: str | None,
+    target: str | None,
+    stages: int,
+    microbatches: int,
+    chunks: int | None,
+    slices: int,
+    json: bool,
 ) -> None:
     """Carry out ``autoparallel show schedules``."""
+    if target is not None:
+        load_target(target)
     if name is not None:
         _draw(find_schedule(name), stages, microbatches, chunks=chunks, slices=slices, json=json)
         return
-    found = [facts(info) for info in SCHEDULES.values()]
+    own = REGISTERED if target is not None else {}
+    found = [facts(info) for info in (*SCHEDULES.values(), *own.values())]
     if json:
         say_json("schedules", found)
     else:
@@ -96,7 +107,7 @@ def facts(info: ScheduleInfo) -> dict[str, Any]:
         "bubble": info.bubble,
         "memory": info.memory,
         "source": info.source,
-        "runs": info.name in executed or not info.trains,
+        "runs": info.name in executed or not info.trains or info.is_registered,
     }
 
 
@@ -108,7 +119,8 @@ def listing(found: list[dict[str, Any]]) -> list[str]:
         unlike = "" if each["synchronous"] else " (gradients differ from one device)"
         lines.append(f"{each['name']:<14}{each['family']}{unlike}, {runs}")
         lines.append(f"  {each['description']}")
-        lines.append(f"  bubble {each['bubble']}; memory {each['memory']}")
+        if each["bubble"]:
+            lines.append(f"  bubble {each['bubble']}; memory {each['memory']}")
         lines += [f"  {each['source']}", ""] if each["source"] else [""]
     return [
         *lines,

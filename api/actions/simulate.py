@@ -29,8 +29,8 @@ from autoparallel.planner.plan import ModelInfo, Plan
 from autoparallel.planner.precision import check_precision
 from autoparallel.planner.pricing.systems import system
 from autoparallel.planner.requests.options import check_degrees, fix_of_split
-from autoparallel.planner.requests.request import Forced
-from autoparallel.planner.schedules.schedules import ALIASES, SCHEDULES, ScheduleInfo
+from autoparallel.planner.requests.request import Forced, check_schedule_name
+from autoparallel.planner.schedules.schedules import ScheduleInfo, find_schedule
 from autoparallel.planning.capture import capture_target, captured_seq
 from autoparallel.planning.plan import basis_for, find_cluster
 from autoparallel.planning.tf32 import with_choice
@@ -64,6 +64,7 @@ def simulate(
     """Carry out ``autoparallel simulate``."""
     own, rest = split_parallel(parallel)
     options = replace(options, forced=parse_parallel(rest))
+    loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     layers = parse_layers(layers_per_stage)
     found = find_cluster(cluster)
     check_precision(found, options.precision)
@@ -80,8 +81,6 @@ def simulate(
     configuration = trained.configured(
         configured(options, own, found, layers, trained.assumptions.dispatcher)
     )
-
-    loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     found = with_choice(found, options.tf32)
     with plan_cache() as cache, progress() as observe:
         program = capture_target(loaded, options, observe, cache.values)
@@ -204,17 +203,9 @@ def configured(
 
 
 def trained_schedule(name: str) -> ScheduleInfo:
-    """Return a schedule for training by its name. Raises ``UsageError`` AP150 for other names."""
-    info = SCHEDULES.get(ALIASES.get(name, name))
-    if info is None or not info.trains:
-        names = [each.name for each in SCHEDULES.values() if each.trains]
-        raise UsageError(
-            "AP150",
-            f"unknown training schedule {name!r}",
-            where="--parallel",
-            fix=f"use one of {', '.join(names)}",
-        )
-    return info
+    """Return a schedule for training by its name. Raises UsageError AP150 and AP122."""
+    check_schedule_name(name)
+    return find_schedule(name)
 
 
 def degree(own: dict[str, str], name: str) -> int:

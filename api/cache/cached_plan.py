@@ -2,7 +2,7 @@
 
 In: the arguments of a search, a cache, the search. Out: the plan of an earlier search with equal
 arguments, or of this search. The key covers the graph with the source lines of its nodes, the
-blocks, the cluster, the request, and the measured times with their use.
+blocks, the cluster, the request with its own schedule, and the measured times with their use.
 
 Only plans of searches that completed are stored. An objective other than time takes several
 searches that share the time limit, so its plan is not stored; nor is a learned placer's plan,
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from autoparallel.cache.captures import user_sources
 from autoparallel.cache.codec import TextCodec
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, digest, graph_digest
 from autoparallel.cost_model.cluster.cluster import Cluster
@@ -24,6 +25,8 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Request
+from autoparallel.planner.schedules.registered import registered_schedule
+from autoparallel.planner.schedules.schedules import table_text
 
 PLAN = "plan"
 
@@ -70,7 +73,7 @@ def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, b
 
     Raises ``UnkeyedError`` if a user's function computes the work of an op.
     """
-    used = basis.used
+    used, forced, chunks = basis.used, request.forced, request.forced.least_chunks
     return digest(
         graph_digest(graph, blocks),
         tuple(node.source for node in graph.nodes),
@@ -78,6 +81,10 @@ def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, b
         replace(request, features=Features(), time_limit_seconds=1.0),  # completed within any
         sorted(request.features.denied),
         sorted(request.features.changes),
+        user_sources() if registered_schedule(forced.schedule) else "",
+        table_text(
+            forced.schedule or "", (forced.pp or 4) * chunks, forced.num_microbatches or 8, chunks
+        ),
         basis.mode,
         basis.only,
         basis.assumptions,

@@ -49,6 +49,7 @@ from autoparallel.planner.graph import (
 from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
+from autoparallel.planner.schedules.schedules import table_text
 from autoparallel.target.register_op import registered_rules
 from autoparallel.target.target import Target, example_batches
 
@@ -256,7 +257,8 @@ def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
 
     bare = replace(plan, solver=replace(plan.solver, seconds={}, is_reused=False))
     try:
-        key = (graph_digest(graph, blocks), dumps(bare))
+        table = table_text(plan.schedule, len(plan.stages), plan.num_microbatches, plan.num_chunks)
+        key = (graph_digest(graph, blocks), dumps(bare), table)
     except UnkeyedError:
         return with_stage_memory(plan, graph, blocks)
     bytes_of = cache.get_or_make(made, MEMORY, _MEMORY, *key)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autoparallel.cache.plan_cache import default_folder
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.schedules.schedules import table_text
 
 
 def mark_verified(plan: Plan) -> None:
@@ -42,5 +43,12 @@ def _path(plan: Plan) -> Path:
         )
         for stage in plan.stages
     ]
-    parts = plan.model.fingerprint, plan.schedule, plan.num_microbatches, plan.slices, stages
+    table = table_text(plan.schedule, len(plan.stages), plan.num_microbatches, plan.num_chunks)
+    parts = (
+        plan.model.fingerprint,
+        plan.schedule + table,
+        plan.num_microbatches,
+        plan.slices,
+        stages,
+    )
     return default_folder() / "verified" / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

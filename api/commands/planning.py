@@ -231,6 +231,9 @@ def schedules(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="the schedule to draw; default: list all")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="also the schedules that this target registers")
+    ] = None,
     stages: Annotated[int, typer.Option("--stages", min=1, help="number of pipeline ranks")] = 4,
     microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="micro-batches")] = 8,
     chunks: Annotated[

@@ -17,7 +17,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Offload
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.goal import ANY_DEVICE, Deadline
-from autoparallel.planner.requests.request import ALL_REDUCES, FORCED_SCHEDULES, Forced
+from autoparallel.planner.requests.request import ALL_REDUCES, Forced
 
 UNITS = {
     "": 1,
@@ -124,7 +124,6 @@ def parse_parallel(text: str | None) -> Forced:
 def _parallel_value(name: str, value: str, text: str | None) -> int | str:
     choices = {
         "recompute": MODES,
-        "schedule": FORCED_SCHEDULES,
         "allreduce": ALL_REDUCES,
         "gradients": ("backward", "priority"),
         "offload": get_args(Offload),
@@ -135,7 +134,7 @@ def _parallel_value(name: str, value: str, text: str | None) -> int | str:
         if value not in choices:
             raise _bad_parallel(f"{name}={value} is not one of {', '.join(choices)}", text)
         return value
-    if (name, value) == ("slices", "auto"):
+    if name == "schedule" or (name, value) == ("slices", "auto"):
         return value
     try:
         number = whole_number(value)

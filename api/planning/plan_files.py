@@ -10,6 +10,7 @@ from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import PlanError, UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.schedules.schedules import find_schedule
 from autoparallel.target.load import load_target
 from autoparallel.target.target import Target
 from autoparallel.target.trust import target_name
@@ -60,8 +61,10 @@ def load_job(plan_path: str) -> tuple[Plan, Target]:
 
 
 def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """Load the target that ``plan`` was made for, which runs the target's code."""
-    return load_target(target_name(plan, plan_path), plan.model.settings)
+    """Load the target that ``plan`` was made for: its code runs, and may register the schedule."""
+    target = load_target(target_name(plan, plan_path), plan.model.settings)
+    find_schedule(plan.schedule)
+    return target
 
 
 def batch_seq(plan: Plan, target: Target) -> int | None:

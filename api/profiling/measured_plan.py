@@ -18,6 +18,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.requests.request import check_schedule_name
 from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, plan_program, within_limit
@@ -54,6 +55,7 @@ def plan_on(
     cache: Cache = NO_CACHE,
 ) -> Plan:
     """Return the best plan found for ``target`` on ``cluster``, as ``make_plan`` does."""
+    check_schedule_name(options.forced.schedule)
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)
     capture_seconds = time.perf_counter() - started

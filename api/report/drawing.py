@@ -14,7 +14,8 @@ from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.pricing.step import message_seconds
-from autoparallel.planner.schedules.schedules import build_schedule
+from autoparallel.planner.schedules.registered import registered_schedule
+from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule
 
 MOST_ACTIONS = 100_000
 """Limit for stages times micro-batches, above which no step is simulated for a drawing."""
@@ -48,7 +49,8 @@ def legend(drawn: str) -> str:
 def timeline_of(plan: Plan) -> Timeline | None:
     """Simulate a step from the plan alone; None if the result differs from the predicted time."""
     stages = len(plan.stages)
-    if not plan.has_pipeline or stages * plan.num_microbatches > MOST_ACTIONS:
+    is_known = plan.schedule in SCHEDULES or registered_schedule(plan.schedule) is not None
+    if not plan.has_pipeline or not is_known or stages * plan.num_microbatches > MOST_ACTIONS:
         return None
     schedule = build_schedule(
         plan.schedule, stages, plan.num_microbatches, num_chunks=plan.num_chunks

@@ -83,8 +83,8 @@ def building(target: Target) -> running_user_code:
 class running_user_code:  # noqa: N801 - reads as a statement
     """Context that turns an exception of user code into a UsageError with file and line."""
 
-    def __init__(self, code: str, what: str) -> None:
-        self.code, self.what = code, what
+    def __init__(self, code: str, what: str, where: str = "") -> None:
+        self.code, self.what, self.where = code, what, where
 
     def __enter__(self) -> None:
         pass
@@ -96,7 +96,7 @@ class running_user_code:  # noqa: N801 - reads as a statement
             self.code,
             self.what,
             why=f"{type(error).__name__}: {error}",
-            where=_user_line(error),
+            where=_user_line(error) or self.where,
         ) from error
 
 

@@ -96,7 +96,9 @@ def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Int
         context.request,
         block_flops(context.structure.graph, context.structure.blocks, context.rules),
     )
-    chunk_numbers = NUM_CHUNKS if request.forced.chunks is None else (request.forced.chunks,)
+    chunk_numbers = tuple(sorted({*NUM_CHUNKS, max(2, request.forced.least_chunks)}))
+    if request.forced.chunks is not None:
+        chunk_numbers = (request.forced.chunks,)
     starts: dict[int, tuple[int, ...]] = {}
     for base in bases:
         ranks, count, pricing = len(base.stages), base.num_microbatches, ChunkPricing(context, base)

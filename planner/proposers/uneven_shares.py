@@ -27,6 +27,7 @@ from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..pricing.stage_cost import StageCost, StageTable
 from ..pricing.stage_model import StageModel
 from ..pricing.structure import Run
+from ..schedules.schedules import can_have
 from ..search.candidates import Candidate, build_simulated
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
@@ -193,6 +194,8 @@ class _Shared:
         best = min(found, key=lambda answer: (answer.objective, answer.cost.total_bytes))
         choice = StageChoice(*self.blocks, 0, self.mesh.size)
         schedule = self.context.request.schedules[0]
+        if not can_have(schedule, 1, self.count, 1):
+            return None
         return build_simulated(self.context, self.rows, schedule, (choice,), [(base.model, best)])
 
     def _is_possible(self, model: StageModel, answer: StageAnswer) -> bool:

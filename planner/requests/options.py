@@ -13,7 +13,8 @@ from ...cost_model.cluster.cluster import Cluster
 from ..errors import UsageError
 from ..expert_dims import experts_of_layers
 from ..graph import Graph
-from ..schedules.schedules import LOOPED, build_schedule, find_schedule
+from ..schedules.registered import REGISTERED, registered_schedule
+from ..schedules.schedules import LOOPED, build_schedule, compute_orders, find_schedule
 from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 
@@ -241,7 +242,8 @@ def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int,
 
 def check_forced_schedule(request: Request, num_blocks: int) -> None:
     """Raise UsageError AP546 for an impossible number of stages per rank, AP153 for an odd number
-    of ranks under Chimera, AP549 if both TeraPipe and cp would split positions."""
+    of Chimera's ranks or a size that a registered schedule refuses, AP549 if positions are split in
+    two ways."""
     forced = request.forced
     _check_chunks(request)
     if request.forces_chunks and forced.pp is not None:
@@ -252,6 +254,10 @@ def check_forced_schedule(request: Request, num_blocks: int) -> None:
                 f"{num_blocks} blocks",
                 "fewer chunks",
             )
+    own = registered_schedule(forced.schedule)
+    if own is not None and forced.pp is not None and forced.num_microbatches is not None:
+        chunks = forced.least_chunks
+        compute_orders(own.name, forced.pp * chunks, forced.num_microbatches, chunks)
     if forced.schedule == "chimera":
         _check_ranks(forced.schedule, forced.pp or 1)
         build_schedule("chimera", forced.pp or 1, 2)
@@ -267,7 +273,7 @@ def check_forced_schedule(request: Request, num_blocks: int) -> None:
 def _check_chunks(request: Request) -> None:
     forced = request.forced
     count = forced.least_chunks
-    if count > 1 and forced.schedule not in (*LOOPED, *CHUNKED_NAMES):
+    if count > 1 and forced.schedule not in (*LOOPED, *CHUNKED_NAMES, *REGISTERED):
         raise refused(
             f"chunks={forced.chunks} with schedule={forced.schedule or 'not given'}",
             f"schedule=, one of {', '.join(LOOPED)}",

@@ -11,6 +11,8 @@ from ...cost_model.ops.memory import GradientDtype, StateOptions
 from ...cost_model.simulator.consistency import Consistency
 from ..errors import UsageError
 from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
+from ..schedules.registered import registered_schedule
+from ..schedules.schedules import find_schedule
 from .features import Features
 from .goal import Goal
 from .pins import Pin
@@ -133,10 +135,6 @@ class Forced:
                 where="--parallel",
                 fix="a synchronous schedule, or no offload",
             )
-        if self.schedule is not None and self.schedule not in FORCED_SCHEDULES:
-            raise UsageError(
-                "AP122", f"schedule={self.schedule} is not one of {', '.join(FORCED_SCHEDULES)}"
-            )
         if self.all_reduces and self.zero:
             raise UsageError(
                 "AP195",
@@ -190,7 +188,8 @@ class Forced:
         """Return the forced number of stages per rank, else the minimum of the forced schedule."""
         if self.chunks is not None:
             return self.chunks
-        return 2 if self.schedule in CHUNKED_NAMES else 1
+        own = registered_schedule(self.schedule)
+        return own.chunks[0] if own is not None else 2 if self.schedule in CHUNKED_NAMES else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +234,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise UsageError("AP123", f"a global batch of {self.global_batch} has no samples")
+        check_schedule_name(self.forced.schedule)
         check_allowed(self.forced, self.features, max_tp=self.max_tp, gap=self.gap)
         check_tolerance(self.tolerance)
         rows = self.microbatch_size
@@ -341,6 +341,12 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
                 f"{name} is both fixed and denied",
                 fix="remove it from --parallel or --deny, or add it to --allow",
             )
+
+
+def check_schedule_name(name: str | None) -> None:
+    """Raise AP150 for an unknown name, AP122 for one that cannot be forced."""
+    if name is not None and name not in FORCED_SCHEDULES and not find_schedule(name).is_registered:
+        raise UsageError("AP122", f"schedule={name} is not one of {', '.join(FORCED_SCHEDULES)}")
 
 
 def check_tolerance(tolerance: float) -> None:

@@ -66,8 +66,10 @@ class InFlight(Protocol):
 class ScheduleInfo:
     """Description of a schedule. ``chunks``: minimum and maximum stages per rank.
 
-    Synchronous schedules give one device's result exactly; asynchronous schedules compute gradients
-    at older or newer weights, see ``weights`` (``cost_model.simulator.actions.weight_versions``).
+    Synchronous schedules give one device's result exactly; asynchronous schedules update with older
+    or newer weights, by ``weights`` (see ``cost_model.simulator.actions.weight_versions``).
+    ``is_v``: see ``stages_of_ranks``. ``splits_backward``: whether some backwards are split, of a
+    schedule that a user registered; None in this catalogue.
     """
 
     name: str
@@ -80,14 +82,30 @@ class ScheduleInfo:
     family: Family = "synchronous"
     chunks: tuple[int, int] = (1, 1)
     weights: Weights = "flushed"
+    is_v: bool = False
+    splits_backward: bool | None = None
 
     @property
     def trains(self) -> bool:
         return self.family != "inference"
 
+    @property
+    def is_registered(self) -> bool:
+        return self.splits_backward is not None
+
 
 MANY = 2**31
 """Maximum number of chunks of a schedule that does not limit it."""
+
+
+def stages_of_ranks(num_ranks: int, num_chunks: int, *, is_v: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank: every chunk from rank 0 on, in a V every second one back."""
+    rows = [
+        range(first, first + num_ranks) for first in range(0, num_ranks * num_chunks, num_ranks)
+    ]
+    return tuple(
+        zip(*(row[:: -1 if is_v and n % 2 else 1] for n, row in enumerate(rows)), strict=True)
+    )
 
 
 def _held(actions: Iterable[Action], stage: int) -> int:
@@ -103,16 +121,16 @@ def _held(actions: Iterable[Action], stage: int) -> int:
     return most
 
 
-def _counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
+def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
     """Return an ``in_flight`` function that counts in the table that ``orders`` makes."""
 
     def in_flight(
         num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
     ) -> int:
         num_ranks = num_stages // num_chunks
-        rank = stage % num_ranks
-        if v_shape and stage >= num_ranks:
-            rank = num_stages - 1 - stage
+        chunk, rank = divmod(stage, num_ranks)
+        if v_shape and chunk % 2:
+            rank = num_ranks - 1 - rank
         return _held(orders(Size(num_ranks, num_microbatches, num_chunks))[rank], stage)
 
     return in_flight
@@ -196,7 +214,7 @@ SYNCHRONOUS = (
         "1F1B with several stages per rank, which divides the bubble by their number",
         "Narayanan et al. 2021 (arXiv:2104.04473), section 2.2",
         _interleaved,
-        _counted(_interleaved),
+        counted(_interleaved),
         "(D-1) / (D-1+KN)",
         "D + (D-1)/K at most",
         chunks=(1, MANY),
@@ -216,7 +234,7 @@ SYNCHRONOUS = (
         "1F1B whose weight gradients wait and fill the bubble",
         "Qi et al. 2023 (arXiv:2401.10241), section 2.1",
         _zb_h1,
-        _counted(_zb_h1),
+        counted(_zb_h1),
         "(D-1)(F+I-W) / work",
         "D",
         chunks=(1, MANY),
@@ -237,20 +255,22 @@ SYNCHRONOUS = (
         "two chunks per rank in a V: the memory of 1F1B, no bubble where F = I = W",
         "Qi et al. 2023 (arXiv:2401.10241), section 6",
         _zbv,
-        _counted(_zbv, v_shape=True),
+        counted(_zbv, v_shape=True),
         "0 where F = I = W",
         "D",
         chunks=(2, 2),
+        is_v=True,
     ),
     ScheduleInfo(
         "dualpipev",
         "two chunks per rank in a V, forwards of one paired with backwards of the other",
         "DeepSeek, github.com/deepseek-ai/DualPipe; arXiv:2412.19437, section 3.2.1",
         _dualpipev,
-        _counted(_dualpipev, v_shape=True),
+        counted(_dualpipev, v_shape=True),
         "(D-1)(F&B+B-3W) / work, of chunks",
         "D + 1/2",
         chunks=(2, 2),
+        is_v=True,
     ),
     ScheduleInfo(
         "chimera",
@@ -324,7 +344,7 @@ INFERENCE = (
 SCHEDULES: Mapping[str, ScheduleInfo] = {
     info.name: info for info in (*SYNCHRONOUS, *ASYNCHRONOUS, *INFERENCE)
 }
-"""All schedules by name. ``request`` lists the schedules for ``plan --parallel schedule=``;
+"""Built-in schedules by name. ``request`` lists the schedules of ``plan --parallel schedule=``;
 ``simulate`` accepts all that train."""
 
 LOOPED = tuple(name for name, info in SCHEDULES.items() if info.chunks[1] == MANY)

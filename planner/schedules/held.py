@@ -30,7 +30,7 @@ from ...cost_model.simulator.actions import (
 )
 from .catalogue import Size
 from .check import sends_under_way
-from .schedules import compute_orders, find_schedule, in_flight
+from .schedules import can_have, compute_orders, find_schedule, in_flight
 
 HalfPairs = tuple[tuple[int, int], ...]
 
@@ -46,6 +46,8 @@ def splits(name: str) -> bool:
     (True, False)
     """
     info = find_schedule(name)
+    if info.splits_backward is not None:
+        return info.splits_backward
     orders = info.orders(Size(2, 4, info.chunks[0]))
     return any(action.kind == WEIGHT_BACKWARD for row in orders for action in row)
 
@@ -55,6 +57,11 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
     """Return the non-dominated pairs (micro-batches before their backward, micro-batches with
     deferred weight gradients) that a stage holds at some time; ``depth``: its stages to the end,
     itself included."""
+    if find_schedule(name).is_registered:
+        number = max(num_stages, depth)
+        if not can_have(name, number, num_microbatches, 1):
+            return ((1, 0),)  # at least
+        return stage_half_pairs(name, number, num_microbatches)[number - depth]
     if not splits(name):
         return ((in_flight(name, depth, num_stages, num_microbatches), 0),)
     if num_stages == 1:

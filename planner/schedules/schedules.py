@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...cost_model.simulator.actions import Edges, Schedule, Table, Wiring, chain
+from ...cost_model.simulator.actions import Edges, Schedule, Table, Wiring, chain, format_table
 from ..errors import UsageError
-from .catalogue import LOOPED, SCHEDULES, ScheduleInfo, Size
+from .catalogue import LOOPED, SCHEDULES, ScheduleInfo, Size, stages_of_ranks
 from .messages import complete
 from .orders import (
     depths,
@@ -23,6 +23,7 @@ from .orders import (
     round_size,
     two_ways,
 )
+from .registered import REGISTERED, registered_schedule
 
 __all__ = ["LOOPED", "SCHEDULES", "ScheduleInfo", "build_schedule", "find_schedule", "in_flight"]
 
@@ -35,13 +36,14 @@ def find_schedule(name: str) -> ScheduleInfo:
     >>> find_schedule("interleaved-1f1b").name
     'interleaved'
     """
-    found = SCHEDULES.get(ALIASES.get(name, name))
+    found = SCHEDULES.get(ALIASES.get(name, name)) or registered_schedule(name)
     if found is None:
         raise UsageError(
             "AP150",
             f"unknown schedule {name!r}",
             where="schedule",
-            fix=f"use one of {', '.join(SCHEDULES)}",
+            fix=f"use one of {', '.join((*SCHEDULES, *REGISTERED))}, or define it: "
+            f'@autoparallel.register_schedule("{name}") in the model file',
         )
     return found
 
@@ -123,11 +125,23 @@ def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int)
     >>> can_have("zbv", 4, 8, 2), can_have("zbv", 6, 8, 3), can_have("1f1b", 4, 8, 2)
     (True, False, False)
     """
+    info = find_schedule(name)
     try:
-        _size(find_schedule(name), num_stages, num_microbatches, num_chunks)
-    except UsageError:
+        size = _size(info, num_stages, num_microbatches, num_chunks)
+        if info.is_registered:
+            info.orders(size)
+    except UsageError as error:
+        if error.code != "AP153":
+            raise
         return False
     return True
+
+
+def table_text(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> str:
+    """Return the table of a registered schedule as text, for keys of caches; "" of all others."""
+    size = name, num_stages, num_microbatches, num_chunks
+    has_table = registered_schedule(name) is not None and can_have(*size)
+    return format_table(compute_orders(*size)) if has_table else ""
 
 
 def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
@@ -140,9 +154,9 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
     """
     info, last = find_schedule(name), num_ranks * num_chunks - 1
     _check_chunks(info, num_chunks)
-    if info.name == "chimera" or info.chunks == (2, 2):
+    if info.name == "chimera":
         return tuple((rank, last - rank) for rank in range(num_ranks))
-    return tuple(tuple(range(rank, last + 1, num_ranks)) for rank in range(num_ranks))
+    return stages_of_ranks(num_ranks, num_chunks, is_v=info.is_v)
 
 
 def _of_graph(
@@ -219,10 +233,10 @@ def _check_chunks(info: ScheduleInfo, num_chunks: int) -> None:
     """Raise UsageError AP153 if the schedule does not support ``num_chunks`` chunks per rank."""
     low, high = info.chunks
     if not low <= num_chunks <= high:
-        has = "one chunk" if high == 1 else "two chunks"
+        has = "one chunk" if high == 1 else f"{low} chunks" if low == high else f"{low} to {high}"
         raise _bad(
             f"schedule {info.name!r} runs {has} per rank, not {num_chunks}",
-            f"one of {', '.join(LOOPED)}" if high == 1 else "chunks=2",
+            f"one of {', '.join(LOOPED)}" if high == 1 else f"chunks={low}",
         )
 
 

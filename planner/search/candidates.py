@@ -26,7 +26,7 @@ from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
 from ..pricing.weight_versions import num_versions, with_versions
 from ..schedules.held import HalfPairs, is_split, most_held, splits
 from ..schedules.orders import round_size
-from ..schedules.schedules import parts_of_ranks
+from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
 from ..summary import RankSummary, schedule_text, summary_text
 from .branch_and_bound import PipelineProposal
 from .context import SearchContext
@@ -138,9 +138,13 @@ def candidate(
     """
     schedule = schedule or context.in_flight_schedule
     stages, rows = proposal.pipeline.stages, proposal.rows
-    depths = stage_depths(edges(context, rows, stages), len(stages))
+    needs, count = edges(context, rows, stages), context.num_microbatches(rows)
+    is_own = find_schedule(schedule).is_registered
+    if is_own and (needs or not can_have(schedule, len(stages), count, 1)):
+        return None
+    depths = stage_depths(needs, len(stages))
     held = [context.held(schedule, len(stages), rows, depth) for depth in depths]
-    versions = num_versions(schedule, len(stages), context.num_microbatches(rows))
+    versions = num_versions(schedule, len(stages), count)
     chosen: list[Chosen] = []
     for choice, in_flight, kept in zip(stages, held, versions, strict=True):
         found = stage(context, rows, choice, in_flight, versions=kept, free=free)
@@ -303,7 +307,8 @@ def is_whole(made: Candidate) -> bool:
     few, more = _simulated_numbers(made)
     most = few + more if made.num_chunks > 1 else 2 * more
     count = made.num_microbatches
-    return len(made.stages) * count <= MOST_STEPS or count <= most or made.slices is not None
+    is_few = len(made.stages) * count <= MOST_STEPS or count <= most
+    return is_few or made.slices is not None or find_schedule(made.schedule).is_registered
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ def test_no_text_forces_nothing() -> None:
         ("tp=0", "less than 1"),
         ("zero=4", "not one of 0, 1, 2 and 3"),
         ("recompute=half", "not one of none, selective, full"),
-        ("schedule=2f2b", "not one of"),
     ],
 )
 def test_a_wrong_choice_says_what_is_wrong(text: str, said: str) -> None:

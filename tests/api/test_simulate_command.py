@@ -173,8 +173,8 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
 @pytest.mark.parametrize(
     ("parallel", "more", "code", "says"),
     [
-        ("schedule=zigzag", (), "AP150", "unknown training schedule 'zigzag'"),
-        ("schedule=inference", (), "AP150", "unknown training schedule"),
+        ("schedule=zigzag", (), "AP150", "unknown schedule 'zigzag'"),
+        ("schedule=inference", (), "AP122", "schedule=inference is not one of"),
         ("dp=3,pp=2", (), "AP127", "is 6 devices, the cluster has 8"),
         ("tp=16", (), "AP127", "is 16 devices"),
         ("pp=8,chunks=2,schedule=bfs", (), "AP128", "16 stages need at least one layer each"),

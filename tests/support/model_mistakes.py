@@ -45,6 +45,19 @@ def registered(name: str) -> str:
     )
 
 
+def scheduled(name: str, kinds: str = "FB") -> str:
+    """The model file with a schedule of this name that has actions of these kinds."""
+    text = (
+        "import autoparallel\n\n\n"
+        f'@autoparallel.register_schedule("{name}")\n'
+        "def own(num_ranks, num_microbatches):\n"
+        "    for rank in range(num_ranks):\n"
+        f'        yield [f"{{rank}}{{k}}{{m}}" for k in "{kinds}" for m in range(num_microbatches)]'
+        "\n\n\nclass Layer(nn.Module)"
+    )
+    return model(("class Layer(nn.Module)", text))
+
+
 MODELS = (
     wrong_model(
         "AP103",
@@ -140,6 +153,29 @@ MODELS = (
                 )
             )
         },
+    ),
+    Case(
+        "AP150",
+        "show schedules own --target model.py",
+        r'register_schedule\("(own)"\) in the model file',
+        "show schedules {0} --target model.py",
+        mended={"model.py": scheduled("own")},
+    ),
+    Case(
+        "AP159",
+        "show schedules partial --target model.py",
+        r"add it to rank \d",
+        "show schedules partial --target model.py",
+        files={"model.py": scheduled("partial", "F")},
+        mended={"model.py": scheduled("partial")},
+    ),
+    Case(
+        "AP168",
+        "show schedules --target model.py",
+        'another name, such as "(my-1f1b)"',
+        "show schedules {0} --target model.py",
+        files={"model.py": scheduled("1f1b")},
+        mended={"model.py": scheduled("my-1f1b")},
     ),
     wrong_model(
         "AP201",

@@ -171,7 +171,7 @@ def test_looped_orders_equal_torch_pipelining(name, torch_name, ranks, chunks, n
     ("arguments", "chunks", "message"),
     [
         (("1f1b", 4, 4), 2, "runs one chunk per rank"),
-        (("zbv", 6, 4), 3, "runs two chunks per rank"),
+        (("zbv", 6, 4), 3, "runs 2 chunks per rank"),
         (("dualpipev", 8, 7), 2, "at least as many micro-batches as stages"),
         (("chimera", 3, 4), 1, "an even number of ranks"),
         (("chimera", 4, 1), 1, "at least two micro-batches"),
