@@ -51,6 +51,7 @@ class AutoparallelError(Exception):
         for label, text in (("-->", self.where), ("why:", self.why), ("fix:", self.fix)):
             if text:
                 lines.append(f"  {label} {text}")
+        lines += [f"  {note}" for note in getattr(self, "__notes__", ())]
         return "\n".join(lines)
 
 

@@ -288,23 +288,30 @@ class Workers:
     def error(self, failed: Mapping[int, int]) -> AutoparallelError:
         """Return the error to raise: of the first rank that failed by itself.
 
-        Errors of ranks that waited for others are printed to stderr.
+        Its note names the ranks that stopped because of it. If no rank has an error of its own, the
+        errors of ranks that waited for others are printed to stderr first.
         """
-        self._show_waits(failed)
         reports = self._told.read()
         silent = [rank for rank in failed if rank not in reports]
         told = sorted(
             (reports[rank] for rank in failed if rank in reports),
             key=lambda report: (report.is_consequence, report.seconds),
         )
+        if told and not told[0].is_consequence and told[0].error["kind"] != "HangError":
+            error = told[0].exception()
+            stopped = sorted(report.rank for report in told if report.is_consequence)
+            if stopped:
+                word = "rank" if len(stopped) == 1 else "ranks"
+                error.add_note(f"{word} {', '.join(map(str, stopped))} stopped because of it")
+            return error
+        self._show_waits(failed)
         waits = self._waits()
         if silent and (not told or told[0].is_consequence):
-            error: AutoparallelError = self._silent_error(silent[0], failed[silent[0]])
+            error = self._silent_error(silent[0], failed[silent[0]])
             error.why = "; ".join(part for part in (error.why, waits) if part)
             return error
         error = told[0].exception()
-        if isinstance(error, HangError) or told[0].is_consequence:
-            error.why = f"{waits}; {blame(self._failures.read(), self._world_size)}"
+        error.why = f"{waits}; {blame(self._failures.read(), self._world_size)}"
         return error
 
     def _waits(self) -> str:

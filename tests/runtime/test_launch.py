@@ -302,3 +302,21 @@ def test_a_watchdog_whose_block_has_ended_ends_no_process():
         watchdog.progress("going on")
     assert not watchdog._thread.is_alive()
     assert codes == []
+
+
+def fails_while_others_wait(worker: Worker) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", **worker.meet())
+    if worker.rank == 1:
+        raise ValueError("the disk is gone")
+    dist.barrier()
+
+
+def test_an_error_comes_once_and_names_the_ranks_that_stopped(capfd) -> None:
+    with pytest.raises(WorkerError) as caught:
+        start("fails_while_others_wait", 3)
+    lines = str(caught.value).splitlines()
+    assert "ValueError: the disk is gone" in lines[0]
+    assert lines[-1] == "  ranks 0, 2 stopped because of it"
+    assert "error[" not in capfd.readouterr().err
