@@ -74,7 +74,8 @@ class Functions:
 
 
 def _note(blocks: Sequence[str]) -> str:
-    return f"Block {blocks[0]}." if len(blocks) == 1 else f"Blocks {blocks[0]} to {blocks[-1]}."
+    first, last = blocks[0], blocks[-1]
+    return f"Block {first}." if first == last else f"Blocks {first} to {last}."
 
 
 @dataclass(frozen=True, slots=True)
