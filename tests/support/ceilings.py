@@ -22,10 +22,11 @@ DECLARED = (
     "passes with at most sixteen files"
 )
 ACTIONS = "a test that every command passes what its action takes"
+SCRIPTS = "scripts of data parallelism that run the model's own forward, by fully_shard"
 KERNELS = "prices of kernels over products, folded experts, layers of several kinds in a list"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8647, SYSTEMS),
+    ("cost_model: lines", 8658, SYSTEMS),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
@@ -40,18 +41,18 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 16, FORMS),
-    ("runtime: lines", 18827, FORMATTED),
-    ("runtime: files", 86, FOLDERS),
+    ("runtime: lines", 18920, SCRIPTS),
+    ("runtime: files", 87, SCRIPTS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 30868, FORMATTED),
-    ("api: files", 185, DECLARED),
+    ("api: lines", 31252, SCRIPTS),
+    ("api: files", 186, SCRIPTS),
     ("api: flat files", 2),
     ("api: imports inside functions", 11, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 105018, FORMATTED),
-    ("all packages: files", 565, FOLDERS),
+    ("all packages: lines", 105506, SCRIPTS),
+    ("all packages: files", 567, SCRIPTS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 12, CALLS),
     ("all packages: collections of op names", 35, KERNELS),
@@ -62,14 +63,14 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("functions over 60 lines", 12, FORMATTED),
     ("functions over 8 parameters", 32, DECLARED),
     ("function docstrings that begin with a clause", 0),
-    ('function docstrings with "what"', 9),
+    ('function docstrings with "what"', 5),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
     ("words of docs/ without docs/adr/ and generated pages", 27976),
     ("words of CHANGELOG.md", 297),
-    ("words of README.md", 1385, PRICES),
-    ("tests: lines", 69851, ACTIONS),
-    ("tests: files", 449, FOLDERS),
+    ("words of README.md", 1406, PRICES),
+    ("tests: lines", 69977, ACTIONS),
+    ("tests: files", 450, FOLDERS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
