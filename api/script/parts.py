@@ -32,6 +32,7 @@ MODULES = (
     "autoparallel.runtime.script_parts.stages",
     "autoparallel.runtime.script_parts.zero",
     "autoparallel.runtime.script_parts.training",
+    "autoparallel.runtime.script_parts.data_parallel",
     "autoparallel.runtime.script_parts.pipeline",
     "autoparallel.runtime.script_parts.main",
 )

@@ -74,7 +74,8 @@ class Functions:
 
 
 def _note(blocks: Sequence[str]) -> str:
-    return f"Block {blocks[0]}." if len(blocks) == 1 else f"Blocks {blocks[0]} to {blocks[-1]}."
+    first, last = blocks[0], blocks[-1]
+    return f"Block {first}." if first == last else f"Blocks {first} to {last}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +252,13 @@ class _StageWriter:
         for index, key in enumerate(last.outputs):
             if made[index] == "_" and key in self._later(stop - 1):
                 made[index] = re.sub(r"\W", "_", key)
-        prefix, begin = _split_index(first.path) or ("", 0)
+        prefix, begin = split_index(first.path) or ("", 0)
         step = calls[1].first_number - first.first_number
         number = f"{first.first_number - step * begin} + {step} * i"
         where = f'w.of(f"{prefix}{{i}}")'
         called = self._call(first, inputs, where, number)
         self.lines += [
-            f"for i in {_range(begin, begin + len(calls))}:",
+            f"for i in {index_range(begin, begin + len(calls))}:",
             INDENT + assignment(made, called),
         ]
         self.variables.update(
@@ -302,22 +303,22 @@ def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
     return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
 
 
-def _split_index(path: str) -> tuple[str, int] | None:
+def split_index(path: str) -> tuple[str, int] | None:
     """Split a path into its prefix and final number: ``layers.3`` into (``layers.``, 3).
 
-    >>> _split_index("model.layers.12"), _split_index("head")
+    >>> split_index("model.layers.12"), split_index("head")
     (('model.layers.', 12), None)
     """
     prefix, _, last = path.rpartition(".")
     return (f"{prefix}." if prefix else "", int(last)) if last.isdigit() else None
 
 
-def _range(start: int, stop: int) -> str:
+def index_range(start: int, stop: int) -> str:
     return f"range({start}, {stop})" if start else f"range({stop})"
 
 
 def _follows(before: str, path: str) -> bool:
-    own, following = _split_index(before), _split_index(path)
+    own, following = split_index(before), split_index(path)
     return None not in (own, following) and following == (own[0], own[1] + 1)  # type: ignore[index]
 
 
@@ -355,7 +356,7 @@ def _parameters(program: StageProgram, number: int) -> str:
         while first >= 0 and modules.get((prefix, stop)) == splits:
             stop += 1
         if stop - first > 1 and (prefix, first) not in done:
-            numbers, table = _range(first, stop), dictionary(splits)
+            numbers, table = index_range(first, stop), dictionary(splits)
             entries.append(f'**repeated("{prefix}", {numbers}, {table})')
         elif (prefix, first) not in done:
             start = f"{prefix}{first}." if first >= 0 else ""

@@ -11,7 +11,7 @@ from math import gcd
 
 from torch import Tensor
 
-from autoparallel.passes.local.accumulate import Counted, Counting
+from autoparallel.passes.local.accumulate import Counted, build_counting
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.constants import ancestors
@@ -137,7 +137,8 @@ def count_text(found: ExportedPlan) -> str:
         counting = stage.counting
         if counting is None or {c.key for c in counting.losses} | {*counting.totals} <= {*results}:
             continue
-        values = _counting_lines(found, stage, counting, lines)
+        place = 'rows_of(batch["{0}"], "{0}", microbatch)'
+        values = _counting_lines(found, replace(stage, counting=counting), lines, place)
         results |= {key: values[output] for key, output in counting.totals.items()}
         results |= {each.key: _count(each, values) for each in counting.losses}
     if not results:
@@ -148,17 +149,38 @@ def count_text(found: ExportedPlan) -> str:
     return function(f"count({arguments}) -> dict[str, Tensor]", note, lines)
 
 
+def row_count_text(found: ExportedPlan) -> str:
+    """Write the function ``count`` for the rows of one rank, whose loss is a mean over targets."""
+    (stage,) = found.programs
+    assert stage.counting is not None
+    graph = found.variant.program.graph
+    graph = graph.with_batch_size(found.plan.microbatch_size // stage.mesh.size)
+    keys = [each.key for each in stage.counting.losses]
+    counting = build_counting(graph, keys, 1, stage.draws)
+    assert counting is not None
+    lines: list[str] = []
+    values = _counting_lines(found, replace(stage, counting=counting), lines, 'rows["{0}"]')
+    (each,) = counting.losses
+    lines.append(f"return ({values[each.target]} != {each.ignore_index}).sum()")
+    note = "Number of targets that the loss of some rows is a mean over."
+    return function("count(rows: dict[str, Tensor]) -> Tensor", note, lines)
+
+
 def _counting_lines(
-    found: ExportedPlan, stage: StageProgram, counting: Counting, lines: list[str]
+    found: ExportedPlan, stage: StageProgram, lines: list[str], place: str
 ) -> dict[str, str]:
-    """Add the lines that compute the counted values; return the variable of each value."""
-    values: dict[str, str] = {}
+    """Add the lines that compute the counted values; return the variable of each value.
+
+    ``place`` is the text of an input, with ``{0}`` for its name.
+    """
+    counting, values = stage.counting, dict[str, str]()
+    assert counting is not None
     for node in counting.inputs:
         name = _identifier(node.name, values.values())
         values[node.name] = name
         source = f'constants["{node.name}"]'
         if node.kind == "input":
-            source = f'rows_of(batch["{node.name}"], "{node.name}", microbatch)'
+            source = place.format(node.name)
         lines.append(f"{name} = {source}")
     if counting.program is None:
         return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 
@@ -18,12 +19,27 @@ from autoparallel.passes.local.stage_program import StageProgram
 from autoparallel.planner.errors import PlanError
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.parameters.parameters import Formats
-from autoparallel.script.expressions import INDENT, Expression, call_of, dictionary, fold
+from autoparallel.script.expressions import (
+    INDENT,
+    Expression,
+    call_of,
+    dictionary,
+    fold,
+    function,
+    literal,
+)
 from autoparallel.script.model import ModelText, model_text
 from autoparallel.script.parts import collect, taken_names
 from autoparallel.script.source import ExportedPlan, capture_export
-from autoparallel.script.stages import Functions, StageText, split_of, stage_text
-from autoparallel.script.values import batch_dims, constants_text, count_text, inputs_table
+from autoparallel.script.stages import WRAPPERS, Functions, StageText, split_of, stage_text
+from autoparallel.script.values import (
+    batch_dims,
+    constants_text,
+    count_text,
+    inputs_table,
+    row_count_text,
+)
+from autoparallel.script.whole_model import WholeModel, whole_model
 
 TITLES = {
     "mesh": "Collectives",
@@ -35,12 +51,14 @@ TITLES = {
     "stages": "Stages",
     "pipeline": "The pipeline",
     "training": "The training step",
+    "data_parallel": "Data parallelism",
     "main": "The command line",
 }
 IMPORTS = {
     "F": "import torch.nn.functional as F",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
     "itertools": "import itertools",
+    "partial": "from functools import partial",
 }
 """Imports needed by the generated text, as opposed to the copied definitions."""
 
@@ -53,9 +71,8 @@ GIVEN = (
     "LOSS_SCALE",
     "CROSSINGS",
     "SCHEDULE",
-    "STAGES",
+    "ROWS",
     "INPUTS",
-    "TRAINER",
 )
 """Names that the copied definitions read and that each script defines."""
 
@@ -69,25 +86,33 @@ def write_script(
     """
     found = capture_export(plan, str(plan_path), trust=trust)
     model = model_text(found, plan_path, folder)
+    whole = whole_model(found, model.module)
     name = "train.py" if "train.py" not in model.files else "train_by_plan.py"
     start = f"{torchrun(plan.cluster)} {place / name}"
-    differences = differences_of(found, model)
-    (folder / name).write_text(script_text(found, model, differences, name))
+    differences = differences_of(found, model, whole)
+    (folder / name).write_text(script_text(found, model, whole, differences, name))
     report = "\n".join(["otherwise than autoparallel run:", *(f"  - {d}" for d in differences)])
     return WrittenPlan((name, *model.files), start, report, {"differences": list(differences)})
 
 
-def differences_of(found: ExportedPlan, model: ModelText) -> tuple[str, ...]:
+def differences_of(
+    found: ExportedPlan, model: ModelText, whole: WholeModel | None
+) -> tuple[str, ...]:
     """Describe the differences between a script and ``autoparallel run``."""
     plan = found.plan
     lines = [
         "every rank builds the whole model on its host, and keeps its part; values are those that "
         "build_model draws on one device (as run --init exact)",
         "every rank reads the global batch, and takes its rows",
-        "collectives run after or between the computations, not beside them; each weight has its "
-        "own",
         "nothing is written but weights: no checkpoints, restarts or watchdog",
     ]
+    if whole is None:
+        lines.append(
+            "collectives run after or between the computations, not beside them; each weight has "
+            "its own"
+        )
+    elif plan.model.precision == "bf16":
+        lines.append("ops have the precision that torch.autocast gives them")
     if not model.has_data:
         lines.append("the target has no build_data: batches are made up, in batches()")
     actions = {action.kind for row in found.rows for action in row}
@@ -104,20 +129,77 @@ def differences_of(found: ExportedPlan, model: ModelText) -> tuple[str, ...]:
             "selective recomputation keeps the results of matrix products and attention, by "
             "torch.utils.checkpoint"
         )
-    if any(stage.zero for stage in plan.stages):
+    if whole is None and any(stage.zero for stage in plan.stages):
         lines.append("under ZeRO each weight is gathered by itself, when it is needed")
     if plan.gradient_order == "priority":
         lines.append("gradients are summed before the next step begins")
     return tuple(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Generated parts of a script. ``uses`` are the definitions of this package that they call."""
+
+    functions: tuple[str, ...]
+    blocks: tuple[str, ...]
+    tables: tuple[str, ...]
+    uses: frozenset[str]
+
+
 def script_text(
-    found: ExportedPlan, model: ModelText, differences: tuple[str, ...], name: str
+    found: ExportedPlan,
+    model: ModelText,
+    whole: WholeModel | None,
+    differences: tuple[str, ...],
+    name: str,
 ) -> str:
     """Return the text of the script, whose file is called ``name``.
 
     Raises PlanError AP369 if the first and last ranks of a stage run different programs.
     """
+    contents = _blocks(found, model) if whole is None else _whole(found, whole)
+    own = (model.functions, *contents.functions)
+    texts = "".join([*own, *contents.blocks, *contents.tables])
+    words = set(re.findall(r"\w+(?=[.(,])", texts))
+    uses = contents.uses | ({"repeated", "count_targets", "rows_of"} & words)
+    parts = collect({*uses, "main"}, GIVEN)
+    imports = {*parts.imports, *model.imports, *(IMPORTS[name] for name in IMPORTS.keys() & words)}
+    blocks = "The model's blocks, on this rank's part of each tensor"
+    sections = [
+        "\n\n".join(
+            [
+                _head(found, differences, name),
+                _imports(imports, set(model.imports)),
+                _section("The plan", _settings(found, whole)),
+            ]
+        ),
+        _section("The model, its data and its optimizer", *own),
+        *([_section(blocks, *contents.blocks)] if contents.blocks else []),
+        *(
+            _section(TITLES.get(title := module.rpartition(".")[2], title), *definitions)
+            for module, definitions in parts.sections.items()
+        ),
+        _section("What each rank holds" if whole is None else "Batches", *contents.tables),
+        'if __name__ == "__main__":\n'
+        f"{INDENT}main(new_model, batches, new_optimizer, new_scheduler, new_trainer)",
+    ]
+    lines = "\n\n\n".join(sections).split("\n")
+    return "\n".join(part for line in lines for part in fold(line)) + "\n"
+
+
+def _whole(found: ExportedPlan, whole: WholeModel) -> _Contents:
+    """Return the contents of a script that runs the model's own forward."""
+    wrappers = {WRAPPERS[mode] for mode in whole.recomputed.values()} - {"checkpoint"}
+    return _Contents(
+        (row_count_text(found), whole.text()),
+        (),
+        (inputs_table(found), f"ROWS = {literal(whole.rows)}"),
+        frozenset({"ModelTrainer", *wrappers}),
+    )
+
+
+def _blocks(found: ExportedPlan, model: ModelText) -> _Contents:
+    """Return the contents of a script with a function for each kind of block."""
     functions = Functions(taken_names() | {model.module})
     stages = _stages(found, found.programs, functions)
     last = _stages(found, found.last_programs, Functions(functions.taken))
@@ -129,42 +211,26 @@ def script_text(
                 why="a script has one for all ranks of a stage",
                 fix="train with autoparallel run",
             )
-    uses = {name for function in functions.named.values() for name in function.uses}
+    uses = {name for each in functions.named.values() for name in each.uses}
     uses |= {name for stage in stages for name in stage.uses}
     trainer = "PipelineTrainer" if found.plan.has_pipeline else "Trainer"
-    blocks = [functions.text(), *(stage.function for stage in stages)]
-    own = [model.functions, constants_text(found), count_text(found)]
-    tables = [
+    tables = (
         *(stage.parameters for stage in stages),
         f"STAGES: list[Stage] = [{', '.join(stage.entry for stage in stages)}]",
         *([_crossings(found), _schedule(found)] if found.plan.has_pipeline else []),
         inputs_table(found),
-        f"TRAINER = {trainer}",
-    ]
-    words = set(re.findall(r"\w+(?=[.(])", "".join([*own, *blocks, *tables])))
-    uses |= {"repeated", "count_targets", "rows_of"} & words
-    parts = collect({*uses, trainer, "main", "Draw", "Weights", "Mesh"}, GIVEN)
-    imports = {*parts.imports, *model.imports, *(IMPORTS[name] for name in IMPORTS.keys() & words)}
-    sections = [
-        "\n\n".join(
-            [
-                _head(found, differences, name),
-                _imports(imports, set(model.imports)),
-                _section("The plan", _settings(found)),
-            ]
+        function(
+            f"new_trainer(model: nn.Module, device: torch.device) -> {trainer}",
+            "Trainer of this rank's part of the model, which is whole.",
+            [f"return {trainer}(STAGES, model, constants(model), count, device)"],
         ),
-        _section("The model, its data and its optimizer", *own),
-        _section("The model's blocks, on this rank's part of each tensor", *blocks),
-        *(
-            _section(TITLES.get(title := module.rpartition(".")[2], title), *definitions)
-            for module, definitions in parts.sections.items()
-        ),
-        _section("What each rank holds", *tables),
-        'if __name__ == "__main__":\n'
-        f"{INDENT}main(new_model, batches, new_optimizer, new_scheduler, constants, count)",
-    ]
-    lines = "\n\n\n".join(sections).split("\n")
-    return "\n".join(part for line in lines for part in fold(line)) + "\n"
+    )
+    return _Contents(
+        (constants_text(found), count_text(found)),
+        (functions.text(), *(stage.function for stage in stages)),
+        tables,
+        frozenset({*uses, trainer, "Draw", "Weights", "Mesh"}),
+    )
 
 
 def _stages(
@@ -223,7 +289,7 @@ def _section(title: str, *parts: str) -> str:
     return head + "\n\n" + "\n\n\n".join(filter(None, parts))
 
 
-def _settings(found: ExportedPlan) -> str:
+def _settings(found: ExportedPlan, whole: WholeModel | None) -> str:
     plan = found.plan
     formats = Formats.of(plan.model.precision, plan.states)
     scale = "2.0**16" if plan.model.precision == "fp16" else "1.0"
@@ -234,9 +300,9 @@ def _settings(found: ExportedPlan) -> str:
         f"COMPUTE = {formats.compute}  # what blocks compute in",
         f"MASTER = {formats.master}  # of the weights that the optimizer updates",
         f"GRADIENT = {formats.gradient}  # that gradients are summed in",
-        f"LOSS_SCALE = {scale}",
-        f"BATCH_DIMS: dict[str, int] = {{{dims}}}",
     ]
+    if whole is None:
+        lines += [f"LOSS_SCALE = {scale}", f"BATCH_DIMS: dict[str, int] = {{{dims}}}"]
     if plan.tf32 is not None:
         lines += [
             f"torch.backends.cuda.matmul.allow_tf32 = {'matmul' in plan.tf32}",

@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .stages import Draw, Stage
-from .training import Count, Trainer, load_weights, write_weights
+from .training import load_weights, write_weights
 from .weights import MASTER
 
 INPUTS: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]] = {}
-STAGES: list[Stage] = []
-TRAINER = Trainer
 
 
 def named(batch: Any) -> dict[str, Tensor]:
@@ -36,8 +33,7 @@ def main(
     batches: Callable[[int], Iterator[Any]],
     new_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     new_scheduler: Callable[[torch.optim.Optimizer], Any],
-    constants: Callable[[nn.Module], dict[str, Tensor]],
-    count: Count | None,
+    new_trainer: Callable[[nn.Module, torch.device], Any],
 ) -> None:
     """Train on this rank, as the command line asks."""
     parser = argparse.ArgumentParser()
@@ -57,14 +53,14 @@ def main(
     model = new_model().to(MASTER)
     if asked.weights:
         load_weights(model, asked.weights)
-    trainer = TRAINER(STAGES, model, constants(model), count, device)
+    trainer = new_trainer(model, device)
     optimizer = new_optimizer(trainer.named_masters())
     scheduler, data = new_scheduler(optimizer), batches(asked.seed)
     for step in range(asked.steps):
         losses = []
         for part in range(asked.accumulate):
             number = step * asked.accumulate + part
-            trainer.begin(named(next(data)), Draw(asked.seed, number))
+            trainer.begin(named(next(data)), asked.seed, number)
             trainer.run(1 / asked.accumulate, is_last=part == asked.accumulate - 1)
             losses.append(trainer.loss())
         norm, loss = trainer.update(optimizer, asked.max_norm), sum(losses) / len(losses)
@@ -75,7 +71,7 @@ def main(
         if dist.get_rank() == 0:
             print(f"step {step + 1}  loss {loss:.17g}  norm {norm:.6g}", flush=True)
     if asked.save:
-        trainer.fill(model)
+        state = trainer.whole_state(model)
         if dist.get_rank() == 0:
-            write_weights(asked.save, model.state_dict())
+            write_weights(asked.save, state)
     dist.destroy_process_group()

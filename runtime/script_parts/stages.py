@@ -166,7 +166,7 @@ def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
     return tensor if dim is None else tensor.chunk(MICRO_BATCHES, dim)[microbatch]
 
 
-def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
+def keeping_products(block: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Run a block that is computed again in the backward, except its matrix products."""
 
     def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
@@ -174,4 +174,4 @@ def keeping_products(block: Callable[..., Any], *inputs: Any) -> Any:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, **options)

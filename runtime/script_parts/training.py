@@ -89,13 +89,13 @@ class Trainer:
             for name, weight in stage.weights.items()
         ]
 
-    def begin(self, batch: dict[str, Tensor], draw: Draw) -> None:
-        """Start a step on a global batch; ``draw`` is the state of its random numbers."""
+    def begin(self, batch: dict[str, Tensor], seed: int, number: int) -> None:
+        """Start a step on a global batch; its random numbers depend on its ``number``."""
         check_same("batches (batches, build_data)", batch.values(), self.device)
         counts = mean_counts(self.count, batch, self.constants)
         counts = {key: value.to(self.device) for key, value in counts.items()}
         for stage in self.stages.values():
-            stage.begin(batch, counts, draw)
+            stage.begin(batch, counts, Draw(seed, number))
 
     def run(self, share: float, *, is_last: bool) -> None:
         """Run forward and backward of a batch, which is the ``share`` of an update's weight.
@@ -160,8 +160,8 @@ class Trainer:
         dist.all_reduce(total)
         return float(total)
 
-    def fill(self, model: nn.Module) -> None:
-        """Fill ``model`` with the current weights and buffers, whole. Collective over all ranks."""
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the weights and buffers, whole, and put them in ``model``. Collective."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         for name, whole in named:
             held = [n for n, s in enumerate(self.table) if name in {*s.parameters, *s.updates}]
@@ -172,6 +172,7 @@ class Trainer:
                 value.copy_(self.stages[held[0]].whole(name))
             dist.broadcast(value, self.table[held[0]].devices[0])
             whole.data.copy_(value)
+        return model.state_dict()
 
 
 def load_weights(model: nn.Module, path: str) -> None:

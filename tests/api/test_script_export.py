@@ -123,13 +123,15 @@ def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) 
     assert max(map(len, text.splitlines())) <= 100
 
 
+DATA_PARALLEL = ("dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3")
+"""Plans whose script runs the model's own forward."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
-        "dp=2,zero=1",
-        "dp=2,zero=2,microbatches=2",
-        "dp=2,zero=3",
+        *DATA_PARALLEL,
         "dp=2,recompute=selective",
         "dp=2,tp=2,zero=3,microbatches=2",
         "pp=4,microbatches=8,schedule=gpipe",
@@ -144,6 +146,7 @@ def test_a_script_on_two_ranks_equals_one_device(tmp_path: Path, parallel: str) 
 def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parallel: str) -> None:
     text = check_script(tmp_path, "gpt", parallel)
     assert max(map(len, text.splitlines())) <= 100
+    assert ("ModelTrainer" in text) == (parallel in DATA_PARALLEL)
 
 
 @pytest.mark.slow
@@ -153,6 +156,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("gpt-tied", "pp=2,microbatches=2,schedule=1f1b"),
         ("gpt-tied", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
         ("gpt-tied", "dp=2,pp=2,zero=3,microbatches=2,schedule=1f1b"),
+        ("gpt-tied", "dp=2,zero=3"),
         ("tests/models/llama", "tp=2"),
         ("tests/models/llama", "dp=2,zero=3"),
         ("tests/models/llama+r=4,alpha=8", "dp=2,pp=2,zero=2,schedule=1f1b"),
@@ -177,7 +181,7 @@ def test_a_script_of_any_model_equals_one_device(tmp_path: Path, model: str, par
     check_script(tmp_path, model, parallel)
 
 
-@pytest.mark.parametrize("parallel", ["tp=2", slow("dp=2")])
+@pytest.mark.parametrize("parallel", ["tp=2", "dp=2,zero=2,microbatches=2", slow("dp=2")])
 def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(
     tmp_path: Path, parallel: str
 ) -> None:
@@ -185,6 +189,25 @@ def test_batches_are_accumulated_and_gradients_clipped_as_on_one_device(
     found = run(out, parallel, "--accumulate", "2", "--max-norm", "0.5")
     expected = one_device(out, target, torch.float64, accumulate=2, max_norm=0.5)
     check_equal(found, expected, TOLERANCE["float64"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "zero"), [("full", 3), ("selective", 0)])
+def test_a_script_recomputes_the_models_own_layers(tmp_path: Path, mode: Any, zero: int) -> None:
+    """The head is not recomputed: with its loss it is no module."""
+    out, target = exported(tmp_path, "gpt-short", f"dp=2,zero={zero}")
+    plan = loads((tmp_path / "plan.json").read_text(), "test")
+    (stage,) = plan.stages
+    blocks = tuple(
+        replace(b, recompute=mode if b.kind == "layers" else "none") for b in stage.blocks
+    )
+    changed = replace(plan, stages=(replace(stage, blocks=blocks),))
+    save_plan(changed, tmp_path / "changed.json")
+    export_plan(tmp_path / "changed.json", tmp_path / "again", to="python", trust=True)
+    text = check_text(tmp_path / "again")
+    assert 'for name in [*(f"layers.{i}" for i in range(2))]:' in text
+    found = run(tmp_path / "again", "dp=2")
+    check_equal(found, one_device(out, target, torch.float64), TOLERANCE["float64"])
 
 
 @pytest.mark.slow
@@ -287,7 +310,8 @@ def test_a_script_goes_on_from_weights(tmp_path: Path) -> None:
 
 
 def test_the_documents_excerpt_is_what_an_export_writes(tmp_path: Path) -> None:
-    parallel, settings = "dp=2,zero=2", {"n_layer": 2, "d_model": 32, "seq": SEQ}
+    parallel = "dp=2,zero=2,recompute=full"
+    settings = {"n_layer": 2, "d_model": 32, "seq": SEQ}
     target = load_target("examples/gpt.py", settings)
     asked = PlanOptions(global_batch=8, seq=SEQ, forced=parse_parallel(parallel))
     save_plan(make_plan(target, "cpu:2", asked), tmp_path / "plan.json")

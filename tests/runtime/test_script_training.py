@@ -116,7 +116,7 @@ def test_steps_are_those_of_plain_pytorch(
             batch = batch_of(2 * step + number)
             loss = plain(**batch)
             (loss / 2).backward()
-            trainer.begin(batch, Draw())
+            trainer.begin(batch, 0, 0)
             trainer.run(0.5, is_last=number == 1)
             assert trainer.loss() == pytest.approx(loss.item(), rel=1e-6)
         norm = nn.utils.clip_grad_norm_(plain.parameters(), max_norm or 1e9)
@@ -125,7 +125,7 @@ def test_steps_are_those_of_plain_pytorch(
         assert trainer.update(optimizer, max_norm) == pytest.approx(float(norm), rel=1e-5)
         expected.step()
         expected.zero_grad()
-    trainer.fill(model)
+    trainer.whole_state(model)
     for key, value in plain.state_dict().items():
         if key != "seen":
             torch.testing.assert_close(model.state_dict()[key], value)
@@ -146,7 +146,7 @@ def test_a_loss_scale_is_halved_by_an_overflow_and_doubled_after_finite_steps(
         scales.append(trainer.scale)
     assert scales == [8.0, 16.0, 8.0, 8.0, 16.0]
     for batch in (batch_of(0), {**batch_of(0), "y": torch.full((ROWS, 3), float("inf"))}):
-        trainer.begin(batch, Draw())
+        trainer.begin(batch, 0, 0)
         trainer.run(1.0, is_last=True)
         norm = trainer.update(optimizer)
         if torch.isfinite(torch.tensor(norm)):
@@ -155,7 +155,7 @@ def test_a_loss_scale_is_halved_by_an_overflow_and_doubled_after_finite_steps(
                 float(nn.utils.get_total_norm([each.grad for each in plain.parameters()])), rel=1e-5
             )
             torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    trainer.fill(model)
+    trainer.whole_state(model)
     torch.testing.assert_close(model.first.weight, plain.first.weight)
 
 
