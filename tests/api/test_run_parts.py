@@ -173,7 +173,7 @@ def test_a_verification_that_passes_is_remembered(
     assert "\nverified: 7 tensors compared with one device in fp64\n" in shown
     assert "loss 1.0e-12 (allowed 1e-06)" in shown
     verified(tmp_path, monkeypatch, FOUND, json_output=True)
-    assert json.loads(capsys.readouterr().out) == FOUND
+    assert json.loads(capsys.readouterr().out)["result"] == FOUND
 
 
 def test_a_verification_that_fails_names_the_first_tensor_and_its_block(

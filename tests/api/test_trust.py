@@ -124,13 +124,13 @@ def test_no_command_runs_a_target_that_is_elsewhere(
     checkpoint.mkdir(parents=True)
     save_plan(named(plan, elsewhere), "run/plan.json")
     for command in (
-        ["run"],
-        ["verify"],
-        ["program", "-o", "x.lp"],
-        ["explain", "zero"],
-        ["compare", "fsdp"],
+        ["run", "plan.json"],
+        ["verify", "plan.json"],
+        ["show", "program", "plan.json", "-o", "x.lp"],
+        ["explain", "plan.json", "zero"],
+        ["compare", "plan.json", "fsdp"],
     ):
-        assert run_command([command[0], "plan.json", *command[1:]]) == 2
+        assert run_command(command) == 2
         assert f"--> {elsewhere}" in capfd.readouterr().err
     with pytest.raises(UsageError, match="AP155"):
         plan_program("plan.json", 0)
