@@ -184,16 +184,16 @@ def _capture_again(
     rows: int,
     change: Change = keep_batch,
 ) -> Program:
-    """Capture a model in training mode again, for a global batch of ``rows`` samples."""
+    """Capture a model's graph in training mode again, for a global batch of ``rows`` samples."""
     with as_at_start(), with_held(model, held):
         asked = replace(options, global_batch=rows)
         return _capture_outputs(model, changed_target(target, change), asked)
 
 
 def _capture_outputs(model: nn.Module, target: Target, options: PlanOptions) -> Program:
-    """Capture the model with its loss, or with its outputs if it has none.
+    """Capture the model's graph up to its loss, or up to its outputs if it has no loss.
 
-    With outputs the script computes the loss.
+    In the second case the script computes the loss from the outputs.
     """
     if target.returns_loss or target.loss_fn is not None:
         try:
@@ -221,7 +221,7 @@ def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
 def _fill_the_rest(
     model: nn.Module, weights: Deferred | Pretrained, program: Program, device: torch.device
 ) -> None:
-    """Give a model built without weights the tensors that no stage holds."""
+    """Put into a model built without weights all tensors that no stage trains, on ``device``."""
     graph = program.graph
     spread = {node.name for node in graph.parameters} | {*graph.tied, *graph.updates}
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -304,7 +304,7 @@ def _plan_again(
 
 
 def _check_is_whole(wanted: Plan | Forced) -> None:
-    """Raise UsageError AP932 if the plan has several micro-batches or pipeline stages."""
+    """Raise UsageError AP932 if a plan has, or choices force, micro-batches or pipeline stages."""
     stages = len(wanted.stages) if isinstance(wanted, Plan) else wanted.pp or 1
     count = wanted.num_microbatches or 1
     if max(count, stages) > 1:

@@ -161,8 +161,8 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
-        """Copy the values that the trainer loaded last into tensors that it does not train.
-        Collective."""
+        """Copy the checkpoint values that the trainer loaded last into the model's untrained
+        tensors. Collective."""
         _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

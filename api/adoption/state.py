@@ -60,7 +60,7 @@ class ParallelState:
     """State of a parallel model. ``trainer`` is None until all ranks have joined.
 
     ``is_joining``: the model is being planned, and acts as the plain model. ``is_plain``: it holds
-    whole weights for a while (``unsharded``).
+    whole weights inside a context such as ``unsharded``, and also acts as the plain model.
     """
 
     def __init__(self, job: PlanJob, forward: Callable[..., Any]) -> None:
@@ -94,7 +94,7 @@ class ParallelState:
     def leaves_own_hooks(self) -> bool:
         """Return whether a call of the model must skip the script's hooks and ``__call__``.
 
-        They run around the captured program, so the capture must not contain them.
+        Hooks run around the captured program, so the capture must not contain them.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 
@@ -173,7 +173,7 @@ class ParallelState:
         )
 
     def _capture_now(self, rows: int) -> int:
-        """Return the index of the capture for ``rows`` rows and the model's present code."""
+        """Return the index of the captured program for ``rows`` rows and the model's code now."""
         self._guard.check()
         return self._following(rows, self._form)
 
@@ -211,7 +211,7 @@ class ParallelState:
                     retire_tensor(old, f"{type(model).__name__}.{name}")
 
     def take_untrained(self, model: nn.Module) -> None:
-        """See ``ParallelModule.take_untrained``."""
+        """Copy the values that the trainer loaded last into the model's untrained tensors."""
         tied = self.joined.program.graph.tied
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tied.get(name, name) not in self._whole.slots:
@@ -253,7 +253,7 @@ class ParallelState:
             return self.run_own(args, kwargs)
 
     def _check_unwritten(self, model: nn.Module) -> None:
-        """Raise UsageError AP939 if a script wrote to weights before they were made."""
+        """Raise UsageError AP939 if a script wrote to weights that are still meta tensors."""
         tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
         for name, tensor in tensors if self.job.deferred is not None else ():
             if not tensor.is_meta or tensor._version:
@@ -265,7 +265,7 @@ class ParallelState:
                 )
 
     def keep_buffers(self) -> None:
-        """Copy the buffers of the last forward into the model, even before its backward."""
+        """Store the buffers that the last forward updated, even if its backward has not run yet."""
         if self.trainer is not None:
             for stage in self.trainer.model.stages.values():
                 stage.keep_buffers()
@@ -338,7 +338,7 @@ class ParallelState:
         return found
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model's own forward, with each layer's weights gathered when it runs."""
+        """Run the model's own forward; each layer gathers its whole weights when it runs."""
         self._guard.check_data()
         self.keep_buffers()
         outputs = self.run_own(args, kwargs)
@@ -353,7 +353,7 @@ class ParallelState:
         return tree_map_only(Tensor, refuse, outputs)
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
-        """Run ``compute``, code of the model, with each layer's weights gathered when it runs."""
+        """Run ``compute``, code of the model; each layer gathers its whole weights as it runs."""
         self._weights.meet(self.tell)
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
@@ -393,7 +393,7 @@ class ParallelState:
 
     @contextmanager
     def trained_whole(self) -> Iterator[None]:
-        """Make the model plain inside the context, with gradients that go to this rank's shards.
+        """Put whole weights into the model inside the context; gradients go to this rank's shards.
 
         Raises UsageError AP146 for a plan with a pipeline: no rank has the weights of all stages.
         """
@@ -413,7 +413,7 @@ class ParallelState:
     def unsharded(
         self, model: nn.Module, rank: int | None, device: torch.device | str | None
     ) -> Iterator[None]:
-        """See ``ParallelModule.unsharded``."""
+        """Put whole weights into the model inside the context, on all ranks or only on ``rank``."""
         if self.is_plain:
             yield
             return

@@ -45,11 +45,11 @@ LIMIT_SECONDS = 60.0
 """CPU seconds for pricing the configurations of one kind; the first is priced in any case."""
 
 GRID_SHARE = 0.7
-"""Part of ``LIMIT_SECONDS`` for the grid of 3-D degrees; the rest is for refining the fastest."""
+"""Part of ``LIMIT_SECONDS`` for all 3-D degrees; the rest is for variants of the fastest."""
 
 STATES_SHARE = 0.8
-"""Safety factor of the memory filter. Degrees are skipped if a device's even part of the model
-states (parameters, gradients, optimizer states), times this factor, exceeds its usable memory."""
+"""Safety factor of ``_may_fit``. Degrees are skipped if a device's even part of the model states
+(parameters, gradients, optimizer states), times this factor, exceeds its usable memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def sizes(most: int) -> list[int]:
 
 
 def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
-    """Price the grid of 3-D degrees. For each, recomputation is raised only until memory fits."""
+    """Price all 3-D degrees, each with the least recomputation under which its memory fits."""
     for degrees in _grid(plan, len(find_layers(priced.pricer.blocks))):
         for step in priced.price(configurations(plan, degrees)):
             if step.fits:
@@ -132,7 +132,7 @@ def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
 
 
 def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
-    """Yield degrees of 3-D parallelism, with one sample per data-parallel rank if possible."""
+    """Yield all dp, tp and pp degrees, with one sample per data-parallel rank if possible."""
     cluster, number = plan.cluster, plan.cluster.num_devices
     host = min(each.num_devices for each in cluster.hosts)
     for tp in reversed(sizes(host)):
@@ -150,7 +150,8 @@ def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
 
 
 def _may_fit(plan: Plan, parts: int, dp: int) -> bool:
-    """Return whether an even part of the model states under ZeRO 1 can fit a device."""
+    """Return whether 1/``parts`` of the model states under ZeRO 1 over ``dp`` ranks fit a
+    device."""
     model = plan.model
     rules = policy(model.precision, model.optimizer)
     own = state_bytes(model.num_parameters // parts, rules, 1, dp).total

@@ -33,7 +33,7 @@ from autoparallel.planner.summary import RankSummary, schedule_text, summary_tex
 
 
 def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
-    """Yield the configurations that complete ``degrees``, for the batch and cluster of ``like``.
+    """Yield configurations with these ``degrees`` for the global batch and cluster of ``like``.
 
     Raises ``UsageError`` AP124 if the global batch cannot be split over the degrees.
     """
@@ -90,7 +90,7 @@ class PricedConfigurations:
     """Configurations of one model that were priced on a cluster, one after another.
 
     Pricing stops at ``until`` (as ``time.process_time()``), but prices at least one configuration;
-    ``is_cut_short`` then tells that others were skipped. ``error`` is the last error of pricing.
+    ``is_cut_short`` then says that candidates were skipped. ``error`` is the last error of pricing.
     """
 
     pricer: ConfigurationPricer

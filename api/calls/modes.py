@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_at_start() -> Iterator[None]:
-    """Set training modes inside the context, and restore all random states at its end.
+    """Enable gradients, disable autocast inside the context; restore all random states at its end.
 
     Random states stay as without planning, so a script draws the same batches on all ranks.
     """
