@@ -18,8 +18,8 @@ def plan_page(plan: Plan, path: str, *, loads_target: bool, trust: bool = False)
 
 
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:
-    """Collect a page's sources besides the plan: the measurement of a run, and the plan priced
-    again or the reason why its model could not be loaded."""
+    """Collect the data of a plan's page besides the plan: a run's measurement, and the plan priced
+    with its model or the reason why the model could not be loaded."""
     measured = load_measurement(plan_path)
     if not loads_target:
         return Sources(None, MISSING, measured)

@@ -36,7 +36,7 @@ LABEL_WIDTH = 190
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """Roof of the chart: its line, and its label with position."""
+    """Upper bound of a roofline chart (memory bandwidth or compute): its line and label."""
 
     path: str
     x: str
@@ -64,7 +64,7 @@ class OpRow:
 
     @property
     def text(self) -> str:
-        """Description of the circle."""
+        """Tooltip of the op's circle."""
         op = self.op
         return (
             f"{op.name}, {self.direction}, {op.module}: {percent_text(self.share)} of compute, "
@@ -158,5 +158,5 @@ def _row(op: OpWork, total: float, peak: float, rate: float, x: Scale, y: Scale)
 
 
 def _power(rounded: Callable[[float], int], value: float) -> int:
-    """Return the exponent of ten of a value, rounded by ``rounded``."""
+    """Return the base-10 logarithm of a value as an integer, by ``rounded`` (floor or ceil)."""
     return rounded(log10(value))

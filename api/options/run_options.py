@@ -21,10 +21,10 @@ OnNan = Literal["ignore", "skip", "stop"]
 class RunOptions:
     """Options of a run's steps.
 
-    ``compiled`` None leaves to the plan whether blocks are compiled. ``elastic`` has options of
-    planning by name if fewer hosts than planned may continue the run, else None. ``trace_steps``
-    steps are recorded and written to ``trace``. ``check_first_step`` None compares the first step
-    with the model alone if that is quick.
+    ``compiled`` None leaves to the plan whether blocks are compiled. ``elastic`` has planning
+    options by name for new plans if fewer hosts than planned may continue the run, else None.
+    ``trace_steps`` steps are recorded and written to ``trace``. ``check_first_step`` None compares
+    the first step with the model alone if that is quick.
     """
 
     clip_norm: float | None = option(None, "scale the gradient down to this norm", metavar="NORM")

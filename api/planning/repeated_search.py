@@ -19,8 +19,8 @@ from autoparallel.planner.requests.request import Request
 Search = Callable[[Cluster, Request], Plan]
 
 CANNOT = ("AP124", "AP127", "AP128", "AP183", "AP184")
-"""Codes of usage errors that can occur for a part of a cluster, or another request, although the
-whole raises none."""
+"""Codes of usage errors that a changed cluster or request can raise although the user's raises
+none; they count as no plan."""
 
 LEAST_SECONDS = 0.1
 """Minimum time limit of one search."""
@@ -28,7 +28,7 @@ LEAST_SECONDS = 0.1
 
 @dataclass
 class RepeatedSearch:
-    """Search with the seconds for all of its runs; ``error`` is of the last failed run."""
+    """Search that runs several times within ``seconds``; ``error`` is the last failed run's."""
 
     search: Search
     seconds: float
@@ -52,9 +52,9 @@ class RepeatedSearch:
         return replace(request, time_limit_seconds=seconds)
 
     def run(self, cluster: Cluster, request: Request, *, parts: int = 1) -> Plan | None:
-        """Plan within a part of the time left; None if that gives no plan.
+        """Plan within 1/``parts`` of the time left; return None if there is no plan.
 
-        Raises UsageError for codes outside ``CANNOT``.
+        Raises the UsageErrors whose codes are not in ``CANNOT``.
         """
         try:
             return self.search(cluster, self.share(request, parts))

@@ -39,7 +39,7 @@ def make_plan(
 ) -> Plan:
     """Return the best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is simulated action by action, see ``passes.memory.stage_memory``.
+    The plan's memory is simulated action by action (``passes.memory.stage_memory``).
     """
     observe("cluster", 0, 1)
     cluster = with_choice(find_cluster(cluster_text), options.tf32)

@@ -25,7 +25,7 @@ from autoparallel.planner.summary import plan_summary
 from autoparallel.report.printing import plain_table, section
 
 Sorting = Literal["devices", "days", "dollars"]
-"""Figure that orders the rows of a table of estimates."""
+"""Column by which the rows of a table of estimates are sorted."""
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
@@ -36,7 +36,7 @@ GROUPS = {
     "optimizer": ("optimizer",),
     "activations": ("activations", "recomputation"),
 }
-"""Columns of the memory table, with the categories summed in each."""
+"""Columns of the memory table, with the memory categories summed in each."""
 
 SHORT_NAMES = {
     "parameters": "params",
@@ -129,7 +129,7 @@ def _table(found: Sequence[Estimate]) -> Table:
 
 
 def _configurations(found: Sequence[Estimate]) -> Table:
-    """Return the configuration of each estimate."""
+    """Return a table with the parallel configuration of each estimate."""
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
     for each in found:
@@ -191,7 +191,7 @@ def _memory(found: Sequence[Estimate], unit: str) -> Table:
 
 
 def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
-    """Return an entry per device and training method."""
+    """Return a JSON entry per device and training method."""
     return [
         {
             "device": each.device,

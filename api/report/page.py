@@ -63,7 +63,7 @@ SHORT_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts of a report that are shown in full instead of the short form.
+    """Flags for the parts of a report that are shown in full instead of the short form.
 
     ``stages``: all stages; ``memory``: every category; ``candidates``: all, with the main
     difference; ``layouts``: of every parameter, with the collectives; ``sources``: of every figure.
@@ -213,7 +213,7 @@ SHOWN_PARTS = 12
 
 
 def goal_lines(plan: Plan, goal: GoalReport) -> RenderableType:
-    """Return the chosen part of the cluster, its price, and the other parts that were tried."""
+    """Describe the chosen part of the cluster, its price, and the other parts that were tried."""
     unit = unit_of(plan)
     lines = [f"chosen: {goal.chosen}"]
     if goal.dollars_per_hour is not None and goal.tokens_per_dollar is not None:

@@ -66,7 +66,7 @@ def stages(plan: Plan, *, limit: int) -> RenderableType:
 
 
 def shown_stages(rows: Sequence[StageRow], limit: int) -> list[int]:
-    """Return the indices of the stages to show."""
+    """Return the indices of at most ``limit`` stages: first, slowest, fullest and last."""
     every = range(len(rows))
     if len(every) <= limit:
         return list(every)
@@ -185,7 +185,7 @@ def communications(plan: Plan) -> RenderableType:
 
 
 def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
-    """Return the alternatives with their slowdown; with ``all_of_them`` also with the main
+    """Return a plan's alternatives with their slowdown; with ``all_of_them`` all, with the main
     difference."""
     table = plain_table(
         ("configuration (micro-batches × size)", "left"),

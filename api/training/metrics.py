@@ -23,7 +23,7 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def figures(record: StepRecord) -> dict[str, float | int | None]:
-    """Return a step's figures by name; None for infinite values and NaN, which JSON lacks."""
+    """Return a step's loss, time and so on by name; None for infinity and NaN, which JSON lacks."""
     named: dict[str, float | int | None] = {
         "step": record.step,
         "loss": record.loss,
@@ -112,7 +112,7 @@ def _step_of(line: bytes) -> int:
 
 
 class TensorBoard(Callback):
-    """Callback that writes scalars. Raises UsageError AP905 if TensorBoard is not installed."""
+    """Callback for TensorBoard scalars. Raises UsageError AP905 if TensorBoard is not installed."""
 
     def __init__(self, folder: str | Path, *, kept: int | None = None) -> None:
         """Open the writer; records of steps after ``kept`` are hidden."""
@@ -153,7 +153,7 @@ class WeightsAndBiases(Callback):
 
 
 class StepBar(Callback):
-    """Bar under the lines of the steps on a terminal, with the time that is left."""
+    """Callback that shows a progress bar, with the time left, below the steps on a terminal."""
 
     def __init__(self, num_steps: int) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())

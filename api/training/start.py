@@ -132,7 +132,7 @@ def report_verification(
 ) -> None:
     """Print the result of a plan's verification, and mark the plan as verified if it passed.
 
-    Only a rank that ``prints`` does so. Raises VerificationError AP601 if the plan's run differs.
+    Nothing is printed unless ``prints``. Raises VerificationError AP601 if the plan's run differs.
     """
     if prints:
         if json_output:
@@ -164,7 +164,7 @@ def truth_of(plan: Plan) -> str:
 
 
 def verdict(found: dict[str, Any], truth: str = "one device") -> str:
-    """Describe the result of a verification; ``truth`` names the reference."""
+    """Describe the result of a verification in text; ``truth`` names the reference."""
     worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
     word = "verified" if found["passed"] else "NOT verified"
     return (
