@@ -98,7 +98,7 @@ def simulate(
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:
-    """Return the values of ``OWN_DEGREES`` in ``--parallel`` by name, and the rest of its text.
+    """Return ``--parallel``'s values of ``OWN_DEGREES`` by name, and all other values as text.
 
     >>> split_parallel("dp=2,pp=4,schedule=bfs,chunks=2")
     ({'schedule': 'bfs', 'chunks': '2'}, 'dp=2,pp=4')
@@ -220,7 +220,7 @@ def degree(own: dict[str, str], name: str) -> int:
 def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
     """Return the samples of a micro-batch (default: one per data-parallel rank), and their number.
 
-    Raises UsageError AP124 if they do not divide the global batch.
+    Raises UsageError AP124 if the micro-batches do not divide the global batch.
     """
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches

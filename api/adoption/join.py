@@ -71,7 +71,7 @@ def join_training(
     buckets: Sequence[int] = (),
     timeout_seconds: float | None = None,
 ) -> tuple[Trainer, LiveCaptures]:
-    """Make the trainer of this rank for a model, and the ``LiveCaptures`` of its code.
+    """Return the trainer of this rank for a model, and the captured programs of the model's code.
 
     Collective over all ranks. Without ``plan`` rank 0 plans for the processes that torchrun
     started, and all ranks use its plan. Initial weights are rank 0's: of its model, or drawn from
@@ -162,7 +162,7 @@ def _cluster(name: str, device: torch.device) -> Cluster | None:
 
 
 def _initial_weights(model: nn.Module, job: PlanJob) -> Weights:
-    """Return rank 0's initial weights on every rank; in place for a model that has weights."""
+    """Return rank 0's initial weights on every rank; weights that a model has change in place."""
     if job.deferred is not None:
         assert isinstance(job.deferred.seed, Tensor)
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
@@ -249,8 +249,8 @@ def _plan_together(
 ) -> Plan:
     """Plan for ``cluster`` on rank 0, the only rank that knows it, and share the plan. Collective.
 
-    If measuring is wanted, and torchrun started the processes of the cluster on one machine, all
-    ranks first measure costs that the plan needs.
+    If the options want measured times, and torchrun started the cluster's processes on one machine,
+    all ranks first measure the times that planning needs.
     """
     leader = None
     if cluster is not None:
@@ -276,7 +276,7 @@ def _plan_together(
 def _plan_again(
     target: Target, options: PlanOptions, plan: Plan, device: torch.device, program: Program
 ) -> Plan | None:
-    """Plan for another program of the model, with the devices and degrees of ``plan``.
+    """Plan for ``program``, another capture of the model, with the devices and degrees of ``plan``.
 
     Returns None if ``plan`` has several meshes, or if no such plan exists. Collective.
     """

@@ -65,7 +65,7 @@ class ParallelModule(nn.Module):
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> Trainer:
-        """Plan if needed, and replace the weights by this rank's shards; return the trainer.
+        """Plan the model unless planned, replace its weights by shards, and return the trainer.
 
         Collective. From then on a watchdog observes the process: see
         ``runtime.launch.watched_script``. Raises UsageError AP145 if the model has a plan and gets
@@ -250,8 +250,8 @@ def parallel_class(
 ) -> type[nn.Module]:
     """Make a ``ParallelModule`` class with the name, methods and signatures of ``original``.
 
-    Calling the class runs ``make(cls, ...)`` instead of building the model. ``methods``: see
-    ``make_parallel``.
+    Calling the class runs ``make(cls, ...)`` instead of building the model. Methods named in
+    ``methods`` compute with whole weights.
     """
     check_methods(original, methods)
     planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]

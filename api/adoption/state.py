@@ -48,8 +48,8 @@ from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
 
 OTHER_FORMS = ("AP130", "AP836", "AP920", "AP940")
-"""Error codes of calls that the plan's program cannot compute. Without gradients the model's own
-forward computes them instead."""
+"""Error codes of calls whose arguments the plan's program cannot compute. Without gradients the
+model's own forward runs instead."""
 
 if TYPE_CHECKING:
     from autoparallel.passes.programs.outputs import OutputForm
@@ -195,7 +195,7 @@ class ParallelState:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """Put this rank's shards in the place of the model's parameters and changing buffers."""
+        """Replace the model's parameters and trained buffers by this rank's shards."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():

@@ -39,10 +39,10 @@ NAMED = {
 """Degrees of each named baseline. ``3d`` also needs ``tp`` or ``pp`` from the user."""
 
 NUM_REFINED = 3
-"""Number of fastest 3-D configurations that are also priced with other micro-batches and chunks."""
+"""Number of fastest 3-D configurations that are also priced with other micro-batch sizes."""
 
 LIMIT_SECONDS = 60.0
-"""CPU seconds for pricing the configurations of one kind; the first is priced in any case."""
+"""CPU seconds for pricing all configurations of DDP, FSDP or 3-D; the first is always priced."""
 
 GRID_SHARE = 0.7
 """Part of ``LIMIT_SECONDS`` for all 3-D degrees; the rest is for variants of the fastest."""
@@ -54,7 +54,7 @@ STATES_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Fastest fitting configuration of one kind; if none fits, the configuration of least memory.
+    """Fastest configuration of DDP, FSDP or 3-D parallelism that fits memory, else the smallest.
 
     ``configuration`` is "" if none could be priced; ``reason`` then says why. ``num_priced`` counts
     the priced configurations; ``is_cut_short`` means that the time limit skipped some.

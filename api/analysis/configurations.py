@@ -59,7 +59,7 @@ def divided(
     *,
     count: int | None = None,
 ) -> Iterator[Configuration]:
-    """Yield ``own`` with each division of a global batch of ``batch`` samples into micro-batches.
+    """Yield the configuration ``own`` with each division of ``batch`` samples into micro-batches.
 
     There are ``count`` micro-batches, or every number that gives a data-parallel rank 1, 2, 4, …
     samples; each with every recomputation in ``modes``. Raises ``UsageError`` AP124 if none.
@@ -155,7 +155,7 @@ def simulated(
 
 
 def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan:
-    """Return the plan of a priced step, with its predicted figures.
+    """Return the plan of a priced configuration, with predicted seconds and bytes.
 
     The bytes of a pipeline rank are stored with the rank's first stage. The plan's name, settings,
     fingerprint and sequence length are taken from ``model``.
@@ -197,7 +197,7 @@ def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan
 
 
 def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
-    """Return ``configuration``, with one micro-batch if the model's batch cannot be split."""
+    """Return ``configuration``; if the graph's batch cannot be split, with a single micro-batch."""
     if graph.batch_dims:
         return configuration
     rows = configuration.microbatch_size * configuration.num_microbatches

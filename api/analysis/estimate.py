@@ -82,8 +82,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Result for one device and training method. ``plan`` is on the fewest devices; it is None if
-    there is none, and ``why`` says why. ``tokens`` and the price are copied from the request."""
+    """Result for one device and training method. ``plan`` is on the fewest devices; without any
+    plan it is None, and ``why`` says why. ``tokens`` and the price are copied from the request."""
 
     device: str
     method: Method

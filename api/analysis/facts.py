@@ -220,7 +220,7 @@ def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
 def fullest_rank(plan: Plan) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak.
 
-    Transient bytes of its stages count once. Under Chimera a rank's two stages hold fewer
+    Transient bytes of the rank's stages count once. Under Chimera a rank's two stages hold fewer
     activations together than alone: the predicted peak minus all other categories.
     """
     ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
@@ -318,7 +318,7 @@ SPENT = {
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
-    """Return the seconds of a step by purpose, on a rank that runs ``stages``; the rest is waiting.
+    """Return a step's seconds by purpose (compute, …, waiting) on a rank that runs ``stages``.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and exposed_sync
     and optimizer per optimizer update.
@@ -441,7 +441,7 @@ def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
 
 
 def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    """Merge alternatives with equal figures whose summaries differ in only one part.
+    """Merge alternatives with equal seconds and bytes whose summaries differ in only one part.
 
     >>> first = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H1 · 1 × 32", 1.0, 10, "bubble +9.0 %")
     >>> second = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H2 · 1 × 32", 1.0, 10, "bubble +9.0 %")

@@ -98,7 +98,7 @@ def cached_program(
     options: PlanOptions,
     capture: Callable[[], Program],
 ) -> Program:
-    """Return the stored capture of ``model``, or capture it.
+    """Return the cached program of ``model``, or capture it and cache the program.
 
     Only captures that can be rescaled to any batch, and contain no functions, are stored.
     """
@@ -152,7 +152,7 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
-    """Return the inputs of a capture whose hash is its key in the cache."""
+    """Return all inputs that a captured program depends on, as its key in the cache."""
     return (
         target.name,
         sorted(target.settings.items()),

@@ -45,7 +45,7 @@ LIBRARIES = ("numpy", "highspy")
 """Libraries that results depend on, besides this package and torch."""
 
 ORDER = ("capture", "plan", "memory")
-"""Kinds of values, in the order in which a command uses them."""
+"""Kinds of cached values, in the order in which a command uses them."""
 
 MISSING: Any = object()
 """Result of ``Cache.get`` for a missing value, since None may be a value."""
@@ -213,7 +213,7 @@ def _version(name: str) -> str:
 
 @dataclass
 class PlanCache:
-    """Open cache of one command; ``values`` gives access to ``shelf``, its file."""
+    """Cache opened by one command: ``values`` reads and writes the file ``shelf``."""
 
     values: Cache = NO_CACHE
     shelf: SqliteStore | None = None

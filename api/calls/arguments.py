@@ -85,8 +85,8 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether a training call may have ``leaf`` at ``path``, where the example has no
-        tensor: it equals the example's, or is a changeable number, bool, text or None."""
+        """Return whether a training call may pass ``leaf`` at ``path``, where the example batch has
+        no tensor: an equal value, or any number, text or None if its argument may change."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 

@@ -51,7 +51,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_CAPTURES = 16
-"""Maximum number of captures kept for batches of one size."""
+"""Maximum number of captured programs that are kept for batches of one size."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Sources:
 class LiveCaptures:
     """Captured programs of a model on this rank, with new ones when its Python code changes.
 
-    ``outputs`` is the form of the model's outputs in the current call.
+    ``outputs`` describes the structure of the model's outputs in the current call.
     """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
@@ -409,9 +409,9 @@ def follow_model(
     plan: Callable[[Program], Plan | None],
     call: CallForm,
 ) -> LiveCaptures:
-    """Return the captures that follow the Python code of a target's model, traced in ``ready()``.
+    """Return the captured programs of a target's model, to be kept up to date with its Python code.
 
-    ``target`` and ``capture`` make batches in the form of ``call``.
+    The model is traced inside ``ready()``; ``target`` and ``capture`` make batches like ``call``'s.
     """
     model, dtype = trainer.program.model, trainer.program.dtype
 

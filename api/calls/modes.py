@@ -47,7 +47,7 @@ def in_modes_of_training() -> Iterator[None]:
 
 
 def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
-    """Warn on rank 0 if an op mixes samples, but under the plan only within each micro-batch."""
+    """Warn on rank 0 if an op (batch norm, …) mixes samples, now only of the same micro-batch."""
     mixing = program.graph.accumulation.mixing
     if mixing and plan.num_microbatches > 1 and rank == 0:
         where = program.graph[mixing[0]].module or mixing[0]

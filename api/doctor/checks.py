@@ -78,7 +78,7 @@ Check = Callable[[Facts, DoctorRequest], Findings]
 
 
 def check_machine(facts: Facts, wanted: DoctorRequest) -> tuple[Finding, ...]:
-    """Return all findings about a machine."""
+    """Return the results of all checks of a machine."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 

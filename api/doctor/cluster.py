@@ -26,7 +26,7 @@ SLOW_PAIR, SLOW_DEVICE = 1.5, 1.3
 def check_cluster(
     cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
 ) -> tuple[Finding, ...]:
-    """Return all findings about a running cluster."""
+    """Return the results of all checks of a running cluster."""
     return (
         *_places(cluster, ranks),
         *_versions(ranks),
@@ -39,7 +39,7 @@ Findings = Iterator[Finding]
 
 
 def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Check that the ranks are on the described hosts and devices."""
+    """Check that each rank runs on the host and device that the cluster's description says."""
     names: list[str] = []
     for index, host in enumerate(cluster.hosts):
         start = cluster.first_ranks[index]
@@ -202,8 +202,8 @@ def _slow_pairs(
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
-    """Return the owners (``owner`` is by rank) all of whose pairs, with 2 or more others, are
-    slow."""
+    """Return the hosts (``owner[rank]``; or ranks) that are slow in all pairs, with 2 or more
+    hosts."""
     members: dict[int, dict[Pair, int]] = defaultdict(dict)
     for one, two in pairs:
         members[owner[one]][one, two] = owner[two]

@@ -54,7 +54,7 @@ def plan_on(
     observe: Observe = ignore,
     cache: Cache = NO_CACHE,
 ) -> Plan:
-    """Return the best plan found for ``target`` on ``cluster``, as ``make_plan`` does."""
+    """Return the best plan found for ``target`` on ``cluster``, with simulated memory."""
     check_schedule_name(options.forced.schedule)
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)

@@ -43,10 +43,10 @@ MOST_COLUMNS = 4
 """Number of plans and runs side by side; others are shown below, again beside the first."""
 
 SAME = 5e-4
-"""Relative difference below which figures count as equal."""
+"""Relative difference below which two values of a table row count as equal."""
 
 LEAST_SHARE = 1e-3
-"""Share of all seconds or bytes below which, in every item, a part has no row."""
+"""Share of all seconds or bytes that a part must reach in some plan to have a table row."""
 
 SHORT_NAMES = {
     "compute": "compute",
@@ -78,7 +78,7 @@ OF_PLANS = (UTILIZATION, BUBBLE)
 
 
 def value_of(figure: Figure, item: Item) -> Value:
-    """Return an item's value of a figure: predicted for a plan, measured for a run."""
+    """Return the value of ``figure`` (step time, …): a plan's prediction, a run's measurement."""
     value: Value = None
     if item.run is not None and figure in OF_RUNS:
         value = OF_RUNS[figure](item.run)
@@ -88,7 +88,7 @@ def value_of(figure: Figure, item: Item) -> Value:
 
 
 def measured_value(figure: Figure, item: Item) -> Value:
-    """Return an item's measured value of a figure: its own run's, or stored beside its plan."""
+    """Return the measured ``figure`` of a run, or of a plan that a run trained by, or None."""
     if item.measured is not None:
         return float(MEASURED[figure](item.measured))
     return None if item.run is None else value_of(figure, item)
@@ -101,8 +101,8 @@ def measured_key(figure: Figure) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Table cell with a figure (step time, …) of an item: value, text, relative change from the
-    first item, and whether the change is an improvement. Without a value the text is a dash."""
+    """Table cell for a plan or run: value (of step time, …), text, relative change from the first
+    plan or run, and whether it is an improvement. Without a value the text is a dash."""
 
     value: Value
     text: str
@@ -113,7 +113,7 @@ class Cell:
 def cells(
     values: Sequence[Value], write: Callable[[float], str], less_is_better: bool = True
 ) -> tuple[Cell, ...]:
-    """Format values as cells, with their relative changes from the first value.
+    """Return a row of table cells with ``values`` and their relative changes from the first value.
 
     >>> [(cell.text, cell.change) for cell in cells([1.0, 1.5, None], seconds_text)]
     [('1.00 s', None), ('1.50 s', 0.5), ('—', None)]
@@ -249,8 +249,8 @@ def choices(plan: Plan) -> Mapping[str, str]:
 
 
 def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return the choices that differ between plans. For each its name, and for each item its text
-    and whether it differs from the first plan's."""
+    """Return the choices that differ between plans: for each its name, and for each plan or run its
+    text and whether it differs from the first plan's."""
     found = [None if item.plan is None else choices(item.plan) for item in items]
     plans = [own for own in found if own is not None]
     names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
@@ -320,7 +320,7 @@ def _part_rows(
     whole: float,
     write: Callable[[float], str],
 ) -> list[Row]:
-    """Return a row for each part of ``large_parts``; items without parts get dashes."""
+    """Return a table row for each of the large parts of seconds or bytes; a run gets dashes."""
     return [
         (name, cells([own.get(name, 0.0) if own else None for own in parts], write))
         for name in large_parts(parts, order, whole)
@@ -330,7 +330,7 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return the parts (of seconds or bytes) over ``LEAST_SHARE`` of ``whole`` in any item."""
+    """Return names of the parts of seconds or bytes that exceed ``LEAST_SHARE`` of ``whole``."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole
     return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]
@@ -346,7 +346,7 @@ def _cell_text(cell: Cell) -> Text:
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return a JSON entry per item; ``difference`` has relative changes from the first item."""
+    """Return a JSON entry per plan or run; ``difference`` has relative changes from the first."""
     entries, of_all = [], [figure.key for figure in OF_RUNS]
     for each in compare_items(items):
         item, values = each.item, {key: cell.value for key, cell in each.cells.items()}
@@ -368,7 +368,7 @@ def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return a flat row per item: figures, their changes from the first item, and choices."""
+    """Return a flat row per plan or run: figures, their changes from the first, and choices."""
     rows = []
     for entry in comparison_json(items):
         differences = entry.pop("difference")

@@ -67,8 +67,8 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
 
 
 def sort_estimates(found: Sequence[Estimate], key: Sorting | None) -> list[Estimate]:
-    """Return estimates in ascending order of a figure, those without it last; in the given order
-    without ``key``."""
+    """Return estimates sorted by the column ``key``, estimates without a value last; without
+    ``key`` in the given order."""
 
     def order(each: Estimate) -> tuple[bool, float]:
         figures = {"devices": each.num_devices, "days": each.days, "dollars": each.dollars}

@@ -139,7 +139,7 @@ def memory(plan: Plan, *, is_short: bool = False) -> tuple[str, RenderableType]:
 
 
 def of_text(used: float, limit: float) -> str:
-    """Write a size and its limit, with one unit if it is the same.
+    """Return a size in bytes and its limit as text, with the unit only once if both have the same.
 
     >>> of_text(55 * 2**30, 72 * 2**30)
     '55.0 of 72.0 GiB'

@@ -154,7 +154,7 @@ def fold(line: str) -> list[str]:
 
 
 def _brackets(code: str) -> list[list[int]]:
-    """Return for each outermost pair of brackets its two positions and those of its own commas."""
+    """Return for each outermost pair of brackets its positions and the commas' directly inside."""
     plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
     found: list[list[int]] = []
     depth = 0
@@ -328,7 +328,7 @@ def _reduction(name: str) -> Special:
 
 
 def _dropout(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-    """Return the input tensor if dropout has no effect, else None: there is no public form."""
+    """Return dropout's input if dropout has no effect, else None (no public function applies)."""
     named = _by_name(args, ("input", "p", "train"), kwargs)
     is_off = not named.get("train") or not named.get("p")
     return named["input"] if is_off and isinstance(named["input"], Expression) else None

@@ -171,7 +171,7 @@ def _counting_lines(
 ) -> dict[str, str]:
     """Add the lines that compute the counts of targets; return the variable of each value.
 
-    ``place`` is the text of an input, with ``{0}`` for its name.
+    ``place`` is the Python text that reads an input, with ``{0}`` for the input's name.
     """
     counting, values = stage.counting, dict[str, str]()
     assert counting is not None

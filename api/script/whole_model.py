@@ -72,7 +72,7 @@ class WholeModel:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Write a list of names, with the numbered ones as loops.
+    """Write a list of names as Python text, with consecutively numbered names as loops.
 
     >>> names_text(["layers.0", "layers.1", "head", "0"])
     '[*(f"layers.{i}" for i in range(2)), "head", "0"]'

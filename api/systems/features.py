@@ -60,7 +60,7 @@ MOST_NAMED = 3
 """Number of weights listed by name; further weights are counted."""
 
 MOST_COUNTS = 16
-"""Number of stages whose layers are listed one by one; for more, only minimum and maximum."""
+"""Number of stages up to which their layers are listed; for more, only minimum and maximum."""
 
 COLUMN_NAMES = (
     "q_proj",

@@ -53,7 +53,7 @@ class Callback:
 def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:
     """Combine callbacks into a single callback that calls them in order.
 
-    Raises UsageError AP907 for an item that is no Callback; ``source`` names where it came from.
+    Raises UsageError AP907 for an object that is no Callback; ``source`` names where it came from.
     """
     found = tuple(callbacks)
     for each in found:

@@ -62,10 +62,10 @@ def start_training(
 ) -> dict[str, Any]:
     """Train by the plan at ``path``, on ranks started as ``start`` says.
 
-    ``saving`` and ``resume``: see ``worker.train``. ``sources`` names initial weights and data.
-    Returns measured and predicted figures (see ``step_log.outcome``). Raises the errors of
-    ``check_run_options``, UsageError AP850 for an unknown ``sources.init``, and AP863 if both
-    weights and ``resume`` are given.
+    Checkpoints are written as ``saving`` says; ``resume`` is a checkpoint, or a folder with
+    checkpoints, to continue from. ``sources`` names initial weights and data. Returns measured and
+    predicted figures by name. Raises the errors of ``check_run_options``, UsageError AP850 for an
+    unknown ``sources.init``, and AP863 if both weights and ``resume`` are given.
     """
     asked = options or RunOptions()
     check_run_options(asked)

@@ -132,7 +132,7 @@ class StepLog:
             self._running = None
 
     def skip(self) -> None:
-        """Exclude the time and peak memory since the last step from the figures."""
+        """Leave the time and peak memory since the last step out of the log."""
         self._memory.forget_peak()
         self.restart()
 
@@ -194,7 +194,7 @@ def outlook(plan: Plan, steps: int, num_batches: int = 1) -> str:
 
 
 def next_step(folder: str | None) -> str:
-    """Return the last lines of a run: the place of its checkpoints, and the next commands."""
+    """Return the last lines that a run prints: its checkpoints' folder, and next commands."""
     if folder is None:
         return "the weights are not kept: --save DIR writes checkpoints"
     place = os.path.relpath(folder)
@@ -220,7 +220,7 @@ def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any
 
 
 def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
-    """Compare measured with predicted figures, and the first loss with the last."""
+    """Return a text that compares measured with predicted figures, and first with last loss."""
     found = outcome(figures, plan, num_batches)
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]

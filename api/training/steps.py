@@ -74,7 +74,7 @@ class RunSaves:
         self._log.restart()
 
     def _save(self, step: int) -> None:
-        """Write the checkpoint of ``step``; all figures up to it are logged before."""
+        """Write the checkpoint of ``step``; before, log all steps up to it."""
         how = self.how
         self._trainer.save(
             how.folder,
