@@ -156,7 +156,7 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
 @contextmanager
 def _report_action(what: str) -> Iterator[None]:
-    """Report an action to the script's watchdog while it runs inside the context."""
+    """Tell the script's watchdog inside the context that the process is doing ``what``."""
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress
     tell(what)

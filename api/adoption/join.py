@@ -221,7 +221,7 @@ def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
 def _fill_the_rest(
     model: nn.Module, weights: Deferred | Pretrained, program: Program, device: torch.device
 ) -> None:
-    """Put into a model built without weights all tensors that no stage trains, on ``device``."""
+    """Put all tensors that no stage holds into a model built without weights, on ``device``."""
     graph = program.graph
     spread = {node.name for node in graph.parameters} | {*graph.tied, *graph.updates}
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -304,7 +304,7 @@ def _plan_again(
 
 
 def _check_is_whole(wanted: Plan | Forced) -> None:
-    """Raise UsageError AP932 if a plan has, or choices force, micro-batches or pipeline stages."""
+    """Raise UsageError AP932 if a plan or forced choices have several micro-batches or stages."""
     stages = len(wanted.stages) if isinstance(wanted, Plan) else wanted.pp or 1
     count = wanted.num_microbatches or 1
     if max(count, stages) > 1:

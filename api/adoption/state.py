@@ -81,7 +81,7 @@ class ParallelState:
 
     @property
     def outputs(self) -> OutputForm | None:
-        """Form of the outputs of the current call."""
+        """Structure of the model's outputs in the current call."""
         return self._following.outputs
 
     @property
@@ -109,7 +109,7 @@ class ParallelState:
             self.job = replace(self.job, options=replace(options, forced=forced))
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Return the device of a tensor; the CPU for a meta tensor."""
+        """Return a tensor's device, or the CPU for a meta tensor."""
         return torch.device("cpu") if tensor.is_meta else tensor.device
 
     def join(
@@ -187,7 +187,7 @@ class ParallelState:
             self.is_plain = before
 
     def _backward_of_outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run backward from a scalar projection of the model's outputs; return the scalar."""
+        """Run the backward from a weighted sum of the model's outputs; return the sum."""
         assert self.calls is not None
         outputs = self.calls.outputs(self.joined.runner.fit(inputs))
         loss = projection(outputs)
@@ -195,7 +195,7 @@ class ParallelState:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """Replace the model's parameters and trained buffers by this rank's shards."""
+        """Replace the model's parameters and changing buffers by this rank's shards."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
@@ -442,7 +442,7 @@ class ParallelState:
             )
 
     def _changed_in_place(self) -> list[str]:
-        """Return the names of whole tensors in the model that differ from the ranks' shards."""
+        """Return the names of whole tensors that the script changed inside ``unsharded``."""
         changed = []
         for name, slots in self._whole.slots.items():
             for module, attribute in slots:

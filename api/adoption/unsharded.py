@@ -20,7 +20,7 @@ from autoparallel.runtime.parameters.global_values import whole
 from autoparallel.runtime.step.whole_weights import WholeWeights
 
 Slot = tuple[nn.Module, str]
-"""Module, and the name of its attribute that holds a parameter or buffer."""
+"""Place of a tensor: a module, and the name of its attribute for a parameter or buffer."""
 
 
 class WholeModule:

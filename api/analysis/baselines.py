@@ -93,7 +93,7 @@ def baselines(
 
 
 def _best(name: str, priced: PricedConfigurations, none: str = "") -> Baseline:
-    """Return the best priced configuration; ``none`` is the reason given if none was priced."""
+    """Return the best priced configuration as a baseline; ``none``: reason if there is none."""
     if not priced.steps:
         return Baseline(name, reason=none if priced.error is None else priced.error.what)
     best, num_layers = priced.best, len(find_layers(priced.pricer.blocks))
@@ -132,7 +132,7 @@ def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
 
 
 def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
-    """Yield all dp, tp and pp degrees, with one sample per data-parallel rank if possible."""
+    """Yield all dp, tp and pp degrees; a micro-batch has a sample per dp rank if possible."""
     cluster, number = plan.cluster, plan.cluster.num_devices
     host = min(each.num_devices for each in cluster.hosts)
     for tp in reversed(sizes(host)):

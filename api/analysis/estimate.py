@@ -233,7 +233,7 @@ def _in_fork(task: tuple[str, Method]) -> Estimate:
 
 
 class _UnknownError(Exception):
-    """Signal that the cache lacks the result of a search."""
+    """Signal that the cache has no result of a search, when only cached results are wanted."""
 
 
 class _Search:

@@ -34,7 +34,7 @@ LEAST_SHARE = 0.01
 
 
 def number(value: float) -> str:
-    """Write a coordinate with at most two decimals.
+    """Format a coordinate with at most two decimals.
 
     >>> number(3.0), number(2.71828), number(-0.001)
     ('3', '2.72', '0')
@@ -352,7 +352,7 @@ def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
 def _steps(
     times: Sequence[float], values: Sequence[float], end: float
 ) -> list[tuple[float, float]]:
-    """Return the corners of a step function that holds its last value until ``end``."""
+    """Return the corners of a step function of time that keeps its last value until ``end``."""
     nexts = [*times[1:], end]
     return [
         corner

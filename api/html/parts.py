@@ -136,7 +136,7 @@ class WeightGroup:
 
 
 def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
-    """Return the weight layouts of each kind of block; ``shapes`` maps names to known shapes."""
+    """Return drawn weight layouts of each kind of block; ``shapes`` maps names to known shapes."""
     found = []
     for mesh, members, splits in mesh_splits(plan):
         stored = stored_text(members.values())

@@ -13,7 +13,7 @@ from autoparallel.planner.plan import Plan
 
 
 def plan_page(plan: Plan, path: str, *, loads_target: bool, trust: bool = False) -> str:
-    """Return the page, as HTML, of the plan in the file ``path``, with ``page_sources``."""
+    """Return the HTML page of a plan in the file ``path``, with a run's measurement if any."""
     return page(plan, page_sources(plan, path, loads_target=loads_target, trust=trust))
 
 

@@ -75,7 +75,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Ops by arithmetic intensity and rate, with the device's roofs."""
+    """Roofline chart: ops by arithmetic intensity and FLOP/s, with the device's upper bounds."""
 
     rows: tuple[OpRow, ...]
     roofs: tuple[Roof, ...]
@@ -97,7 +97,7 @@ def power_text(value: float) -> str:
 
 
 def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
-    """Return the roofline of ops on a device; matrix products compute in ``dtype``."""
+    """Return the roofline chart of ops on a device; matrix products compute in ``dtype``."""
     peak, rate = peak_flops(device, dtype), device.memory_bytes_per_second
     total = sum(op.total_seconds for op in ops) or 1.0
     counted = [op for op in ops if op.flops > 0 and op.num_bytes > 0]
@@ -122,7 +122,7 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
 
 
 def _roofs(x: Scale, y: Scale, peak: float, rate: float, dtype: str) -> tuple[Roof, Roof]:
-    """Return the sloped roof of memory bandwidth and the flat roof of compute."""
+    """Return the bounds of FLOP/s: sloped by memory bandwidth, and flat by peak compute."""
     ridge = peak / rate
     start = max(x.low, y.low / rate)
     memory = line([(x(start), y(start * rate)), (x(ridge), y(peak))])

@@ -11,10 +11,10 @@ from autoparallel.options.option import option
 from autoparallel.planner.errors import UsageError
 
 Init = Literal["auto", "sharded", "exact"]
-"""Way to draw initial weights; see ``passes.initialization.deferred_init``."""
+"""Way to draw initial weights: each rank its shards, or exactly as on one device."""
 
 OnNan = Literal["ignore", "skip", "stop"]
-"""Reaction to a gradient that is not finite; see ``runtime.update.update``."""
+"""Reaction to a gradient that is not finite: update all the same, skip the update, or stop."""
 
 
 @dataclass(frozen=True, slots=True)

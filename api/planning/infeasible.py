@@ -22,7 +22,7 @@ from autoparallel.planning.plan_command import IMPLIED, plan_command
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 
 Change = tuple[str, Cluster, Request]
-"""Description of a change, and the cluster and request to plan instead."""
+"""Description of a change, and the changed cluster and request to plan for."""
 
 MOST_SECONDS = 20.0
 """Limit in seconds for trying all changes; the time limit of the search also applies."""
@@ -31,7 +31,7 @@ ENOUGH = 3
 """Number of changes that an error message names."""
 
 FACTORS = (1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 16.0)
-"""Multiples of the memory limit under which the nearest plan is searched."""
+"""Multiples of the memory limit that are tried in turn to find the nearest plan."""
 
 UNLIMITED = 1e6
 """Multiple of the memory limit that stands for no limit."""
@@ -40,7 +40,7 @@ EXTRA_SECONDS = 10.0
 """Seconds to search without a memory limit, and extra seconds to search under larger limits."""
 
 MOST_TIMES = 64
-"""Largest multiple of the cluster that is tried."""
+"""Largest multiple of the cluster's hosts that is tried to find a plan."""
 
 MICROBATCH_SECONDS = 6.0
 """Time limit of the search with each number of micro-batches; any plan suffices."""

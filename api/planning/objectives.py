@@ -280,7 +280,7 @@ class _Job:
 
 
 def doublings(last: int) -> Iterator[int]:
-    """Yield indices at doubling distances, and ``last`` at the end.
+    """Yield indices from 0 on, at doubling distances, and ``last`` at the end.
 
     >>> list(doublings(20))
     [0, 1, 3, 7, 15, 20]
@@ -348,7 +348,7 @@ def first_hosts(cluster: Cluster, number: int) -> Cluster:
 
 
 def counted(number: int) -> tuple[int, ...]:
-    """Return the numbers to try of ``number`` equal things: all, or doublings if there are many.
+    """Return the counts to try of ``number`` equal hosts or devices: all, or doublings if many.
 
     >>> counted(3), counted(48)
     ((1, 2, 3), (1, 2, 4, 8, 16, 32, 48))

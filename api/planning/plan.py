@@ -153,7 +153,7 @@ def own_update(target: Target) -> str:
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
-    """Return the options as the planner's request."""
+    """Convert the options of planning to the planner's ``Request`` for a program."""
     asked = {each.name for each in fields(Request)} & {each.name for each in fields(PlanOptions)}
     given: dict[str, Any] = {name: getattr(options, name) for name in asked} | {
         "seq": options.seq if options.seq is not None else captured_seq(program),

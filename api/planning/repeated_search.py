@@ -33,21 +33,21 @@ class RepeatedSearch:
     search: Search
     seconds: float
     ignores: bool = False
-    """True if every error of planning counts as no plan."""
+    """True if any planning error of a run counts as no plan instead of being raised."""
     began: float = field(default_factory=lambda: time.perf_counter())
     error: AutoparallelError | None = None
 
     def anew(self, seconds: float) -> RepeatedSearch:
-        """Return the same search with a new budget of ``seconds`` from now on."""
+        """Return the same search with a new time budget of ``seconds`` from now on."""
         return RepeatedSearch(self.search, seconds, self.ignores)
 
     @property
     def left(self) -> float:
-        """Seconds left of the budget."""
+        """Seconds left of the time budget."""
         return self.seconds - (time.perf_counter() - self.began)
 
     def share(self, request: Request, parts: int = 1) -> Request:
-        """Return a request whose time limit is an equal part of the seconds left."""
+        """Return the request with a time limit of 1/``parts`` of the seconds left."""
         seconds = max(max(self.left, 0.0) / max(parts, 1), LEAST_SECONDS)
         return replace(request, time_limit_seconds=seconds)
 

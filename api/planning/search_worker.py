@@ -60,7 +60,7 @@ class Beside:
             raise LostError from error
 
     def answer(self, context: SearchContext) -> Any:
-        """Wait for the result until shortly after the time limit, timed in ``context``'s budget.
+        """Return the process's result; wait until ``LATE_SECONDS`` after the search's time limit.
 
         Raises ``LostError`` if no result comes.
         """

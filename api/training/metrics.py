@@ -19,7 +19,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.training.callbacks import Callback, StepRecord
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Python package that each option needs."""
+"""Python package that each metrics option needs, by option."""
 
 
 def figures(record: StepRecord) -> dict[str, float | int | None]:
@@ -103,7 +103,7 @@ def _remove_steps(path: Path, kept: int) -> None:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line of metrics, 0 if it has none."""
+    """Return the step number in a line of a metrics file, 0 if it has none."""
     try:
         found = json.loads(line)
     except ValueError:

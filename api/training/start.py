@@ -31,7 +31,7 @@ from autoparallel.training.steps import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
-"""Time without progress of a rank after which the run ends."""
+"""Default seconds without progress of a rank after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)

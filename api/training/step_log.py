@@ -53,7 +53,7 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def forget_peak(self) -> None:
-        """Reset the peak. On the CPU, memory that malloc has not returned still counts."""
+        """Reset the peak. On the CPU, freed memory that malloc has not returned still counts."""
         self._peak_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -126,7 +126,7 @@ class StepLog:
             self._read(*before)
 
     def finish(self) -> None:
-        """Wait for the pending step, then read and print it."""
+        """Wait for the last step, then read and print its result."""
         if self._running is not None:
             self._read(*self._running)
             self._running = None

@@ -65,7 +65,7 @@ class RunTrace:
         self._recorder: StepRecorder | None = None
 
     def begin(self, step: int, trainer: RankTrainer) -> None:
-        """Begin recording ``step`` if it is chosen."""
+        """Begin recording ``step`` if it is one of the chosen steps."""
         if step in self._steps:
             assert isinstance(trainer, Trainer)
             self._recorder = self._recorder or StepRecorder(trainer)
