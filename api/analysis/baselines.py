@@ -48,7 +48,7 @@ GRID_SHARE = 0.7
 """Part of ``LIMIT_SECONDS`` for all 3-D degrees; the rest is for variants of the fastest."""
 
 STATES_SHARE = 0.8
-"""Safety factor of ``_may_fit``. Degrees are skipped if a device's even part of the model states
+"""Safety factor for memory. Degrees are skipped if a device's even part of the model states
 (parameters, gradients, optimizer states), times this factor, exceeds its usable memory."""
 
 

@@ -101,7 +101,7 @@ class PricedConfigurations:
     error: AutoparallelError | None = None
 
     def price(self, candidates: Iterable[Configuration]) -> Iterator[PricedStep]:
-        """Price each candidate and yield its step; candidates that raise an error are skipped."""
+        """Price each configuration and yield the result; skip candidates that raise an error."""
         remaining = iter(candidates)
         while True:
             try:
@@ -120,13 +120,13 @@ class PricedConfigurations:
 
     @property
     def fitting(self) -> list[PricedStep]:
-        """Return the steps whose memory fits, the fastest first."""
+        """Return the priced configurations whose memory fits, the fastest first."""
         fitting = (step for step in self.steps if step.fits)
         return sorted(fitting, key=lambda step: step.step_seconds)
 
     @property
     def best(self) -> PricedStep:
-        """Return the fastest step whose memory fits, or else the step with the least memory."""
+        """Return the fastest priced configuration that fits memory, else the smallest."""
         fitting = self.fitting
         return fitting[0] if fitting else min(self.steps, key=lambda step: step.peak_bytes)
 
@@ -140,7 +140,7 @@ def simulated(
     basis: Basis = DEFAULT,
     pins: tuple[Pin, ...] = (),
 ) -> tuple[PricedStep, Plan]:
-    """Price and simulate a configuration, and return its step and its plan.
+    """Price and simulate a training step of a configuration; return the step and a plan.
 
     The plan describes ``model``. Raises ``UsageError`` if the configuration does not suit the model
     or the cluster.

@@ -54,7 +54,7 @@ class _Explainer:
         self.plan, self.priced = self.model.plan, self.model.variant
 
     def explained(self, name: str) -> Explanation:
-        """Return the priced alternatives to the plan's choice that ``name`` names."""
+        """Return the priced alternatives to the plan's choice ``name``."""
         word = name.strip()
         of_word: dict[str, Callable[[], Explanation]] = {
             "zero": self._zero,

@@ -114,7 +114,7 @@ def batch_text(plan: Plan) -> str:
 
 
 def configuration_text(plan: Plan) -> str:
-    """Return the summary of a plan with its micro-batches spelled out."""
+    """Return a plan's one-line summary of degrees and choices, with micro-batches spelled out."""
     size = plan.microbatch_size
     of_ranks = {size // stage.mesh.row_parts for stage in plan.stages}
     is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
@@ -283,7 +283,7 @@ class StageRow(TypedDict):
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """Return a row per stage of a plan."""
+    """Return a report row (``StageRow``) per stage of a plan."""
     return [
         {
             "stage": index,

@@ -165,7 +165,7 @@ class PlanModel:
         return self.structure.run(start, start + len(self.plan.stages[index].blocks))
 
     def restriction(self, index: int) -> Restriction:
-        """Return the limits on a stage's layouts that the search had which made the plan."""
+        """Return the limits on a stage's layouts as in the search that made the plan."""
         stage = self.plan.stages[index]
         assembly, _ = assembly_of(
             self.structure, self.run(index), stage, self.plan, default_rules, self.basis

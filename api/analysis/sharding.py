@@ -114,7 +114,7 @@ def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
 
 
 def weight_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row per parameter of each kind of block on each mesh, with its layout in words."""
+    """Return a table row per parameter of each kind of block and mesh, with its layout in words."""
     return [
         {"blocks": list(kind.blocks), "mesh": mesh_text(mesh), "weight": name, "layout": layout}
         for mesh, _, kinds in mesh_splits(plan)

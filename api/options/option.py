@@ -28,7 +28,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Allowed values of an option, and the code of the error for other values."""
+    """Allowed values of an option, and the UsageError code for all other values."""
 
     code: str
     names: tuple[str, ...]

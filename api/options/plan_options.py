@@ -94,7 +94,7 @@ def _pins(asked: Texts) -> tuple[Pin, ...]:
 
 
 LARGEST_COUNT = 10**9
-"""Maximum of samples per step, and of positions per sequence."""
+"""Maximum number of samples per step, and of positions (tokens) per sequence."""
 
 SEVERAL = list[str] | None
 """Type of an option that may be repeated."""

@@ -11,7 +11,7 @@ from autoparallel.options.option import option
 from autoparallel.planner.errors import UsageError
 
 Init = Literal["auto", "sharded", "exact"]
-"""Way to draw initial weights: each rank its shards, or exactly as on one device."""
+"""Way to draw initial weights: only this rank's shards, exactly as on one device, or either."""
 
 OnNan = Literal["ignore", "skip", "stop"]
 """Reaction to a gradient that is not finite: update all the same, skip the update, or stop."""

@@ -25,8 +25,7 @@ def num_moves(space: Space) -> int:
 
 
 def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
-    """Return the pipeline after each possible move of the block's stage; None if it cannot be
-    run."""
+    """Return the pipeline after each kind of move of the block; None for impossible moves."""
     index = next(i for i, stage in enumerate(stages) if stage.stop > block)
     found = [_move_border(stages, index, block + 1, -1), _move_border(stages, index, block, 1)]
     found += [_cut(stages, index, block, size) for size in space.sizes]

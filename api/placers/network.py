@@ -54,7 +54,7 @@ def logit_gradient(
 
 
 def weights(rng: np.random.Generator, inputs: int, outputs: int, gain: float = 1.0) -> Floats:
-    """Draw random weights (inputs, outputs) that preserve variance, times ``gain``."""
+    """Draw random initial weights (inputs, outputs) that preserve variance, times ``gain``."""
     return rng.normal(0.0, gain / np.sqrt(inputs), (inputs, outputs))
 
 

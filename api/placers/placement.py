@@ -30,7 +30,7 @@ from autoparallel.planner.inter_op.inter_op import Pipeline, Table
 Method = Literal["colocrl", "placeto", "random"]
 
 EVALUATIONS = 2000
-"""Default number of pipelines to price."""
+"""Default number of pipelines that learning prices."""
 
 RANDOM_BATCH = 10
 

@@ -150,7 +150,7 @@ class _Policy:
     def visit(
         self, placements: list[Stages], block: int, rng: np.random.Generator
     ) -> tuple[_Step, list[Stages]]:
-        """Draw a move of the block in every placement; return the visit and the new placements."""
+        """Draw a move of the block in each episode; return the visit and the moved pipelines."""
         options = [moves(self.space, stages, block) for stages in placements]
         allowed = np.array([[each is not None for each in found] for found in options])
         x = np.stack([self.features(stages, block) for stages in placements])
@@ -167,7 +167,7 @@ class _Policy:
         return _Step(block, x, layers, seen, hidden, probabilities, actions), moved
 
     def gradients(self, step: _Step, advantages: Floats, entropy_weight: float) -> list[Floats]:
-        """Return the gradients of all parameters for a visit, averaged over episodes."""
+        """Return a visit's loss gradients of all network parameters, averaged over episodes."""
         gradient = logit_gradient(step.probabilities, step.actions, advantages, entropy_weight)
         head, view = self.head.backward(step.seen, step.hidden, gradient / len(advantages))
         own, before, after, _ = np.split(view, [HIDDEN, 2 * HIDDEN, 3 * HIDDEN], axis=1)

@@ -15,7 +15,7 @@ from autoparallel.placers.space import Space
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 
 FEWEST = 20
-"""Minimum number of pipelines to price, even after the deadline."""
+"""Minimum number of pipelines that are priced, even after the deadline."""
 
 Observe = Callable[[str, float, float], None]
 """Callback for progress that takes the phase's name, the amount done, and the total."""

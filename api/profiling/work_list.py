@@ -209,7 +209,7 @@ def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Bl
 
 
 def is_wanted(options: PlanOptions, cluster: Cluster) -> bool:
-    """Return whether times are measured before planning for a cluster."""
+    """Return whether the options want times measured before planning for a cluster."""
     return options.profile == "auto" and options.measure_seconds > 0 and is_at_hand(cluster)
 
 
@@ -289,7 +289,7 @@ class PlanWork(WorkList):
     began: float = field(default_factory=time.time)
 
     def left_seconds(self, task: Task | None = None) -> float:
-        """Return the seconds left for measuring."""
+        """Return the seconds left for all measuring."""
         all_seconds = self.options.measure_seconds
         waited = time.time() - self.began
         share = MEASURING_SHARE * all_seconds - self.measured_seconds

@@ -349,7 +349,7 @@ def confidence(plan: Plan) -> RenderableType:
 
 
 def _planning_text(plan: Plan) -> str:
-    """Describe the planning time by phase."""
+    """Describe the time that planning took, by phase."""
     phases = {name: value for name, value in plan.solver.seconds.items() if name != "total"}
     total = plan.solver.seconds.get("total", sum(phases.values()))
     spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())

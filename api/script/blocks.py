@@ -378,7 +378,7 @@ def _expression(writer: Writer, node: fx.Node) -> Expression:
 
 
 def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
-    """Return whether a cast keeps the dtype of its tensor."""
+    """Return whether the cast ``node`` keeps its tensor's dtype, so that it can be left out."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         return False
