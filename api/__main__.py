@@ -107,8 +107,8 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open closed output streams on the null device, and escape characters that a stream cannot
-    encode."""
+    """Open stdout and stderr on the null device if they are closed, and make them escape characters
+    that their encoding lacks."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the process
@@ -145,7 +145,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _refuse(error: Any) -> int:
-    """Print an error of the command line in this package's format, with the nearest known name."""
+    """Print an error in the command's arguments with a fix, and return the exit code."""
     context = error.ctx
     path = "autoparallel" if context is None else context.command_path
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":

@@ -25,7 +25,7 @@ from autoparallel.planner.rules.annotation import bind
 from autoparallel.target.register_op import existing_op, registered_rules
 
 MESHES = (Mesh(("x",), (2,)), Mesh(("x",), (3,)), Mesh(("x", "y"), (2, 2)))
-"""Meshes of the simulated ranks; sizes that no mesh divides are not sharded."""
+"""Meshes of simulated ranks for tests; dimensions that no mesh divides are not sharded."""
 
 LAYOUTS_ON_TWO_AXES = 16
 
@@ -82,7 +82,7 @@ def _rule_of(function: Any) -> tuple[str, OpRule | None]:
 
 
 def _differentiable(arguments: Any) -> Any:
-    """Return the arguments; if no tensor requires a gradient, all floating-point tensors do."""
+    """Return the arguments; all floating-point tensors require gradients if none did before."""
     tensors = list(_tensors(arguments))
     if any(tensor.requires_grad for tensor in tensors):
         return arguments
@@ -108,7 +108,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Op with its arguments."""
+    """Op to test, with its sharding rule and example arguments."""
 
     path: str
     rule: OpRule | None

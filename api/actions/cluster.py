@@ -70,11 +70,11 @@ def _links(cluster: Cluster) -> list[tuple[str, Link]]:
 
 
 Figures = list[tuple[str, str, str]]
-"""Rows of name, value and source."""
+"""Rows of the name, value and source of a number that describes a device or link."""
 
 
 def device_figures(device: Device) -> Figures:
-    """Return each figure of a device with its source."""
+    """Return the name, value and source of each number that describes a device."""
     bandwidth = rate_text(device.memory_bytes_per_second, "B/s")
     rows = [
         ("memory", bytes_text(device.memory_bytes), "memory_bytes"),
@@ -109,7 +109,7 @@ def device_figures(device: Device) -> Figures:
 
 
 def link_figures(link: Link) -> Figures:
-    """Return the figures of a link, which all have the same source."""
+    """Return the name, value and source of each number that describes a link between devices."""
     rows = [
         ("bandwidth", rate_text(link.bytes_per_second, "B/s"), link.source),
         ("latency", seconds_text(link.alpha_seconds), link.source),
@@ -133,7 +133,7 @@ def wires_table(wires: Wires) -> Table:
 
 
 def figure_table(figures: Figures) -> Table:
-    """Return figures as a table; a source that repeats is shown once."""
+    """Return rows of ``Figures`` as a table; a source that repeats is shown once."""
     table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
     before = ""
     for name, value, source in figures:
@@ -170,4 +170,4 @@ def _show_presets(json: bool) -> None:
 
 
 BEST_DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes whose peak the list of presets shows: the first that a device supports."""
+"""Dtypes in order of preference, for the single peak FLOPS shown of each preset in the list."""

@@ -37,7 +37,7 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
 
 
 def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
-    """Return the requirements to check. Raises UsageError AP380 if both options are given."""
+    """Return the cluster and memory to check. Raises UsageError AP380 if both options are given."""
     if plan is not None and cluster is not None:
         raise UsageError(
             "AP380", "--plan and --cluster are both given", fix="give one: a plan has a cluster"
@@ -49,7 +49,7 @@ def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
 
 
 def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
-    """Collect findings from the ranks of the cluster: torchrun's, or processes started here."""
+    """Run the checks on every rank (torchrun's, or processes started here); return all findings."""
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
         "autoparallel.doctor.worker:examine",

@@ -73,7 +73,7 @@ def explain(
 def _measured(
     plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
 ) -> None:
-    """Print predictions beside a run's measurements, and beside measured blocks if any."""
+    """Print predictions beside a run's metrics, and beside measured times of blocks if any."""
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:
         with plan_cache() as cache:

@@ -97,7 +97,7 @@ def schedules(
 
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
-    """Return the facts about a schedule as JSON values."""
+    """Return the properties of a pipeline schedule (name, memory, source, …) as JSON values."""
     executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     return {
         "name": info.name,
@@ -112,7 +112,7 @@ def facts(info: ScheduleInfo) -> dict[str, Any]:
 
 
 def listing(found: list[dict[str, Any]]) -> list[str]:
-    """Format the list of schedules as lines of at most 80 columns."""
+    """Format the properties of schedules, from ``facts``, as lines of at most 80 columns."""
     lines = []
     for each in found:
         runs = "simulate and run" if each["runs"] else "simulate only"

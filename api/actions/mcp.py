@@ -60,7 +60,7 @@ def parameters(name: str) -> dict[str, Parameter]:
 
 
 def input_schema(name: str) -> Schema:
-    """Return the JSON Schema of the arguments of a tool, which are left out rather than null."""
+    """Return the JSON Schema of a tool's arguments; optional arguments are left out, not null."""
     found: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
     own = parameters(name)
     for key, each in own.items():
@@ -81,7 +81,7 @@ def input_schema(name: str) -> Schema:
 
 
 def answer(name: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the JSON document of a tool's command, or of its error; and whether it is an error."""
+    """Run a tool's command; return its JSON document, or its error as JSON, and if it failed."""
     try:
         values = _values(name, given)
         with _new_modules(), redirect_stdout(io.StringIO()) as printed:
@@ -117,8 +117,8 @@ def _new_modules() -> Iterator[None]:
 def _values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a command's parameters for the arguments of its tool.
 
-    Raises UsageError: AP135 for an unknown tool, AP141 for an unknown argument, AP136 for one that
-    is missing or wrong.
+    Raises UsageError: AP135 for an unknown tool, AP141 for an unknown argument, AP136 for a missing
+    or wrong argument.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match

@@ -38,7 +38,7 @@ from autoparallel.report import Details, print_report
 from autoparallel.target.load import load_target
 
 OWN_DEGREES = ("schedule", "chunks", "cp", "slices", "etp")
-"""Names in ``--parallel`` that ``simulate`` handles in its own way."""
+"""Names in ``--parallel`` that ``simulate`` reads itself, without ``parse_parallel``."""
 
 
 def simulate(
@@ -98,7 +98,7 @@ def simulate(
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:
-    """Return the items of ``--parallel`` in ``OWN_DEGREES``, and the text of the others.
+    """Return ``--parallel``'s values of ``OWN_DEGREES`` by name, and all other values as text.
 
     >>> split_parallel("dp=2,pp=4,schedule=bfs,chunks=2")
     ({'schedule': 'bfs', 'chunks': '2'}, 'dp=2,pp=4')
@@ -142,7 +142,7 @@ def configured(
     layers: tuple[int, ...] | None,
     dispatcher: str,
 ) -> Configuration:
-    """Return the configuration that the options describe. Raises ``UsageError`` for conflicts."""
+    """Return the degrees and choices of the options. Raises ``UsageError`` for conflicts."""
     forced = options.forced
     if forced.servers is not None:
         raise UsageError(
@@ -218,9 +218,9 @@ def degree(own: dict[str, str], name: str) -> int:
 
 
 def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
-    """Return rows and number of micro-batches; by default one row per data-parallel rank.
+    """Return the samples of a micro-batch (default: one per data-parallel rank), and their number.
 
-    Raises UsageError AP124 if they do not divide the global batch.
+    Raises UsageError AP124 if the micro-batches do not divide the global batch.
     """
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches
@@ -242,7 +242,7 @@ def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
 def show(
     priced: PricedStep, plan: Plan, trained: TrainedAs, trace: str | None, *, is_json: bool
 ) -> None:
-    """Print the report, or the figures as JSON, and write the trace if requested."""
+    """Print a simulated step as a report or as JSON, and write its trace if ``trace`` is given."""
     if trace is not None:
         write_trace(priced.timeline, trace)
     if is_json:
@@ -261,7 +261,7 @@ def show(
 
 
 def notes(priced: PricedStep, trained: TrainedAs) -> list[str]:
-    """Return notes about parts of a configuration that a plan does not store."""
+    """Return notes on choices that no plan stores: training system, kernels, folded experts."""
     own, found = priced.configuration, []
     if trained.name != "run":
         found.append(f"priced as {system(trained.name).title} trains")
@@ -280,11 +280,11 @@ def write_trace(timeline: Timeline, path: str) -> None:
 
 
 OWN_CHOICES = "dp tp cp ep pp etp compiled fuses_products zero recompute schedule"
-"""Fields of a configuration that its JSON has under their names."""
+"""Fields of ``Configuration`` that the JSON document contains under the same names."""
 
 
 def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any]:
-    """Return the figures as JSON values; lists have an entry per stage or pipeline rank."""
+    """Return a simulated step as JSON values; lists have an entry per stage or pipeline rank."""
     timeline, own = priced.timeline, priced.configuration
     return {
         "priced_as": trained.name,

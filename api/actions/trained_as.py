@@ -32,14 +32,14 @@ EXPERTS: Mapping[Kernels, ExpertKernels] = {
     "compiled": "activation",
     "fused": "one",
 }
-"""Kernels between the matrix products of experts, for each value of ``--kernels``."""
+"""Fusion of the ops between experts' matrix products, for each value of ``--kernels``."""
 
 Choice = TypeVar("Choice", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedAs:
-    """Training system, the assumptions for its prices, and its kernels."""
+    """Training system to price (``--as``), the assumptions for its prices, and its kernels."""
 
     name: SystemName
     assumptions: CostAssumptions
@@ -47,7 +47,7 @@ class TrainedAs:
     has_parts: bool
 
     def configured(self, own: Configuration) -> Configuration:
-        """Return a configuration with the changes that the system makes."""
+        """Return a configuration as run by the system: its recomputation, norms and kernels."""
         if self.has_parts:
             own = replace(own, recompute="selective")
         if system(self.name).splits_sequences and own.tp > 1:
@@ -67,7 +67,7 @@ def trained_as(
     kernels: str | None,
     parts: str | None,
 ) -> TrainedAs:
-    """Return the training system to price, with assumptions changed by the given options."""
+    """Return the training system called ``name``, with the assumptions that the options change."""
     whose = check_choice("--as", name, SYSTEMS)
     asked: dict[str, Any] = {"slowdown": slowdown, "imbalance": imbalance}
     if dispatcher is not None:

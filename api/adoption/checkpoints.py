@@ -109,7 +109,7 @@ def load(
 def _unpack_arguments(
     model: nn.Module | Step, optimizer: Optimizer | None, extras: dict[str, Any]
 ) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
-    """Return the module, its optimizer, and the other parts by name. Raises UsageError AP890."""
+    """Return the module, its optimizer, and further objects by name. Raises UsageError AP890."""
     if isinstance(model, Step):
         optimizer = model.optimizer if optimizer is None else optimizer
         return _unpack_arguments(model.model, optimizer, {"update": model, **extras})
@@ -156,7 +156,7 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
 @contextmanager
 def _report_action(what: str) -> Iterator[None]:
-    """Report an action to the script's watchdog while it runs inside the context."""
+    """Tell the script's watchdog inside the context that the process is doing ``what``."""
     with as_launched():
         tell = watch_script(os.environ).watchdog.progress
     tell(what)

@@ -178,7 +178,7 @@ class DistributedLoader:
         return () if held is None else held.indices()
 
     def _by_row(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield each global batch from ``start`` on: its size, and this rank's rows of it."""
+        """Yield the size of each global batch from number ``start`` on, and this rank's rows."""
         if not self._held_rows(self._batches.global_rows):
             for indices in islice(self._order.batches(), start, None):
                 rows = [indices[row] for row in self._held_rows(len(indices))]
@@ -202,7 +202,7 @@ class DistributedLoader:
         return self._loader.collate_fn([dataset[row] for row in rows])
 
     def _keep_rows(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield as ``_by_row`` from an iterable dataset: read all samples, collate this rank's."""
+        """Yield the size of each global batch of an iterable dataset, and this rank's rows."""
         loader, planned = self._loader, self._batches.global_rows
         if self._inner is None:
             self._inner = type(loader)(
@@ -225,7 +225,7 @@ class DistributedLoader:
 
 
 class _AllRows:
-    """Stand-in for ``StepBatches`` in a single process, which needs all rows."""
+    """Stand-in for ``StepBatches`` (a rank's rows of each batch) in a single process: all rows."""
 
     place = (0, 1)
 
@@ -268,7 +268,7 @@ class LoneLoader(DistributedLoader):
 
 
 class _RowSampler:
-    """Batch sampler of a ``DistributedLoader``, with this rank's rows."""
+    """Batch sampler that yields the indices of the rows that this rank loads of each batch."""
 
     def __init__(self, owner: DistributedLoader) -> None:
         self._owner = owner
@@ -283,7 +283,7 @@ class _RowSampler:
 class _KeepRows:
     """Collate function that returns the size of a batch and this rank's samples, collated.
 
-    A batch of another size than planned is returned uncollated: this rank's rows are unknown here.
+    A batch of another size than planned is returned uncollated: its rows of this rank are unknown.
     """
 
     def __init__(self, collate: Callable[[Any], Any], rows: Sequence[int], planned: int) -> None:
@@ -300,8 +300,8 @@ class _Order:
     """Random order of a DataLoader, the same on every rank as on one device.
 
     A sampler draws from the generators given to it or to the loader, else from torch's default.
-    Given generators are set to rank 0's state. The default one is replaced by a stream of random
-    numbers that starts from rank 0's state at the first epoch and serves only this loader.
+    Given generators are set to rank 0's state. The default generator is replaced by a stream of
+    random numbers that starts from rank 0's state at the first epoch and serves only this loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -314,7 +314,7 @@ class _Order:
         self._began: list[Tensor] = []
 
     def begin(self) -> None:
-        """Begin the order of an epoch; the first call is collective over all ranks."""
+        """Store the generator states of a new epoch; the first call, collective, takes rank 0's."""
         if self._stream is None:
             for generator in self._generators:
                 generator.set_state(share_tensor(generator.get_state()))
@@ -322,7 +322,7 @@ class _Order:
         self._began = [self._stream, *(each.get_state() for each in self._generators)]
 
     def follow(self) -> None:
-        """Record torch's generator state before an epoch that draws from the default generator."""
+        """Store the generators' states before an epoch that uses torch's default generator."""
         self._began = [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
 
     def worker_seed(self) -> int:
@@ -337,7 +337,7 @@ class _Order:
         return self.draw_items(self._loader.batch_sampler)
 
     def draw_items(self, source: Any) -> Iterator[Any]:
-        """Yield the items of ``source``, with torch's default generator replaced by the stream."""
+        """Yield each item of ``source``, whose random numbers come from this loader's stream."""
         with self._draw_from_stream():
             iterator = iter(source)
         while True:
@@ -349,11 +349,11 @@ class _Order:
             yield value
 
     def state(self) -> list[str]:
-        """Return the generator states at the beginning of the epoch, base64-encoded."""
+        """Return the states of the generators at the beginning of the epoch, base64-encoded."""
         return [base64.b64encode(bytes(each.tolist())).decode() for each in self._began]
 
     def restore(self, states: Sequence[str]) -> None:
-        """Restore the result of ``state``, so that its epoch begins again."""
+        """Set the generators to the result of ``state``, so that the same epoch begins again."""
         tensors = [torch.tensor(list(base64.b64decode(each)), dtype=torch.uint8) for each in states]
         if len(tensors) != 1 + len(self._generators):
             raise UsageError(
@@ -369,7 +369,7 @@ class _Order:
 
     @contextmanager
     def _draw_from_stream(self) -> Iterator[None]:
-        """Make torch's default generator continue the stream inside the context."""
+        """Make torch's default generator continue this loader's stream inside the context."""
         assert self._stream is not None
         outside = torch.get_rng_state()
         torch.set_rng_state(self._stream)
@@ -381,19 +381,19 @@ class _Order:
 
 
 class _Dict(dict[Any, Any]):
-    """Rank's rows of a batch by name; ``global_rows`` is the number of rows of the whole batch."""
+    """Dict of a rank's part of a batch; ``global_rows`` is the size of the global batch."""
 
     global_rows: int
 
 
 class _Tuple(tuple[Any, ...]):
-    """Rank's rows of a batch by position."""
+    """Tuple of a rank's part of a batch; ``global_rows`` is the size of the global batch."""
 
     global_rows: int
 
 
 def tag_rows(batch: Any, rows: int) -> Any:
-    """Set the size of the global batch as ``global_rows`` on a rank's part and on its tensors."""
+    """Set ``global_rows``, the size of the global batch, on a rank's part and on its tensors."""
     made: Any = _Dict(batch) if isinstance(batch, Mapping) else batch
     made = _Tuple(batch) if isinstance(batch, tuple | list) else made
     made.global_rows = rows

@@ -21,8 +21,8 @@ from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, StagePara
 
 
 class ModelGuard:
-    """Guard of a planned model. ``modes`` are the ``training`` flags of its modules when it was
-    planned, ``slots`` the attributes that hold each parameter."""
+    """Check that a script has not changed a planned model. ``modes`` are its modules' ``training``
+    flags when it was planned, ``slots`` the (module, attribute) pairs that hold each parameter."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ModelGuard:
         self._storages = [(name, p.master, _storage_id(p.master)) for name, p in parameters.items()]
 
     def check(self) -> None:
-        """Raise UsageError AP922, AP923, AP929 or AP936 for a change that the program ignores."""
+        """Raise UsageError AP922, AP923, AP929 or AP936 if modes, hooks or parameters changed."""
         self._check_places()
         self.check_data()
         for module, mode in self._modules:

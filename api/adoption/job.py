@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 class PlanJob:
     """Input for planning a model.
 
-    ``deferred`` is the recorded construction of a model whose weights are not made yet; None if
-    they are. ``weights`` is a file or folder of initial weights (see
-    ``runtime.parameters.pretrained``).
+    ``deferred`` is the recorded construction of a model without weights; None if it has weights.
+    ``weights`` is a file or folder of initial weights (see ``runtime.parameters.pretrained``).
     """
 
     target: Target

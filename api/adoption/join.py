@@ -71,7 +71,7 @@ def join_training(
     buckets: Sequence[int] = (),
     timeout_seconds: float | None = None,
 ) -> tuple[Trainer, LiveCaptures]:
-    """Make the trainer of this rank for a model, and the ``LiveCaptures`` of its code.
+    """Return the trainer of this rank for a model, and the captured programs of the model's code.
 
     Collective over all ranks. Without ``plan`` rank 0 plans for the processes that torchrun
     started, and all ranks use its plan. Initial weights are rank 0's: of its model, or drawn from
@@ -162,7 +162,7 @@ def _cluster(name: str, device: torch.device) -> Cluster | None:
 
 
 def _initial_weights(model: nn.Module, job: PlanJob) -> Weights:
-    """Return rank 0's initial weights on every rank; in place for a model that has weights."""
+    """Return rank 0's initial weights on every rank; weights that a model has change in place."""
     if job.deferred is not None:
         assert isinstance(job.deferred.seed, Tensor)
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
@@ -184,16 +184,16 @@ def _capture_again(
     rows: int,
     change: Change = keep_batch,
 ) -> Program:
-    """Capture a model in training mode again, for a global batch of ``rows`` samples."""
+    """Capture a model's graph in training mode again, for a global batch of ``rows`` samples."""
     with as_at_start(), with_held(model, held):
         asked = replace(options, global_batch=rows)
         return _capture_outputs(model, changed_target(target, change), asked)
 
 
 def _capture_outputs(model: nn.Module, target: Target, options: PlanOptions) -> Program:
-    """Capture the model with its loss, or with its outputs if it has none.
+    """Capture the model's graph up to its loss, or up to its outputs if it has no loss.
 
-    With outputs the script computes the loss.
+    In the second case the script computes the loss from the outputs.
     """
     if target.returns_loss or target.loss_fn is not None:
         try:
@@ -221,7 +221,7 @@ def _capture(model: nn.Module, target: Target, options: PlanOptions) -> Program:
 def _fill_the_rest(
     model: nn.Module, weights: Deferred | Pretrained, program: Program, device: torch.device
 ) -> None:
-    """Give a model built without weights the tensors that no stage holds."""
+    """Put all tensors that no stage holds into a model built without weights, on ``device``."""
     graph = program.graph
     spread = {node.name for node in graph.parameters} | {*graph.tied, *graph.updates}
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -249,8 +249,8 @@ def _plan_together(
 ) -> Plan:
     """Plan for ``cluster`` on rank 0, the only rank that knows it, and share the plan. Collective.
 
-    If measuring is wanted, and torchrun started the processes of the cluster on one machine, all
-    ranks first measure costs that the plan needs.
+    If the options want measured times, and torchrun started the cluster's processes on one machine,
+    all ranks first measure the times that planning needs.
     """
     leader = None
     if cluster is not None:
@@ -276,7 +276,7 @@ def _plan_together(
 def _plan_again(
     target: Target, options: PlanOptions, plan: Plan, device: torch.device, program: Program
 ) -> Plan | None:
-    """Plan for another program of the model, with the devices and degrees of ``plan``.
+    """Plan for ``program``, another capture of the model, with the devices and degrees of ``plan``.
 
     Returns None if ``plan`` has several meshes, or if no such plan exists. Collective.
     """
@@ -304,7 +304,7 @@ def _plan_again(
 
 
 def _check_is_whole(wanted: Plan | Forced) -> None:
-    """Raise UsageError AP932 if the plan has several micro-batches or pipeline stages."""
+    """Raise UsageError AP932 if a plan or forced choices have several micro-batches or stages."""
     stages = len(wanted.stages) if isinstance(wanted, Plan) else wanted.pp or 1
     count = wanted.num_microbatches or 1
     if max(count, stages) > 1:

@@ -65,7 +65,7 @@ class ParallelModule(nn.Module):
         timeout_seconds: float | None = None,
         buckets: Sequence[int] = (),
     ) -> Trainer:
-        """Plan if needed, and replace the weights by this rank's shards; return the trainer.
+        """Plan the model unless planned, replace its weights by shards, and return the trainer.
 
         Collective. From then on a watchdog observes the process: see
         ``runtime.launch.watched_script``. Raises UsageError AP145 if the model has a plan and gets
@@ -161,8 +161,8 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
-        """Copy the values that the trainer loaded last into tensors that it does not train.
-        Collective."""
+        """Copy the checkpoint values that the trainer loaded last into the model's untrained
+        tensors. Collective."""
         _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,8 +250,8 @@ def parallel_class(
 ) -> type[nn.Module]:
     """Make a ``ParallelModule`` class with the name, methods and signatures of ``original``.
 
-    Calling the class runs ``make(cls, ...)`` instead of building the model. ``methods``: see
-    ``make_parallel``.
+    Calling the class runs ``make(cls, ...)`` instead of building the model. Methods named in
+    ``methods`` compute with whole weights.
     """
     check_methods(original, methods)
     planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]

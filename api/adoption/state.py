@@ -48,8 +48,8 @@ from autoparallel.runtime.step.whole_weights import WholeWeights
 from autoparallel.runtime.update.chosen_gradients import differentiate_chosen
 
 OTHER_FORMS = ("AP130", "AP836", "AP920", "AP940")
-"""Error codes of calls that the plan's program cannot compute. Without gradients the model's own
-forward computes them instead."""
+"""Error codes of calls whose arguments the plan's program cannot compute. Without gradients the
+model's own forward runs instead."""
 
 if TYPE_CHECKING:
     from autoparallel.passes.programs.outputs import OutputForm
@@ -60,7 +60,7 @@ class ParallelState:
     """State of a parallel model. ``trainer`` is None until all ranks have joined.
 
     ``is_joining``: the model is being planned, and acts as the plain model. ``is_plain``: it holds
-    whole weights for a while (``unsharded``).
+    whole weights inside a context such as ``unsharded``, and also acts as the plain model.
     """
 
     def __init__(self, job: PlanJob, forward: Callable[..., Any]) -> None:
@@ -81,7 +81,7 @@ class ParallelState:
 
     @property
     def outputs(self) -> OutputForm | None:
-        """Form of the outputs of the current call."""
+        """Structure of the model's outputs in the current call."""
         return self._following.outputs
 
     @property
@@ -94,7 +94,7 @@ class ParallelState:
     def leaves_own_hooks(self) -> bool:
         """Return whether a call of the model must skip the script's hooks and ``__call__``.
 
-        They run around the captured program, so the capture must not contain them.
+        Hooks run around the captured program, so the capture must not contain them.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 
@@ -109,7 +109,7 @@ class ParallelState:
             self.job = replace(self.job, options=replace(options, forced=forced))
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """Return the device of a tensor; the CPU for a meta tensor."""
+        """Return a tensor's device, or the CPU for a meta tensor."""
         return torch.device("cpu") if tensor.is_meta else tensor.device
 
     def join(
@@ -173,7 +173,7 @@ class ParallelState:
         )
 
     def _capture_now(self, rows: int) -> int:
-        """Return the index of the capture for ``rows`` rows and the model's present code."""
+        """Return the index of the captured program for ``rows`` rows and the model's code now."""
         self._guard.check()
         return self._following(rows, self._form)
 
@@ -187,7 +187,7 @@ class ParallelState:
             self.is_plain = before
 
     def _backward_of_outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run backward from a scalar projection of the model's outputs; return the scalar."""
+        """Run the backward from a weighted sum of the model's outputs; return the sum."""
         assert self.calls is not None
         outputs = self.calls.outputs(self.joined.runner.fit(inputs))
         loss = projection(outputs)
@@ -195,7 +195,7 @@ class ParallelState:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """Put this rank's shards in the place of the model's parameters and changing buffers."""
+        """Replace the model's parameters and changing buffers by this rank's shards."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
@@ -211,7 +211,7 @@ class ParallelState:
                     retire_tensor(old, f"{type(model).__name__}.{name}")
 
     def take_untrained(self, model: nn.Module) -> None:
-        """See ``ParallelModule.take_untrained``."""
+        """Copy the values that the trainer loaded last into the model's untrained tensors."""
         tied = self.joined.program.graph.tied
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tied.get(name, name) not in self._whole.slots:
@@ -253,7 +253,7 @@ class ParallelState:
             return self.run_own(args, kwargs)
 
     def _check_unwritten(self, model: nn.Module) -> None:
-        """Raise UsageError AP939 if a script wrote to weights before they were made."""
+        """Raise UsageError AP939 if a script wrote to weights that are still meta tensors."""
         tensors = (*nn.Module.named_parameters(model), *model.named_buffers())
         for name, tensor in tensors if self.job.deferred is not None else ():
             if not tensor.is_meta or tensor._version:
@@ -265,7 +265,7 @@ class ParallelState:
                 )
 
     def keep_buffers(self) -> None:
-        """Copy the buffers of the last forward into the model, even before its backward."""
+        """Store the buffers that the last forward updated, even if its backward has not run yet."""
         if self.trainer is not None:
             for stage in self.trainer.model.stages.values():
                 stage.keep_buffers()
@@ -338,7 +338,7 @@ class ParallelState:
         return found
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model's own forward, with each layer's weights gathered when it runs."""
+        """Run the model's own forward; each layer gathers its whole weights when it runs."""
         self._guard.check_data()
         self.keep_buffers()
         outputs = self.run_own(args, kwargs)
@@ -353,7 +353,7 @@ class ParallelState:
         return tree_map_only(Tensor, refuse, outputs)
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
-        """Run ``compute``, code of the model, with each layer's weights gathered when it runs."""
+        """Run ``compute``, code of the model; each layer gathers its whole weights as it runs."""
         self._weights.meet(self.tell)
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
@@ -393,7 +393,7 @@ class ParallelState:
 
     @contextmanager
     def trained_whole(self) -> Iterator[None]:
-        """Make the model plain inside the context, with gradients that go to this rank's shards.
+        """Put whole weights into the model inside the context; gradients go to this rank's shards.
 
         Raises UsageError AP146 for a plan with a pipeline: no rank has the weights of all stages.
         """
@@ -413,7 +413,7 @@ class ParallelState:
     def unsharded(
         self, model: nn.Module, rank: int | None, device: torch.device | str | None
     ) -> Iterator[None]:
-        """See ``ParallelModule.unsharded``."""
+        """Put whole weights into the model inside the context, on all ranks or only on ``rank``."""
         if self.is_plain:
             yield
             return
@@ -442,7 +442,7 @@ class ParallelState:
             )
 
     def _changed_in_place(self) -> list[str]:
-        """Return the names of whole tensors in the model that differ from the ranks' shards."""
+        """Return the names of whole tensors that the script changed inside ``unsharded``."""
         changed = []
         for name, slots in self._whole.slots.items():
             for module, attribute in slots:

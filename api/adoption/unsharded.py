@@ -20,13 +20,13 @@ from autoparallel.runtime.parameters.global_values import whole
 from autoparallel.runtime.step.whole_weights import WholeWeights
 
 Slot = tuple[nn.Module, str]
-"""Module, and the name of its attribute that holds a parameter or buffer."""
+"""Place of a tensor: a module, and the name of its attribute for a parameter or buffer."""
 
 
 class WholeModule:
-    """Contexts with whole tensors in a model's modules. Each is collective over all ranks.
+    """Contexts that put whole tensors into a model's slots (``Slot``); each is collective.
 
-    ``tied`` maps further names of a tied parameter to its first name.
+    ``tied`` maps each further name of a tied parameter to its first name.
     """
 
     def __init__(self, model: nn.Module, weights: WholeWeights, tied: Mapping[str, str]) -> None:
@@ -44,7 +44,7 @@ class WholeModule:
 
     @property
     def slots(self) -> Mapping[str, list[Slot]]:
-        """Slots of the model that hold each tensor sharded or placed over ranks, by its name."""
+        """Slots of each tensor whose values are distributed over ranks, by the tensor's name."""
         return self._slots
 
     def _split_names(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
@@ -107,7 +107,7 @@ class WholeModule:
             _restore(elsewhere)
 
     def _put_stand_ins(self) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors without memory into the empty slots of other ranks' tensors."""
+        """Put tensors without memory into slots whose tensors only other ranks hold."""
         held: list[tuple[Slot, Tensor | None]] = []
         for name in (name for names in self._layers.values() for name in names):
             if self._weights.is_elsewhere(name):
@@ -122,7 +122,7 @@ class WholeModule:
 
     @contextmanager
     def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
-        """Compute with whole weights inside the context; their gradients go to the shards.
+        """Put whole weights into the model inside the context; their gradients go to the shards.
 
         Writes to buffers are kept.
         """
@@ -179,7 +179,7 @@ class WholeModule:
 
 
 def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
-    """Undo ``_put`` in reverse order, since a module with two names was changed twice."""
+    """Put tensors ``held`` before back into their slots, in reverse: a slot may occur twice."""
     for (module, attribute), value in reversed(held):
         if attribute in module._parameters and not isinstance(value, nn.Parameter | None):
             _compute_with(module, attribute, value)

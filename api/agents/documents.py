@@ -42,10 +42,10 @@ CLASSES += (Device, Link, Exposed, Difference, Deviation)
 TEXT = files("autoparallel.agents").joinpath("results.txt").read_text(encoding="utf-8")
 _OF_COMMANDS, _OF_RECORDS = (part.splitlines() for part in TEXT.split("\n\n"))
 RESULTS: Mapping[str, str] = dict(line.split(": ") for line in _OF_COMMANDS)
-"""The type of the result of each command with ``--json``."""
+"""Type of each command's ``--json`` result, by command, in the notation of ``results.txt``."""
 
 WRITTEN_AS = {**PLAIN, Layout: PLAIN[str], Cluster: {"$ref": "#/$defs/ClusterTable"}}
-"""Schemas of types that plan files write otherwise."""
+"""JSON Schemas of the types that plan files do not write as their dataclass fields."""
 
 
 def document_schema(command: str) -> Schema:
@@ -66,7 +66,7 @@ def document_schema(command: str) -> Schema:
 
 
 def _records() -> dict[str, Schema]:
-    """Return the schemas of the records by name."""
+    """Return the JSON Schema of each record that ``results.txt`` defines, by its name."""
     found: dict[str, Schema] = {}
     for line in _OF_RECORDS:
         if not line.startswith(" "):
@@ -82,7 +82,7 @@ def _records() -> dict[str, Schema]:
 
 
 def _schema(text: str) -> Schema:
-    """Return the schema of a type in the notation of this file."""
+    """Return the JSON Schema of a type in ``results.txt``, such as ``[int]`` or ``str?``."""
     if "|" in text:
         return {"anyOf": [_schema(each) for each in text.split("|")]}
     if text.endswith("?"):

@@ -39,22 +39,22 @@ NAMED = {
 """Degrees of each named baseline. ``3d`` also needs ``tp`` or ``pp`` from the user."""
 
 NUM_REFINED = 3
-"""Number of fastest 3-D configurations that are also priced with other micro-batches and chunks."""
+"""Number of fastest 3-D configurations that are also priced with other micro-batch sizes."""
 
 LIMIT_SECONDS = 60.0
-"""CPU seconds for pricing the configurations of one kind; the first is priced in any case."""
+"""CPU seconds for pricing all configurations of DDP, FSDP or 3-D; the first is always priced."""
 
 GRID_SHARE = 0.7
-"""Part of ``LIMIT_SECONDS`` for the grid of 3-D degrees; the rest is for refining the fastest."""
+"""Part of ``LIMIT_SECONDS`` for all 3-D degrees; the rest is for variants of the fastest."""
 
 STATES_SHARE = 0.8
-"""Safety factor of the memory filter. Degrees are skipped if a device's even part of the model
-states (parameters, gradients, optimizer states), times this factor, exceeds its usable memory."""
+"""Safety factor for memory. Degrees are skipped if a device's even part of the model states
+(parameters, gradients, optimizer states), times this factor, exceeds its usable memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Fastest fitting configuration of one kind; if none fits, the configuration of least memory.
+    """Fastest configuration of DDP, FSDP or 3-D parallelism that fits memory, else the smallest.
 
     ``configuration`` is "" if none could be priced; ``reason`` then says why. ``num_priced`` counts
     the priced configurations; ``is_cut_short`` means that the time limit skipped some.
@@ -93,7 +93,7 @@ def baselines(
 
 
 def _best(name: str, priced: PricedConfigurations, none: str = "") -> Baseline:
-    """Return the best priced configuration; ``none`` is the reason given if none was priced."""
+    """Return the best priced configuration as a baseline; ``none``: reason if there is none."""
     if not priced.steps:
         return Baseline(name, reason=none if priced.error is None else priced.error.what)
     best, num_layers = priced.best, len(find_layers(priced.pricer.blocks))
@@ -124,7 +124,7 @@ def sizes(most: int) -> list[int]:
 
 
 def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
-    """Price the grid of 3-D degrees. For each, recomputation is raised only until memory fits."""
+    """Price all 3-D degrees, each with the least recomputation under which its memory fits."""
     for degrees in _grid(plan, len(find_layers(priced.pricer.blocks))):
         for step in priced.price(configurations(plan, degrees)):
             if step.fits:
@@ -132,7 +132,7 @@ def _price_grid(priced: PricedConfigurations, plan: Plan) -> None:
 
 
 def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
-    """Yield degrees of 3-D parallelism, with one sample per data-parallel rank if possible."""
+    """Yield all dp, tp and pp degrees; a micro-batch has a sample per dp rank if possible."""
     cluster, number = plan.cluster, plan.cluster.num_devices
     host = min(each.num_devices for each in cluster.hosts)
     for tp in reversed(sizes(host)):
@@ -150,7 +150,8 @@ def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
 
 
 def _may_fit(plan: Plan, parts: int, dp: int) -> bool:
-    """Return whether an even part of the model states under ZeRO 1 can fit a device."""
+    """Return whether 1/``parts`` of the model states under ZeRO 1 over ``dp`` ranks fit a
+    device."""
     model = plan.model
     rules = policy(model.precision, model.optimizer)
     own = state_bytes(model.num_parameters // parts, rules, 1, dp).total

@@ -34,7 +34,7 @@ _DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Figures of a run: median step and throughput, peak memory of rank 0, and last loss."""
+    """Metrics of a training run: median step and throughput, peak memory of rank 0, last loss."""
 
     num_steps: int
     step_seconds: float
@@ -45,7 +45,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Item of a comparison: its label, and either a plan or the figures of a run.
+    """Plan, or metrics of a training run, in a comparison; ``name`` is its label.
 
     ``measured`` is the measurement stored beside the plan's file, None if there is none.
     """
@@ -63,7 +63,7 @@ def load_items(
     trust: bool = False,
     observe: Observe = ignore,
 ) -> tuple[Item, ...]:
-    """Load the items that ``words`` name. Raises UsageError:
+    """Load the plans, runs and baselines that ``words`` name, to compare them. Raises UsageError:
 
     AP353: a word is neither a file nor a baseline. AP354: a baseline is given without a plan.
     AP355: a metrics file has no steps. AP356: fewer than two words. AP155: a baseline is given, but
@@ -164,7 +164,7 @@ def _is_metrics(path: Path) -> bool:
 
 
 def read_run(path: Path) -> MeasuredRun:
-    """Read the figures in a ``run --metrics`` file. Raises UsageError AP355 if it has no steps."""
+    """Read the metrics in a ``run --metrics`` file. Raises UsageError AP355 if it has no steps."""
     records: list[dict[str, Any]] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -33,7 +33,7 @@ from autoparallel.planner.summary import RankSummary, schedule_text, summary_tex
 
 
 def configurations(like: Plan, degrees: Forced) -> Iterator[Configuration]:
-    """Yield the configurations that complete ``degrees``, for the batch and cluster of ``like``.
+    """Yield configurations with these ``degrees`` for the global batch and cluster of ``like``.
 
     Raises ``UsageError`` AP124 if the global batch cannot be split over the degrees.
     """
@@ -59,7 +59,7 @@ def divided(
     *,
     count: int | None = None,
 ) -> Iterator[Configuration]:
-    """Yield ``own`` with each division of a global batch of ``batch`` samples into micro-batches.
+    """Yield the configuration ``own`` with each division of ``batch`` samples into micro-batches.
 
     There are ``count`` micro-batches, or every number that gives a data-parallel rank 1, 2, 4, …
     samples; each with every recomputation in ``modes``. Raises ``UsageError`` AP124 if none.
@@ -90,7 +90,7 @@ class PricedConfigurations:
     """Configurations of one model that were priced on a cluster, one after another.
 
     Pricing stops at ``until`` (as ``time.process_time()``), but prices at least one configuration;
-    ``is_cut_short`` then tells that others were skipped. ``error`` is the last error of pricing.
+    ``is_cut_short`` then says that candidates were skipped. ``error`` is the last error of pricing.
     """
 
     pricer: ConfigurationPricer
@@ -101,7 +101,7 @@ class PricedConfigurations:
     error: AutoparallelError | None = None
 
     def price(self, candidates: Iterable[Configuration]) -> Iterator[PricedStep]:
-        """Price each candidate and yield its step; candidates that raise an error are skipped."""
+        """Price each configuration and yield the result; skip candidates that raise an error."""
         remaining = iter(candidates)
         while True:
             try:
@@ -120,13 +120,13 @@ class PricedConfigurations:
 
     @property
     def fitting(self) -> list[PricedStep]:
-        """Return the steps whose memory fits, the fastest first."""
+        """Return the priced configurations whose memory fits, the fastest first."""
         fitting = (step for step in self.steps if step.fits)
         return sorted(fitting, key=lambda step: step.step_seconds)
 
     @property
     def best(self) -> PricedStep:
-        """Return the fastest step whose memory fits, or else the step with the least memory."""
+        """Return the fastest priced configuration that fits memory, else the smallest."""
         fitting = self.fitting
         return fitting[0] if fitting else min(self.steps, key=lambda step: step.peak_bytes)
 
@@ -140,7 +140,7 @@ def simulated(
     basis: Basis = DEFAULT,
     pins: tuple[Pin, ...] = (),
 ) -> tuple[PricedStep, Plan]:
-    """Price and simulate a configuration, and return its step and its plan.
+    """Price and simulate a training step of a configuration; return the step and a plan.
 
     The plan describes ``model``. Raises ``UsageError`` if the configuration does not suit the model
     or the cluster.
@@ -155,7 +155,7 @@ def simulated(
 
 
 def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan:
-    """Return the plan of a priced step, with its predicted figures.
+    """Return the plan of a priced configuration, with predicted seconds and bytes.
 
     The bytes of a pipeline rank are stored with the rank's first stage. The plan's name, settings,
     fingerprint and sequence length are taken from ``model``.
@@ -197,7 +197,7 @@ def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan
 
 
 def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
-    """Return ``configuration``, with one micro-batch if the model's batch cannot be split."""
+    """Return ``configuration``; if the graph's batch cannot be split, with a single micro-batch."""
     if graph.batch_dims:
         return configuration
     rows = configuration.microbatch_size * configuration.num_microbatches

@@ -64,7 +64,7 @@ MORE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Settings of an estimate. ``precision`` None: bf16 if the device supports it, else fp16.
+    """Settings of estimates. ``precision`` None: bf16 if the device supports it, else fp16.
     ``lora``: settings of adapters, None to skip LoRA. ``seconds``: time limit of each search."""
 
     devices: tuple[str, ...]
@@ -82,8 +82,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Result for one device and training method. ``plan`` is on the fewest devices; it is None if
-    there is none, and ``why`` says why. ``tokens`` and the price are copied from the request."""
+    """Result for one device and training method. ``plan`` is on the fewest devices; without any
+    plan it is None, and ``why`` says why. ``tokens`` and the price are copied from the request."""
 
     device: str
     method: Method
@@ -105,7 +105,7 @@ class Estimate:
 
     @property
     def dollars(self) -> float | None:
-        """Cost of the training on all devices, None if they have no price."""
+        """Cost of the training on all devices in dollars, None if the devices have no price."""
         if self.days is None or self.dollars_per_hour is None:
             return None
         return self.days * 24 * self.dollars_per_hour
@@ -194,14 +194,14 @@ def estimate_target(
 
 
 def has_lora(target: Target) -> bool:
-    """Return whether a target can be trained with LoRA."""
+    """Return whether a target is ``hf:``, so that LoRA adapters can be added to its model."""
     return target.name.startswith("hf:")
 
 
 def _mapped(
     search: _Search, tasks: Sequence[tuple[str, Method]], processes: int
 ) -> Iterator[Estimate]:
-    """Yield estimates: those in the cache, then the others, by two processes if wanted."""
+    """Yield all estimates: first from the cache, then by searching, in two processes if wanted."""
     unknown, search.only_known = list[tuple[str, Method]](), True
     for task in tasks:
         try:
@@ -233,11 +233,11 @@ def _in_fork(task: tuple[str, Method]) -> Estimate:
 
 
 class _UnknownError(Exception):
-    """Signal that the cache lacks the result of a search."""
+    """Signal that the cache has no result of a search, when only cached results are wanted."""
 
 
 class _Search:
-    """Search for an estimate, with the target's captured programs kept from task to task."""
+    """Search for the estimate of a (device, method) task; all tasks share captured programs."""
 
     def __init__(self, target: Target, asked: Asked, cache: Cache) -> None:
         self.target, self.asked, self.cache = target, asked, cache
@@ -254,8 +254,8 @@ class _Search:
         return "bf16" if have else "fp16"
 
     def ease(self, task: tuple[str, Method]) -> tuple[object, ...]:
-        """Sort key of a task: the smallest device first, as its search takes longest. Its LoRA and
-        full tasks begin together, so two processes capture one model each."""
+        """Return the sort key of a task: the device with least memory first, as its search takes
+        longest. Its LoRA and full tasks begin together, so two processes capture one model each."""
         device, method = task
         first = min(self.asked.devices, key=_memory_bytes)
         return (device != first, method == "full", _memory_bytes(device), device)
@@ -316,7 +316,7 @@ class _Search:
     def _planned(
         self, target: Target, program: Program, cluster: Cluster, request: Request
     ) -> Plan:
-        """Return the plan on a cluster, with its final memory, from the cache if it is there."""
+        """Return the plan for a cluster, with its final memory; from the cache if stored there."""
         options = self._options(request.precision)
         check_precision(cluster, request.precision)
         cluster = with_choice(cluster, options.tf32)

@@ -42,7 +42,7 @@ _CHUNKED = "several stages per rank cut the model otherwise: see inspect's alter
 
 
 def explain(model: PlanModel, name: str) -> Explanation:
-    """Price the alternatives to a choice. Raises UsageError AP357 for an unknown name."""
+    """Price the alternatives to the plan's choice ``name``. Raises UsageError AP357 if unknown."""
     return _Explainer(model).explained(name)
 
 
@@ -54,7 +54,7 @@ class _Explainer:
         self.plan, self.priced = self.model.plan, self.model.variant
 
     def explained(self, name: str) -> Explanation:
-        """Return the explanation of ``name``, see ``explain``."""
+        """Return the priced alternatives to the plan's choice ``name``."""
         word = name.strip()
         of_word: dict[str, Callable[[], Explanation]] = {
             "zero": self._zero,
@@ -304,7 +304,7 @@ def _layouts(
     own: NodeLayout,
     choice: tuple[Sequence[Layout], Restriction],
 ) -> Iterator[Alternative]:
-    """Yield each offered layout of a node, priced with the stage's other layouts solved for it."""
+    """Yield each layout offered to a node, priced with the fastest layouts of all other nodes."""
     offered, limited = choice
     stage = model.plan.stages[index]
     seen: set[tuple[str, ...]] = set()
@@ -327,7 +327,7 @@ def _layouts(
 
 
 def _plain(layout: Layout) -> tuple[str, ...]:
-    """Return a layout for comparison with pins, which do not distinguish "I" from "R"."""
+    """Return a layout's placements as texts; "I" counts as "R", as in pins (forced placements)."""
     return tuple("R" if each.kind == "I" else str(each) for each in layout)
 
 
@@ -352,7 +352,7 @@ def layout_text(layout: Layout, mesh: Mesh) -> str:
 def _not_offered(
     node: Node, mesh: Mesh, offered: Sequence[Layout], limited: Restriction
 ) -> list[Alternative]:
-    """Return the shardings over one axis that no offered layout has, each with the reason."""
+    """Return the shardings over one mesh axis that no layout in ``offered`` has, with reasons."""
     found = []
     shape = node.spec.shape
     for axis, (name, size) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):

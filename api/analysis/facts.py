@@ -20,7 +20,8 @@ from autoparallel.planning.tf32 import families_text
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Scalar figure of a plan: its JSON key, its names in text and pages, its value and format."""
+    """Number that a plan predicts: JSON key, names in text and pages, functions for value and
+    text."""
 
     key: str
     name: str
@@ -62,13 +63,13 @@ BUBBLE = Figure(
 MEMORY = Figure(
     "memory_bytes", "memory", "memory", lambda plan: plan.prediction.peak_memory_bytes, bytes_text
 )
-"""Peak memory of the fullest device."""
+"""Predicted peak memory of the device with the highest peak."""
 
 FIGURES = (STEP, THROUGHPUT, UTILIZATION, BUBBLE, MEMORY)
 
 
 class FigureRow(NamedTuple):
-    """Row for a figure of a plan, with a remark and the source of the value."""
+    """Report row of a number that a plan predicts, with a remark and the value's source."""
 
     name: str
     text: str
@@ -77,7 +78,7 @@ class FigureRow(NamedTuple):
 
 
 def figure_rows(plan: Plan) -> list[FigureRow]:
-    """Return the rows of a plan's main figures: step, throughput, MFU, memory, bubble."""
+    """Return report rows of a plan's step time, throughput, MFU, memory and bubble."""
     memory, unit = fullest_rank(plan), unit_of(plan)
     used = percent_text(MEMORY.of_plan(plan) / memory.limit_bytes)
     limit = bytes_text(memory.limit_bytes)
@@ -113,7 +114,7 @@ def batch_text(plan: Plan) -> str:
 
 
 def configuration_text(plan: Plan) -> str:
-    """Return the summary of a plan with its micro-batches spelled out."""
+    """Return a plan's one-line summary of degrees and choices, with micro-batches spelled out."""
     size = plan.microbatch_size
     of_ranks = {size // stage.mesh.row_parts for stage in plan.stages}
     is_equal = len(of_ranks) == 1 and not any(stage.shares for stage in plan.stages)
@@ -148,7 +149,7 @@ def device_text(plan: Plan) -> str:
 
 
 MEMORY_NAMES = {"master": "master weights", "transient": "working"}
-"""Categories of memory in plans that reports give another name."""
+"""Names in reports of the memory categories that plans name otherwise."""
 
 MEMORY_MEANINGS = {
     "parameters": "what this device holds of the weights",
@@ -175,7 +176,7 @@ Size = TypeVar("Size", int, float)
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of a pipeline rank at its peak, as bytes by category in ``held``, on ``device``.
+    """Peak memory of a pipeline rank on ``device``: ``held`` has the bytes by category.
 
     ``limit_bytes`` is the usable memory of its smallest device; ``excess_bytes`` is the plan's peak
     minus the limit, negative if the plan fits.
@@ -193,7 +194,7 @@ class RankMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by name of the category in the order of reports, without empty categories."""
+        """Bytes by name of memory category, in the order of reports; empty ones are left out."""
         return named_memory({name: size for name, size in self.held.items() if size})
 
 
@@ -219,7 +220,7 @@ def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
 def fullest_rank(plan: Plan) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak.
 
-    Transient bytes of its stages count once. Under Chimera a rank's two stages hold fewer
+    Transient bytes of the rank's stages count once. Under Chimera a rank's two stages hold fewer
     activations together than alone: the predicted peak minus all other categories.
     """
     ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
@@ -243,7 +244,7 @@ def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
 def grouped_bytes(
     held: Mapping[str, int], groups: Mapping[str, Sequence[str]], rest: str
 ) -> dict[str, int]:
-    """Sum categories of memory by group; categories in no group are summed as ``rest``.
+    """Sum memory bytes by group of categories; all ungrouped categories are summed as ``rest``.
 
     >>> grouped_bytes({"master": 2, "buffers": 1}, {"weights": ("parameters", "master")}, "rest")
     {'weights': 2, 'rest': 1}
@@ -258,7 +259,7 @@ def usable_bytes(plan: Plan, stage: StagePlan) -> int:
 
 
 def memory_source(plan: Plan) -> str:
-    """Describe the method that predicted the bytes of the stages."""
+    """Describe the method that predicted the memory of the plan's stages."""
     held = [stage.prediction.memory_bytes for stage in plan.stages]
     if not all("communicators" in own for own in held):
         return "estimated by the rules of the ops"
@@ -268,7 +269,7 @@ def memory_source(plan: Plan) -> str:
 
 
 class StageRow(TypedDict):
-    """Row for a stage: its blocks and ranks, seconds of a micro-batch, peak bytes."""
+    """Report row of a stage: its blocks and ranks, seconds of a micro-batch, peak bytes."""
 
     stage: int
     blocks: list[str]
@@ -282,7 +283,7 @@ class StageRow(TypedDict):
 
 
 def stage_rows(plan: Plan) -> list[StageRow]:
-    """Return a row per stage of a plan."""
+    """Return a report row (``StageRow``) per stage of a plan."""
     return [
         {
             "stage": index,
@@ -300,7 +301,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
 
 
 def memory_rows(plan: Plan) -> list[dict[str, int]]:
-    """Return a row per stage, with a column of bytes per memory category."""
+    """Return the predicted bytes of each stage by memory category."""
     return [
         {"stage": index, **stage.prediction.memory_bytes} for index, stage in enumerate(plan.stages)
     ]
@@ -313,11 +314,11 @@ SPENT = {
     "gradient synchronization": "exposed_sync",
     "optimizer": "optimizer",
 }
-"""Purposes that the seconds of a step are spent on, with their keys in a stage's prediction."""
+"""Purposes on which a rank spends a step's seconds, and their keys in ``prediction.seconds``."""
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
-    """Return the seconds of a step by purpose, on a rank that runs ``stages``; the rest is waiting.
+    """Return a step's seconds by purpose (compute, …, waiting) on a rank that runs ``stages``.
 
     ``prediction.seconds`` counts compute, communication and send per micro-batch, and exposed_sync
     and optimizer per optimizer update.
@@ -345,7 +346,7 @@ def busiest_rank(plan: Plan) -> tuple[int, ...]:
 
 
 def _num_runs(plan: Plan) -> float:
-    """Return the micro-batches that a rank runs through each stage, half of all under Chimera."""
+    """Return the number of micro-batches that a rank runs through a stage; half under Chimera."""
     is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
     return plan.num_microbatches / (2 if is_both_ways else 1)
 
@@ -365,7 +366,7 @@ class Communication(NamedTuple):
 
 
 def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
-    """Return the collectives of a stage, except purposes that take no time."""
+    """Return the collectives of a stage in a step, merged by purpose; none that take no time."""
     own, count = stage.prediction.seconds, _num_runs(plan)
     states = own.get("states", 0.0)
     exposed = states - own.get("hidden_states", 0.0)
@@ -397,7 +398,7 @@ def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
 
 
 def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communication]]:
-    """Return the collectives of all stages; equal texts are merged and list their stages."""
+    """Return pairs of stage numbers and the collectives that these stages have in common."""
     found: dict[tuple[str, ...], tuple[list[int], Communication]] = {}
     for index, stage in enumerate(plan.stages):
         for each in communication(plan, stage):
@@ -412,7 +413,7 @@ def merged_communication(plan: Plan) -> list[tuple[tuple[int, ...], Communicatio
 
 
 class CandidateRow(TypedDict):
-    """Row for a candidate: its configuration and figures (None if unknown), and why it lost."""
+    """Report row of a candidate plan: predicted seconds and bytes (or None), and why it lost."""
 
     configuration: str
     step_seconds: float | None
@@ -422,8 +423,8 @@ class CandidateRow(TypedDict):
 
 
 def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
-    """Return rows for the plan and then its alternatives. If ``merged``, alternatives with equal
-    figures share a row."""
+    """Return report rows of the plan and its alternatives. If ``merged``, alternatives with equal
+    seconds and bytes share a row."""
     others = merged_alternatives(plan.alternatives) if merged else plan.alternatives
     best = plan.prediction
     own = Alternative(plan_summary(plan), best.step_seconds, best.peak_memory_bytes, "the plan")
@@ -440,7 +441,7 @@ def candidate_rows(plan: Plan, *, merged: bool = False) -> list[CandidateRow]:
 
 
 def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    """Merge alternatives with equal figures whose summaries differ in only one part.
+    """Merge alternatives with equal seconds and bytes whose summaries differ in only one part.
 
     >>> first = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H1 · 1 × 32", 1.0, 10, "bubble +9.0 %")
     >>> second = Alternative("dp=4 pp=2 · ZeRO 0 · ZB-H2 · 1 × 32", 1.0, 10, "bubble +9.0 %")
@@ -463,7 +464,8 @@ def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative
 
 
 def _joins(merged: list[list[str]], parts: Sequence[str]) -> bool:
-    """Merge ``parts`` into ``merged`` if at most one place differs; return whether it does."""
+    """Merge a summary's ``parts`` into ``merged`` if at most one differs; return whether it
+    does."""
     if len(merged) != len(parts):
         return False
     new = [at for at, options in enumerate(merged) if parts[at] not in options]

@@ -21,7 +21,7 @@ from autoparallel.planning.plan import priced
 
 @dataclass(frozen=True, slots=True)
 class ComputeError:
-    """Compute seconds of a micro-batch, for a stage or for each of the named blocks."""
+    """Predicted and measured compute seconds of a micro-batch in a stage or each named block."""
 
     name: str
     predicted_seconds: float
@@ -36,8 +36,9 @@ class ComputeError:
 def compute_errors(
     model: PlanModel, database: str | None = None
 ) -> tuple[tuple[ComputeError, ...], tuple[ComputeError, ...]] | None:
-    """Return the errors of blocks and of stages, the largest first; None without measurements for
-    the plan's cluster. Raises UsageError AP171 or AP172 for an unusable database."""
+    """Return the prediction errors of compute in blocks and in stages, the largest first; None
+    without measurements for the plan's cluster. Raises UsageError AP171 or AP172 for an unusable
+    database."""
     if find_profile(model.plan.cluster, "auto", database) is None:
         return None
     options = replace(model.options, profile="auto", database=database)

@@ -19,7 +19,7 @@ from autoparallel.planner.plan_file import dumps
 
 SCHEMA = 1
 MOST_STEPS = 1000
-"""Number of last steps whose seconds are stored one by one."""
+"""Number of a run's last steps whose seconds are stored one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +93,4 @@ def measured_text(found: Measurement, plan: Plan) -> str:
 
 
 WARMUP_STEPS = 2
-"""Number of first steps that the median leaves out, as allocators and caches fill in them."""
+"""Number of a run's first steps that the median leaves out, as caches and allocators warm up."""

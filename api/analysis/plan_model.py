@@ -56,11 +56,11 @@ from autoparallel.target.trust import check_trusted
 Standing = Literal[
     "CHOSEN", "TIE", "SLOWER", "CHEAPER", "CHEAPER BUT DOES NOT FIT", "DOES NOT FIT", "NOT OFFERED"
 ]
-"""Standing of an alternative against the plan. TIE: within ``EQUAL``. CHEAPER: the alternative is
-faster and fits, so the plan is not the best; its ``why`` says why it was not chosen."""
+"""Result of comparing an alternative with the plan. TIE: within ``EQUAL``. CHEAPER: the alternative
+is faster and fits, so the plan is not the best; its ``why`` says why it was not chosen."""
 
 EQUAL = 1e-3
-"""Relative difference of step seconds below which two plans tie."""
+"""Relative difference of step seconds up to which an alternative ties with the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PlanModel:
-    """Plan with its model. ``options`` are the options of planning, as far as the plan has them."""
+    """Plan with its captured model. ``options`` are the planning options that the plan records."""
 
     plan: Plan
     target: Target
@@ -106,7 +106,7 @@ class PlanModel:
 
     @cached_property
     def base(self) -> Evaluation:
-        """Evaluation of the plan itself."""
+        """Prices of the plan itself: seconds, memory and bubble."""
         return self.evaluate(self.plan)
 
     @cached_property
@@ -150,22 +150,22 @@ class PlanModel:
         return "CHEAPER", why
 
     def at(self, index: int, stage: StagePlan) -> Plan:
-        """Return the plan with its stage at ``index`` replaced by ``stage``."""
+        """Return a copy of the plan whose stage ``index`` is ``stage``."""
         stages = list(self.plan.stages)
         stages[index] = stage
         return replace(self.plan, stages=tuple(stages))
 
     def prices(self, stage: StagePlan) -> Prices:
-        """Return the prices of ops on a stage's devices."""
+        """Return the pricing of ops on the mesh and devices of a stage."""
         return stage_prices(self.plan, stage, (), PriceCache(), basis=self.basis)
 
     def run(self, index: int) -> Run:
-        """Return the blocks of a stage as a run (consecutive blocks) of the structure."""
+        """Return the consecutive blocks of stage ``index`` as the layout solver's ``Run``."""
         start = stage_starts(self.plan)[index]
         return self.structure.run(start, start + len(self.plan.stages[index].blocks))
 
     def restriction(self, index: int) -> Restriction:
-        """Return the restriction of a stage's layouts, as in the search that made the plan."""
+        """Return the limits on a stage's layouts as in the search that made the plan."""
         stage = self.plan.stages[index]
         assembly, _ = assembly_of(
             self.structure, self.run(index), stage, self.plan, default_rules, self.basis
@@ -175,7 +175,7 @@ class PlanModel:
     def solved(
         self, index: int, stage: StagePlan, limited: Restriction
     ) -> Mapping[str, NodeLayout] | None:
-        """Return the fastest layouts of a stage under a restriction, None if there are none."""
+        """Return the fastest layouts of a stage within ``limited``, None if there are none."""
         devices = stage.devices
         link = self.plan.cluster.entry_link(devices[0], len(devices))
         model = StageModel(self.structure, self.prices(stage), limited, link)
@@ -216,7 +216,7 @@ class PlanModel:
         return least.configuration, self._described(least)
 
     def _described(self, step: PricedStep) -> Plan:
-        """Return the plan of a priced step, with its memory from ``with_cached_memory``."""
+        """Return the plan of a priced configuration, with its memory simulated or cached."""
         found = replace(
             described_plan(step, self.program, self.plan.model),
             model=self.plan.model,

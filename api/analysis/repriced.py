@@ -33,7 +33,7 @@ Bytes = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class OpWork:
-    """Equal ops in the blocks of one kind, on one rank, forward or backward.
+    """Work of equal ops in all blocks of a kind on one rank, in the forward or the backward.
 
     ``count`` is their number per micro-batch over all stages; ``flops``, ``num_bytes`` and
     ``seconds`` are of a single op.
@@ -57,7 +57,7 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True)
 class PricedAgain:
-    """Result of ``price_again``. ``memory`` is of pipeline rank ``fullest``; shapes are global."""
+    """Prices of a plan. ``memory`` is of pipeline rank ``fullest`` by action; shapes are global."""
 
     step_seconds: float
     timeline: Timeline
@@ -100,7 +100,7 @@ def price_again(
 
 
 def stage_ops(model: PlanModel) -> list[OpWork]:
-    """Return the ops of the plan's stages at its micro-batch size, equal ops merged.
+    """Return the work of all ops of a plan's stages for a micro-batch; equal ops are merged.
 
     Views take no time and are left out.
     """
@@ -135,7 +135,7 @@ def stage_ops(model: PlanModel) -> list[OpWork]:
 
 
 def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: str) -> list[OpWork]:
-    """Return the work of an op's forward and of its backward on one rank."""
+    """Return an op's FLOPs, bytes and seconds on one rank, for its forward and its backward."""
     node = graph[name]
     specs = input_specs(node, graph)
     sizes = prices.mesh.shape

@@ -33,14 +33,14 @@ class KindSplit:
 
 
 def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[KindSplit, ...]]]:
-    """Yield each distinct mesh with its stages by number and their parameters' layouts."""
+    """Yield each distinct mesh, its stages by number, and the layouts of their parameters."""
     for mesh in dict.fromkeys(stage.mesh for stage in plan.stages):
         members = {at: stage for at, stage in enumerate(plan.stages) if stage.mesh == mesh}
         yield mesh, members, merged_splits(plan, list(members.values()))
 
 
 def stored_text(members: Iterable[StagePlan]) -> str:
-    """Describe how much of a weight a rank stores where ZeRO 3 divides it; "" where it does not."""
+    """Describe the part of a weight that a rank stores under ZeRO 3; "" without ZeRO 3."""
     sizes = {
         stage.mesh.shape[stage.mesh.axes.index("dp")]
         for stage in members
@@ -102,7 +102,7 @@ def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
 
 
 def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
-    """Return graph inputs laid out like parameters: sharded or replicated, never partial sums."""
+    """Return names and layouts of all parameters: graph inputs that are not partial sums."""
     return [
         (name, node.outputs[0])
         for name, node in layouts.items()
@@ -114,7 +114,7 @@ def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
 
 
 def weight_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row per parameter of each kind of block on each mesh, with its layout in words."""
+    """Return a table row per parameter of each kind of block and mesh, with its layout in words."""
     return [
         {"blocks": list(kind.blocks), "mesh": mesh_text(mesh), "weight": name, "layout": layout}
         for mesh, _, kinds in mesh_splits(plan)

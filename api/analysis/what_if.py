@@ -37,7 +37,7 @@ WHOLE = ("memory_bytes", "usable_memory_bytes", "num_units")
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Plan now, the same plan priced on a changed cluster, and the plan found for the latter."""
+    """Plan priced on its own cluster and on a changed cluster, and the changed cluster's plan."""
 
     now: Plan
     same: Plan
@@ -91,7 +91,7 @@ def _planned(model: PlanModel, cluster: Cluster, options: Any, cache: Cache) -> 
 
 
 def _repriced(model: PlanModel, cluster: Cluster, options: Any) -> Plan:
-    """Price the plan on a cluster; its predicted memory stays."""
+    """Return the plan priced on another cluster; its predicted memory stays as it is."""
     plan = model.plan
     graph, basis = priced(model.program, model.target, cluster, options)
     evaluator = Evaluator(graph, model.program.blocks, basis=basis)
@@ -112,7 +112,7 @@ def _repriced(model: PlanModel, cluster: Cluster, options: Any) -> Plan:
 
 
 def terms(plan: Plan) -> Mapping[str, float]:
-    """Return the seconds of the busiest rank by purpose."""
+    """Return the seconds of a step on the busiest rank, by purpose (compute, sends, …)."""
     return rank_seconds(plan, busiest_rank(plan))
 
 
@@ -120,7 +120,7 @@ def terms(plan: Plan) -> Mapping[str, float]:
 
 
 def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
-    """Return the cluster with changed figures: ``PLACE.FIGURE=VALUE``, or ``=*2`` for a factor.
+    """Return a cluster with changed numbers: ``PLACE.FIGURE=VALUE``, or ``=*2`` for a factor.
 
     Raises UsageError AP358 for an unknown figure and AP359 for an invalid value.
 
@@ -164,12 +164,12 @@ def _changed(cluster: Cluster, path: str, value: str) -> Cluster:
 
 
 def _plain(path: str) -> str:
-    """Expand ``peak.bfloat16`` to ``peak_flops.bfloat16``."""
+    """Expand the abbreviation ``peak.bfloat16`` in a figure's name to ``peak_flops.bfloat16``."""
     return re.sub(r"\bpeak\.", "peak_flops.", path)
 
 
 def figures(cluster: Cluster) -> tuple[str, ...]:
-    """Return the names of all figures of a cluster that can be changed."""
+    """Return the names of all numbers in a cluster's description that ``--what-if`` can change."""
     found: dict[str, None] = {f"device.{name}": None for name in DEVICE_FIGURES}
     for host in cluster.hosts:
         found |= {f"device.peak_flops.{dtype}": None for dtype in host.device.peak_flops}
@@ -213,7 +213,7 @@ def _link(link: Link, name: str, text: str) -> Link:
 
 
 def _value(before: float, text: str, name: str) -> float:
-    """Parse a number, a number with a unit, or a factor of the value before."""
+    """Parse the new value of a figure: a number, with or without unit, or ``*2`` for a factor."""
     value = -1.0
     for parse in (float, parse_rate, parse_bytes):
         try:

@@ -35,7 +35,7 @@ PLAN_TEXT = TextCodec(
     lambda plan: NOTHING if plan is None else dumps(plan),
     lambda text: None if text == NOTHING else loads(text),
 )
-"""Plans are kept as the text of their files, a search without a plan as ``NOTHING``."""
+"""Codec of cached plans: a plan is stored as its file's text, None as ``NOTHING``."""
 
 Found = TypeVar("Found", Plan, Plan | None)
 
@@ -51,7 +51,7 @@ def reuse_or_search(
     search: Callable[[], Found],
     method: tuple[str, ...] = (),
 ) -> Found:
-    """Return the stored result of an equal search, marked as reused, or else search."""
+    """Return the cached plan of an equal search, marked as reused, or else search and cache."""
     if cache.shelf is None or request.placer is not None or request.goal.objective != "time":
         return search()
     try:
@@ -69,7 +69,7 @@ def reuse_or_search(
 
 
 def plan_key(graph: Graph, blocks: Blocks, cluster: Cluster, request: Request, basis: Basis) -> str:
-    """Return a hash of all inputs of a plan.
+    """Return a hash of everything that a plan depends on, as its key in the cache.
 
     Raises ``UnkeyedError`` if a user's function computes the work of an op.
     """

@@ -58,7 +58,8 @@ CAPTURE, MEMORY = "capture", "memory"
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """``Program`` without its model, as it is stored. A literal is (dtype, shape, values)."""
+    """Captured ``Program`` as it is cached, without its model. A literal is (dtype, shape,
+    values)."""
 
     graph: Graph
     blocks: Blocks
@@ -74,7 +75,7 @@ _MEMORY = TextCodec(json.dumps, json.loads)
 
 @once
 def _program_codec() -> Codec:
-    """Return the codec of captures; ops have torch's dtypes, devices and formats as arguments."""
+    """Return the codec of captured programs, whose ops take torch's dtypes, devices and formats."""
 
     def find(kind: type) -> Callable[[str], Any]:
         def found(text: str) -> Any:
@@ -97,7 +98,7 @@ def cached_program(
     options: PlanOptions,
     capture: Callable[[], Program],
 ) -> Program:
-    """Return the stored capture of ``model``, or capture it.
+    """Return the cached program of ``model``, or capture it and cache the program.
 
     Only captures that can be rescaled to any batch, and contain no functions, are stored.
     """
@@ -151,7 +152,7 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
-    """Return all inputs of a capture that the key covers."""
+    """Return all inputs that a captured program depends on, as its key in the cache."""
     return (
         target.name,
         sorted(target.settings.items()),
@@ -245,7 +246,7 @@ def _version(package: str) -> str:
 
 
 def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
-    """Return a plan with its memory from ``with_stage_memory``, cached if stages have to be run."""
+    """Return a plan with its simulated memory; the result is cached if its stages must be run."""
     graph, blocks = program.graph, program.blocks
     if not runs_stages(plan, blocks):
         graph = with_fusion(graph, blocks) if plan.compiled else graph

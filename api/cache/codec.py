@@ -27,13 +27,12 @@ DTYPES = ("<f8", "<i8", "|b1")
 
 
 class CodecError(Exception):
-    """Error of a value that cannot be written or bytes that cannot be read; never shown to
-    users."""
+    """Error of a value that cannot be written or bytes that cannot be read; not shown to users."""
 
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Codec of values with a text form; ``read`` raises ``ValueError`` for invalid text."""
+    """Codec that stores a value as the text ``write(value)``; ``read`` raises ``ValueError``."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
@@ -52,7 +51,7 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class NamedType:
-    """Type whose values have names: ``name`` returns the name, ``find`` the value, or raises."""
+    """Type whose values are stored by name: ``name`` returns the name, ``find`` its value."""
 
     type: type
     name: Callable[[Any], str]
@@ -61,7 +60,7 @@ class NamedType:
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec of values made of ``classes``, and of the types in ``names`` (written by name)."""
+    """Codec of objects of ``classes``; values of the types in ``names`` are stored by name."""
 
     classes: tuple[type, ...]
     names: tuple[NamedType, ...] = ()
@@ -113,7 +112,7 @@ def _fields_of(owner: type) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Writer of a value: its objects in the order of construction, and its arrays separately."""
+    """Writer of a value as lists: its objects in the order of construction, and its arrays."""
 
     def __init__(
         self,
@@ -130,7 +129,8 @@ class _Writer:
         self.held: list[Any] = []
 
     def form(self, value: Any) -> Any:
-        """Return a value as JSON data: plain as it is, tuples as lists, others as ``{kind: …}``."""
+        """Return a value as JSON data: numbers and texts as they are, tuples as lists, all other
+        values as ``{kind: …}``."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -171,7 +171,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reader of a value; it constructs the objects in order."""
+    """Reader of a value that ``_Writer`` wrote; it constructs the objects in their order."""
 
     def __init__(
         self, makers: Sequence[Callable[..., Any]], arrays: list[Any], names: Sequence[NamedType]

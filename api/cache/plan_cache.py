@@ -39,24 +39,24 @@ VARIABLE = "AUTOPARALLEL_CACHE"
 FILE = "planner.sqlite"
 
 MOST_BYTES = 512 * 2**20
-"""Size limit of the file; it holds some hundred models."""
+"""Size limit of the cache file in bytes; it holds some hundred models."""
 
 LIBRARIES = ("numpy", "highspy")
 """Libraries that results depend on, besides this package and torch."""
 
 ORDER = ("capture", "plan", "memory")
-"""Kinds of values, in the order in which a command uses them."""
+"""Kinds of cached values, in the order in which a command uses them."""
 
 MISSING: Any = object()
 """Result of ``Cache.get`` for a missing value, since None may be a value."""
 
 
 class UnkeyedError(Exception):
-    """Error of a key with a part that has no text form (a function); never shown to users."""
+    """Error of a cache key with a part that has no text form (a function); not shown to users."""
 
 
 def digest(*parts: object) -> str:
-    """Return a hash of the texts of ``parts``. Raises ``UnkeyedError``.
+    """Return a hash of ``repr`` of all parts. Raises ``UnkeyedError`` for a function.
 
     >>> digest(1, "a") == digest(1, "a"), digest(1, "a") == digest("1", "a")
     (True, False)
@@ -103,9 +103,9 @@ def graph_digest(graph: Graph, blocks: Blocks) -> str:
 
 @dataclass(frozen=True)
 class Cache:
-    """Cache of values by key in a file.
+    """Cache of captures, plans and memory by key in the file ``shelf``.
 
-    ``base`` is an input of all values. Values are counted by kind (``ORDER``).
+    ``base`` is a part of every key. ``reused`` and ``made`` count values by kind (``ORDER``).
     """
 
     shelf: SqliteStore | None = None
@@ -115,7 +115,7 @@ class Cache:
     faults: Counter[str] = field(default_factory=Counter, compare=False)
 
     def get(self, what: str, codec: Codec | TextCodec, *parts: object) -> Any:
-        """Return the stored value, or ``MISSING``. Damaged bytes count as missing."""
+        """Return the cached value of kind ``what`` for the key ``parts``, or ``MISSING``."""
         if self.shelf is None:
             return MISSING
         blob = self.shelf.get(digest(self.base, what, *parts))
@@ -131,7 +131,7 @@ class Cache:
         return MISSING
 
     def put(self, value: Any, what: str, codec: Codec | TextCodec, *parts: object) -> None:
-        """Store a value if it can be written."""
+        """Cache a value of kind ``what`` for the key ``parts``, if ``codec`` can write it."""
         if self.shelf is None:
             return
         try:
@@ -142,7 +142,7 @@ class Cache:
     def get_or_make(
         self, make: Callable[[], Any], what: str, codec: Codec | TextCodec, *parts: object
     ) -> Any:
-        """Return the stored value; if there is none, compute and store it."""
+        """Return the cached value for the key ``parts``; if there is none, make and cache it."""
         found = self.get(what, codec, *parts)
         if found is MISSING:
             found = make()
@@ -198,7 +198,7 @@ def _is_code(file: Path) -> bool:
 
 
 def code_version() -> str:
-    """Describe the versions that cached values depend on; equal for equal code."""
+    """Return the versions of all code that cached values depend on, as text."""
     own = [f"autoparallel {code_digest()}", f"torch {metadata.version('torch')}"]
     own += [f"{name} {_version(name)}" for name in LIBRARIES]
     return ", ".join([*own, f"python {platform.python_version()}"])
@@ -213,13 +213,13 @@ def _version(name: str) -> str:
 
 @dataclass
 class PlanCache:
-    """Cache of one command. ``values`` is passed to ``make_plan``."""
+    """Cache opened by one command: ``values`` reads and writes the file ``shelf``."""
 
     values: Cache = NO_CACHE
     shelf: SqliteStore | None = None
 
     def report(self) -> str:
-        """Report reused, ignored and faulty values in one line, "" if there are none."""
+        """Count reused, ignored and damaged cached values in one line, "" if there are none."""
         if self.shelf is None:
             return ""
         parts = [self._describe_reused(), self._describe_ignored()]
@@ -234,7 +234,7 @@ class PlanCache:
         return f"reused {', '.join(counts)}" if counts else ""
 
     def _describe_ignored(self) -> str:
-        """Describe the values of other versions, if there are some but none of this version."""
+        """Describe the cached values of other versions; "" if this version has values too."""
         assert self.shelf is not None
         others = self.shelf.origins()
         if not others or self.shelf.origin in others:
@@ -244,7 +244,7 @@ class PlanCache:
 
 
 def _describe_change(other: str) -> str:
-    """Name the parts in which another version differs.
+    """Name the packages whose version in ``other`` differs from this process's.
 
     >>> _describe_change("none")
     'unlike autoparallel, torch, numpy, highspy, python'

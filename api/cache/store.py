@@ -25,7 +25,7 @@ LOCK_SECONDS = 10.0
 """Seconds to wait for another process's transaction."""
 
 KEPT_SHARE = 0.8
-"""Share of the limit left after a removal, so that not every write removes values."""
+"""Share of the size limit that values may fill after a removal, so that removals are rare."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entry (
@@ -37,7 +37,8 @@ CREATE TABLE IF NOT EXISTS entry (
 
 @dataclass
 class SqliteStore:
-    """Store of values in the file ``path``. ``origin`` names the versions that make values now.
+    """Store of bytes by key in the file ``path``. ``origin`` names the versions of this process's
+    code.
 
     ``faults`` counts unusable files and values by reason.
     """
@@ -75,7 +76,7 @@ class SqliteStore:
         self._new[key] = value
 
     def origins(self) -> Mapping[str, int]:
-        """Count the values by the versions that made them, the most recently used first."""
+        """Count the values by the code versions that made them, the most recently used first."""
         found: dict[str, int] = {}
         with self._count_faults():
             reader = self._open_reader()
@@ -103,7 +104,7 @@ class SqliteStore:
         self.write()
 
     def write(self) -> None:
-        """Write new values, note which were read, and keep to the limit."""
+        """Write new values to the file, mark read values as used, and enforce the size limit."""
         if not self._new and not self._read:
             return
         with self._count_faults(), contextlib.closing(_writer(self.path)) as writer:
@@ -182,7 +183,7 @@ def _writer(path: Path) -> sqlite3.Connection:
 
 
 def _shrink(writer: sqlite3.Connection, most_bytes: int) -> None:
-    """Remove the least recently used values if the total exceeds ``most_bytes``."""
+    """Remove the least recently used values if all values exceed ``most_bytes``."""
     total = writer.execute("SELECT COALESCE(SUM(bytes), 0) FROM entry").fetchone()[0]
     if total <= most_bytes:
         return

@@ -15,7 +15,8 @@ from autoparallel.planner.schedules.schedules import table_text
 
 
 def mark_verified(plan: Plan) -> None:
-    """Record that ``plan`` was verified, if the folder is writable."""
+    """Write a marker file that says that ``plan`` was verified, if the user's folder is
+    writable."""
     with suppress(OSError):
         path = _path(plan)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +32,8 @@ def verification_text(plan: Plan) -> str:
 
 
 def _path(plan: Plan) -> Path:
-    """Return the path of a plan's marker, from its model, layouts, stages and schedule."""
+    """Return the path of a plan's marker file, named by a hash of its model, layouts and
+    schedule."""
     stages = [
         (
             stage.devices,

@@ -28,7 +28,7 @@ from autoparallel.planner.errors import UsageError
 
 
 class _Absent:
-    """Marker of an argument that a call does not give."""
+    """Type of the marker ``_ABSENT``: a call does not have this argument."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -38,9 +38,9 @@ _ABSENT = _Absent()
 
 
 class CallArguments:
-    """Reader of the arguments of a model's calls.
+    """Reader of a model's call arguments as inputs of the plan's program.
 
-    With ``extra`` a batch may have entries for the loss that ``forward`` does not take.
+    With ``extra`` a batch may have entries that only the loss function reads, not ``forward``.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class CallArguments:
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[LeafPath, type, Any], ...]]:
-        """Return a call's program inputs, and simple arguments that differ from the example batch.
+        """Return the program's inputs in a call, and the ``SIMPLE`` arguments unlike the example's.
 
         Raises TypeError, as the model would, for arguments that it does not take, and UsageError
-        AP920 for a call whose form differs from the example batch.
+        AP920 for a call whose arguments have another structure than the example batch.
         """
         given = self._arguments(args, kwargs)
         found: dict[LeafPath, Any] = {}
@@ -85,12 +85,14 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether a call may give ``leaf`` where the example batch has no tensor."""
+        """Return whether a training call may pass ``leaf`` at ``path``, where the example batch has
+        no tensor: an equal value, or any number, text or None if its argument may change."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
     def _can_change(self, name: str) -> bool:
-        """Return whether an example batch can contain the argument ``name`` of ``forward``."""
+        """Return whether an example batch could have an entry for ``forward``'s argument
+        ``name``."""
         known = self._signature.parameters.get(name)
         if known is None:
             is_further = self._is_variadic(name)
@@ -99,20 +101,20 @@ class CallArguments:
         return is_named and (self._is_dict or known.kind == known.POSITIONAL_OR_KEYWORD)
 
     def _is_variadic(self, name: str) -> bool:
-        """Return whether an argument, named as by ``_named``, is of ``*args`` or ``**kwargs``."""
+        """Return whether an argument name, such as ``args[2]``, is of ``*args`` or ``**kwargs``."""
         return name not in self._signature.parameters and (self._takes_all or "[" in name)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether an argument that is no tensor has the value in the example batch."""
+        """Return whether ``leaf``, which is no tensor, equals the example batch's at ``path``."""
         planned = self._leaves.get(path, _ABSENT)
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
-        """Return the argument of a program input as Python code."""
+        """Return the argument that the program input ``name`` comes from, as Python code."""
         return path_text(self._path(name))
 
     def _path(self, name: str) -> LeafPath:
-        """Return the path of an input, starting with the name of its argument."""
+        """Return the path to a program input: its argument's name, then keys and indices in it."""
         path = self._inputs[name].path
         return self._name_of[path[0]], *path[1:]
 
@@ -125,7 +127,7 @@ class CallArguments:
         return {**rest, **self._named(args, taken)}
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of ``forward`` by name, with defaults; ``*args`` are numbered."""
+        """Return ``forward``'s arguments by name, with defaults; ``*args`` as ``args[0]``, …."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         named: dict[str, Any] = {}
@@ -140,10 +142,10 @@ class CallArguments:
         return named
 
     def _checked(self, name: str, arguments: Mapping[str, Any]) -> dict[LeafPath, Any]:
-        """Return the leaves of an argument by their paths.
+        """Return an argument's tensors and other values by their paths in it.
 
-        Raises UsageError AP920 if its structure differs from the example batch, or a value differs
-        that is neither a tensor nor simple.
+        Raises UsageError AP920 if its structure differs from the example batch, or if a value
+        differs that is neither a tensor nor of a ``SIMPLE`` type.
         """
         # A forward can tell None among *args or **kwargs from an argument that is not there.
         absent = _ABSENT if self._is_variadic(name) else None

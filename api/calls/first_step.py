@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoparallel.target.target import Batch
 
 VARIABLE = "AUTOPARALLEL_CHECK_FIRST_STEP"
-"""Environment variable that turns the comparison on (1) or off (0) if no option does."""
+"""Variable that turns the first step's comparison on (1) or off (0) if no option does."""
 
 
 def compare_first_step(
@@ -49,7 +49,7 @@ def compare_first_step(
 ) -> None:
     """Make a trainer compare its first step with ``model()``, given the trainer's weights.
 
-    ``run`` runs a step by the plan and returns the loss; ``form`` returns the form of its call;
+    ``run`` runs a step by the plan and returns the loss; ``form`` returns the ``Form`` of its call;
     inside ``as_plain()`` a call of the model runs its own forward. ``done`` is called after the
     comparison. ``asked`` None compares only a step that takes one device at most 10 s. Collective
     over all ranks.
@@ -94,7 +94,7 @@ def _plain_loss(
     form: Callable[[], Form],
     as_plain: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:
-    """Return the loss of the model alone, as a function of weights and inputs by name."""
+    """Return a function from weights and inputs by name to the loss of the model on one device."""
     program, tied = trainer.program, trainer.program.graph.tied
     dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
 
@@ -115,7 +115,7 @@ def _plain_loss(
 
 
 class _Alone(nn.Module):
-    """Module whose forward takes a batch and calls the model with it."""
+    """Module whose forward takes a batch and calls ``model`` with it, without a plan."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def projection(outputs: Sequence[Tensor]) -> Tensor:
-    """Return a scalar that depends on each element of a model's outputs with another weight."""
+    """Return a weighted sum of all elements of a model's outputs, each with its own weight."""
     total = torch.zeros((), dtype=torch.float64)
     for output in outputs:
         flat = torch.view_as_real(output) if output.is_complex() else output

@@ -51,12 +51,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_CAPTURES = 16
-"""Maximum number of captures kept for batches of one size."""
+"""Maximum number of captured programs that are kept for batches of one size."""
 
 
 @dataclass
 class _Capture:
-    """Capture with its index; ``numbers`` holds the numbers that its programs read."""
+    """Captured program ``live`` with its index, and the Python numbers that it reads at run
+    time."""
 
     capture: int
     live: LiveProgram
@@ -64,7 +65,7 @@ class _Capture:
 
 
 class _Call(NamedTuple):
-    """Rows of a global batch, and the form in which the model is called."""
+    """Kind of call that needs a captured program of its own: rows of a global batch, and form."""
 
     rows: int
     form: Form = PLANNED
@@ -72,7 +73,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """Functions that trace and capture a model for a global batch of given rows.
+    """Functions that trace (record the ops of) and capture a model for a number of rows.
 
     ``trace(rows, before, watched)`` calls ``before`` just before the forward, and records the
     source line of the call with index ``watched``. ``plan`` plans another program of the model like
@@ -87,9 +88,9 @@ class Sources:
 
 
 class LiveCaptures:
-    """Captures of one model on this rank, and its loss function.
+    """Captured programs of a model on this rank, with new ones when its Python code changes.
 
-    ``outputs`` is the form of the model's outputs in the current call.
+    ``outputs`` describes the structure of the model's outputs in the current call.
     """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
@@ -123,8 +124,8 @@ class LiveCaptures:
             each.put_back()
 
     def _first_trace(self, rows: int) -> CallTrace | None:
-        """Trace the planned batch; None for code that cannot run on fake tensors, such as a module
-        that is captured as one node."""
+        """Trace the model on the planned batch; return None for code that cannot run on fake
+        tensors, such as a module that is captured as one node."""
         try:
             return self._sources.trace(rows, lambda: None, None)
         except Exception:  # noqa: BLE001 - of the model's code, which was captured all the same
@@ -132,11 +133,12 @@ class LiveCaptures:
             return None
 
     def __call__(self, rows: int, form: Form = PLANNED) -> int:
-        """Return the index of the capture that computes a batch of ``rows`` rows.
+        """Return the index of the captured program for a batch of ``rows`` rows, capturing it if
+        needed.
 
-        Collective if values or the form of the call have changed. Raises UsageError AP936 if the
-        plan has no layouts for the model's present code, AP942 if values differ between ranks,
-        AP920 and AP933 if the plan has no layouts for the form.
+        Collective if Python values that the model reads, or the form of the call, have changed.
+        Raises UsageError AP936 if the plan has no layouts for the model's present code, AP942 if
+        values differ between ranks, AP920 and AP933 if the plan has no layouts for the form.
         """
         self._sources.call.form = form
         try:
@@ -146,7 +148,7 @@ class LiveCaptures:
             self._sources.call.form = PLANNED
 
     def as_called(self, batch: Batch, form: Form) -> Batch:
-        """Return a batch of the planned form changed to the arguments of a call's ``form``."""
+        """Return a batch like the example batch, with the argument values of ``form``."""
         return self._sources.call.apply_form(batch, form)
 
     @contextmanager
@@ -166,7 +168,7 @@ class LiveCaptures:
 
     @contextmanager
     def undo_changes(self) -> Iterator[None]:
-        """Undo the changes and random draws of forwards that run inside the context.
+        """Undo what forwards inside the context change: Python state and random generators.
 
         Items added to containers stay, and do not count as changes.
         """
@@ -275,7 +277,7 @@ class LiveCaptures:
         return kept.capture
 
     def _why_not(self, program: Program) -> str:
-        """Describe why the plan cannot run another program of its model."""
+        """Describe why the plan cannot run ``program``, captured from its model's changed code."""
         planned, now = (
             [node.name for node in each.graph.parameters]
             for each in (self._trainer.program, program)
@@ -312,9 +314,9 @@ class LiveCaptures:
         return found
 
     def _add(self, call: _Call, live: LiveProgram) -> _Capture | None:
-        """Add a capture to the trainer; return None if the plan does not fit it. Collective.
+        """Add a captured program to the trainer; return None if no plan can run it. Collective.
 
-        A capture that differs only in numbers keeps the planned blocks, although its layers differ.
+        A program that differs only in numbers keeps the planned blocks, although its layers differ.
         Blocks with other parameters than planned are cut into blocks with the planned parameters.
         """
         planned, program = self._trainer.program, live.program
@@ -377,7 +379,7 @@ def _in_blocks(live: LiveProgram, blocks: Blocks) -> LiveProgram:
 
 
 class _MissingTensor:
-    """Value of a tensor that the forward stores on the model, which training does not compute."""
+    """Stand-in for a tensor that the forward stores on the model; reading it raises AP946."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -407,9 +409,9 @@ def follow_model(
     plan: Callable[[Program], Plan | None],
     call: CallForm,
 ) -> LiveCaptures:
-    """Follow the code of a target's model, which is traced inside ``ready()``.
+    """Return the captured programs of a target's model, to be kept up to date with its Python code.
 
-    ``target`` and ``capture`` make batches in the form of ``call``.
+    The model is traced inside ``ready()``; ``target`` and ``capture`` make batches like ``call``'s.
     """
     model, dtype = trainer.program.model, trainer.program.dtype
 
@@ -460,7 +462,7 @@ def _plan_error(changed: Collection[str], why: str, source: str, form: Form) -> 
 
 
 def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:
-    """Raise UsageError AP942 if the traces of ranks differ. Collective."""
+    """Raise UsageError AP942 if the ops that ranks traced differ. Collective."""
     parts = hashlib.sha256(repr(sorted(trace.numbers.items())).encode())
     parts.update(str(len(trace.calls)).encode())
     for tensor in trace.tensors:

@@ -15,13 +15,14 @@ from torch import Tensor
 from autoparallel.passes.programs.batch import Batch, LeafPath, fill_batch, leaf_at, path_text
 
 SIMPLE = bool | int | float | str | None
-"""Types of non-tensor arguments that may differ between calls."""
+"""Types of arguments, besides tensors, whose values may differ between calls."""
 
 
 class Form(NamedTuple):
-    """Inputs whose gradients are wanted, and arguments whose values differ from the example batch.
+    """Differences of a call from the example batch: inputs that require gradients (``wanted``), and
+    arguments with another value (``fixed``).
 
-    Both by their paths; an argument includes its type, since True is not 1.
+    Both are identified by paths; an argument includes its type, since True is not 1.
     """
 
     wanted: frozenset[LeafPath] = frozenset()
@@ -38,13 +39,13 @@ PLANNED = Form()
 
 @dataclass
 class CallForm:
-    """Form of the next call of a ``forward``."""
+    """Holder of the ``Form`` of the next call of ``forward``."""
 
     forward: Callable[..., Any]
     form: Form = PLANNED
 
     def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Wrap ``make`` to return batches in the current form."""
+        """Wrap ``make``, so that its batches get the current form's values."""
 
         def made(*args: Any) -> Batch:
             return self.apply_form(make(*args), self.form)
@@ -52,7 +53,7 @@ class CallForm:
         return made
 
     def apply_form(self, batch: Batch, form: Form) -> Batch:
-        """Return a batch of the example's form, changed to ``form``."""
+        """Return an example batch with the argument values and gradient flags of ``form``."""
         if form == PLANNED:
             return batch
         parameters = inspect.signature(self.forward).parameters
@@ -75,6 +76,7 @@ class CallForm:
 
 
 def _position(names: list[str], name: str) -> int:
-    """Return the position of an argument; ``args[2]`` is 2 behind the position of ``*args``."""
+    """Return the position of the argument ``name``: of ``args[2]`` the position of ``*args`` plus
+    2."""
     first, _, after = name.partition("[")
     return names.index(first) + int(after.rstrip("]") or 0)

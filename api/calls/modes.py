@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_at_start() -> Iterator[None]:
-    """Set training modes inside the context, and restore all random states at its end.
+    """Enable gradients, disable autocast inside the context; restore all random states at its end.
 
     Random states stay as without planning, so a script draws the same batches on all ranks.
     """
@@ -47,7 +47,7 @@ def in_modes_of_training() -> Iterator[None]:
 
 
 def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
-    """Warn on rank 0 if an op mixes samples, but under the plan only within each micro-batch."""
+    """Warn on rank 0 if an op (batch norm, …) mixes samples, now only of the same micro-batch."""
     mixing = program.graph.accumulation.mixing
     if mixing and plan.num_microbatches > 1 and rank == 0:
         where = program.graph[mixing[0]].module or mixing[0]

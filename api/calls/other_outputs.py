@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def merge_outputs(
     made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
 ) -> Callable[[int], Tensor]:
-    """Return a function from index to output: from ``made``, or lazy if not differentiable."""
+    """Return a function from index to output: ``made`` has the differentiable ones, others are
+    lazy."""
     tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
     places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
     found = dict(zip(places, made, strict=True))
@@ -38,8 +39,8 @@ def merge_outputs(
 class OtherOutputs:
     """Outputs besides the loss, computed at their first use by the model's own forward.
 
-    It uses the random numbers of the program's last forward. The first use must come before the
-    weights or the call's arguments change.
+    The forward uses the random numbers of the program's last forward. The first use must come
+    before the weights or the call's arguments change.
     """
 
     def __init__(

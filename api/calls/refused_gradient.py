@@ -25,7 +25,7 @@ class _RefuseGradient(torch.autograd.Function):
 
 
 def refuse_gradient(code: str, what: str, why: str, fix: str) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes the backward of a floating-point tensor raise this error."""
+    """Return a function on tensors: the backward through its result raises UsageError ``code``."""
     error = UsageError(code, what, why=why, fix=fix)
 
     def refuse(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ _STILL_TRUE = {
         for name in ("shape", "ndim", "dtype", "device", "layout", "is_leaf", "requires_grad")
     ),
 }
-"""Properties that an old tensor still shares with its replacement."""
+"""Functions that an old tensor still answers, as its replacement has equal results."""
 
 
 def retire_tensor(tensor: Tensor, name: str) -> None:
@@ -46,7 +46,7 @@ def retire_tensor(tensor: Tensor, name: str) -> None:
 
 
 def is_retired(tensor: Tensor) -> bool:
-    """Return whether a shard has already replaced a tensor."""
+    """Return whether ``retire_tensor`` was called for a tensor, which a shard has replaced."""
     return _NAME in tensor.__dict__
 
 

@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Planned use of the machine: as a host of ``cluster``.
+    """Requirements to check a machine for: it shall be a host of ``cluster``, None for any use.
 
     ``memory_bytes`` is the plan's predicted peak of its fullest device, 0 without a plan.
     """
@@ -78,7 +78,7 @@ Check = Callable[[Facts, DoctorRequest], Findings]
 
 
 def check_machine(facts: Facts, wanted: DoctorRequest) -> tuple[Finding, ...]:
-    """Return all findings about a machine."""
+    """Return the results of all checks of a machine."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 
@@ -255,7 +255,7 @@ def _gpus(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _memory_of(name: str, total: int, used: int, wanted: DoctorRequest) -> Findings:
-    """Check that other processes leave enough memory of a GPU."""
+    """Check that other processes leave enough memory of GPU ``name`` for the plan."""
     free, needed = total - used, wanted.memory_bytes
     fix = "end the processes that nvidia-smi shows"
     if needed > total:
@@ -290,7 +290,7 @@ def _peers(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _limits(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check limits of the process and of the container."""
+    """Check the limits on open files, /dev/shm, locked memory and host memory."""
     if facts.open_files < FEW_OPEN_FILES:
         level: Level = "FAIL" if facts.open_files < LEAST_OPEN_FILES else "WARN"
         yield Finding(
@@ -378,7 +378,7 @@ def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _named_interfaces(facts: Facts) -> Findings:
-    """Check variables that name missing interfaces; ``^`` and ``=`` are NCCL's prefixes."""
+    """Check for variables that name missing interfaces; ``^`` and ``=`` are NCCL's prefixes."""
     known = [each.name for each in facts.interfaces]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = facts.environment.get(variable, "")

@@ -18,15 +18,15 @@ from autoparallel.options.words import ranks_text, rate_text, seconds_text
 from autoparallel.runtime.profile.pairs import Pair, PairTime, RankFacts
 
 WARN_SHARE, FAIL_SHARE = 0.8, 0.5
-"""Shares of the described rate below which a level of links is warned about, and fails."""
+"""Measured over described rate of a kind of link below which the check warns, and fails."""
 SLOW_PAIR, SLOW_DEVICE = 1.5, 1.3
-"""Multiples of the median time above which a pair's message, and a rank's product, are slow."""
+"""Multiples of the median above which a pair's message and a rank's matrix product are slow."""
 
 
 def check_cluster(
     cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
 ) -> tuple[Finding, ...]:
-    """Return all findings about a running cluster."""
+    """Return the results of all checks of a running cluster."""
     return (
         *_places(cluster, ranks),
         *_versions(ranks),
@@ -39,7 +39,7 @@ Findings = Iterator[Finding]
 
 
 def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Check that the ranks are on the described hosts and devices."""
+    """Check that each rank runs on the host and device that the cluster's description says."""
     names: list[str] = []
     for index, host in enumerate(cluster.hosts):
         start = cluster.first_ranks[index]
@@ -130,7 +130,7 @@ def _links(cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTim
 
 
 def _level(cluster: Cluster, link: Link, pairs: Mapping[Pair, Sequence[PairTime]]) -> Findings:
-    """Compare the rate of a level of links with the described rate."""
+    """Compare the measured rate of a kind of link (in hosts or between) with its description."""
     fits = {
         pair: fit_link([LinkPoint(1, each.num_bytes, each.seconds) for each in own])
         for pair, own in pairs.items()
@@ -158,8 +158,8 @@ def _slow_pairs(
     link: Link,
     pairs: Mapping[Pair, Sequence[PairTime]],
 ) -> Findings:
-    """Name slow hosts, all of whose pairs with other hosts are slow; then such ranks; then the
-    remaining slow pairs."""
+    """Report hosts that are slow in all measured pairs with other hosts; then such ranks; then
+    other slow pairs of ranks."""
     largest = {pair: max(own, key=lambda each: each.num_bytes) for pair, own in pairs.items()}
     between = cluster.joins_hosts(link)
     ordered = sorted(each.seconds for each in largest.values())
@@ -202,7 +202,8 @@ def _slow_pairs(
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
-    """Return owners (``owner`` is by rank) all of whose pairs, with 2 or more others, are slow."""
+    """Return the hosts (``owner[rank]``; or ranks) that are slow in all pairs, with 2 or more
+    hosts."""
     members: dict[int, dict[Pair, int]] = defaultdict(dict)
     for one, two in pairs:
         members[owner[one]][one, two] = owner[two]

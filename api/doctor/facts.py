@@ -52,7 +52,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """GPU as nvidia-smi reports it. ``throttle`` has the bits of its reasons for a lower clock."""
+    """GPU as nvidia-smi reports it. ``throttle`` is a bit mask of reasons for a lower clock."""
 
     index: int
     name: str
@@ -81,11 +81,11 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a host. ``architectures`` lists torch's kernels (``sm_90``), ``capabilities`` the
-    compute capabilities of the GPUs; ``peers`` are pairs of GPUs without direct access.
-    ``addresses`` belong to the host name; ``limit_bytes`` is the container's memory limit, 0 for
-    none. ``infiniband`` has name and state of each port; ``machine`` is the processor type
-    (``x86_64``); ``triton`` is the version that torch requires, "" for none."""
+    """Software, limits and GPUs of a host. ``architectures`` lists torch's kernels (``sm_90``),
+    ``capabilities`` the compute capabilities of the GPUs; ``peers`` are pairs of GPUs without
+    direct access. ``addresses`` belong to the host name; ``limit_bytes`` is the container's memory
+    limit, 0 for none. ``infiniband`` has name and state of each port; ``machine`` is the processor
+    type (``x86_64``); ``triton`` is the version that torch requires, "" for none."""
 
     host: str
     kernel: str
@@ -116,7 +116,7 @@ class Facts:
 
 
 def machine_facts() -> Facts:
-    """Return the facts of this machine."""
+    """Return the software versions, limits, network and GPUs of this machine."""
     import torch
 
     has_cuda = torch.cuda.is_available()

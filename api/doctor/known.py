@@ -28,8 +28,8 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 
 @dataclass(frozen=True, slots=True)
 class KnownNccl:
-    """Fault of NCCL versions from ``first`` up to, not including, ``fixed``, on ``machine`` ("" for
-    all). ``what`` describes it; ``thread`` is its report."""
+    """Bug of NCCL versions from ``first`` up to, not including, ``fixed``, on ``machine`` ("" for
+    all). ``what`` describes the bug; ``thread`` is the address of its report."""
 
     first: tuple[int, ...]
     fixed: tuple[int, ...]
@@ -59,12 +59,12 @@ BAD_NCCL = (
         "https://github.com/pytorch/pytorch/issues/149153",
     ),
 )
-"""Versions of NCCL with faults, read 2026-11-25. The second was found with 2.28.9 and is in
+"""Versions of NCCL with bugs, read 2026-11-25. The second bug was found with 2.28.9 and is in
 NVIDIA's notes to 2.29.3; its thread says that older versions have it too. torch 2.11 and later come
 with newer versions than the third; builds with a system's NCCL may not."""
 
 TRITON_THREAD = "https://github.com/triton-lang/triton/issues/6080"
-"""Report that torch.compile uses private names of the triton version that torch requires."""
+"""Address of the report that torch.compile uses private names of torch's own triton version."""
 
 THROTTLE_REASONS: Mapping[int, tuple[Literal["WARN", "FAIL"], str, str]] = {
     0x08: ("FAIL", "the hardware slows down", "check cooling and power supply"),
@@ -79,7 +79,7 @@ under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault of an environment variable if it has one of ``values`` (in capitals; () for any)."""
+    """Harm of an environment variable set to one of ``values`` (in capitals; () for any value)."""
 
     why: str
     values: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from autoparallel.runtime.profile.pairs import all_pair_times, rank_facts, round
 def examine(
     worker: Worker, *, cluster: Mapping[str, Any], memory_bytes: int
 ) -> list[dict[str, Any]]:
-    """Return the findings about every host and the cluster, the same on every rank. Collective."""
+    """Run all checks of the hosts and the cluster; return the results on every rank. Collective."""
     described = from_dict(dict(cluster))
     own: tuple[Finding, ...] = ()
     if worker.local_rank == 0:  # before this process takes memory of its device
@@ -37,7 +37,7 @@ def examine(
 
 
 def join_findings(hosts: Mapping[str, tuple[Finding, ...]]) -> list[Finding]:
-    """Merge the findings of several hosts; a finding not shared by all hosts names its hosts.
+    """Merge check results of several hosts; a result not shared by all hosts names its hosts.
 
     >>> fine, bad = Finding("OK", "torch", "2.13.0"), Finding("WARN", "network", "eth1 is slow")
     >>> [each.what for each in join_findings({"a": (fine,), "b": (fine, bad)})]

@@ -34,13 +34,13 @@ COPIED = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""Patterns of files in the model's folder that do not depend on its weights."""
+"""Patterns of files in the Hugging Face folder that are copied, as weights do not change them."""
 
 PEFT_PREFIX = "base_model.model."
 
 
 def write_model_files(folder: Path, target: Target, dtype: str) -> None:
-    """Write the trained configuration, with the dtype of the weights, and the tokenizer."""
+    """Write the model's configuration, with the dtype of the weights, and its tokenizer's files."""
     config = target_config(target)
     config.dtype = dtype
     config.save_pretrained(folder)

@@ -36,8 +36,9 @@ WRITERS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
-    """Record of a written plan: ``files`` are names in the folder, ``start`` is the command that
-    trains with them. ``report`` is printed below; ``facts`` are further entries for ``--json``."""
+    """Result of exporting a plan: ``files`` are names in the folder, ``start`` is the command that
+    starts the training. ``report`` is printed below; ``facts`` are further entries for
+    ``--json``."""
 
     files: tuple[str, ...]
     start: str
@@ -57,7 +58,7 @@ class PlanWriter(Protocol):
 
 
 def torchrun(cluster: Cluster) -> str:
-    """Return the command that starts a process per device, on the host or on each host."""
+    """Return the torchrun command that starts a process per device; each host runs it."""
     counts = {host.num_devices for host in cluster.hosts}
     count = str(counts.pop()) if len(counts) == 1 else "DEVICES"
     each = f"--nproc-per-node {count}"

@@ -22,7 +22,7 @@ FORMATS = (".lp", ".mps")
 
 @dataclass(frozen=True, slots=True)
 class WrittenProgram:
-    """Written program: path, size, and the objective's value for the plan's layouts."""
+    """Result of writing an integer program: path, size, and the plan's objective value."""
 
     path: Path
     num_variables: int

@@ -45,7 +45,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Written weights: folder, files with tensors, and number and bytes of tensors."""
+    """Result of exporting weights: folder, files with tensors, number and bytes of tensors."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -55,7 +55,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Weights, and if known their target, its model on ``meta``, and its adapters."""
+    """Weights to export, and if known their target, its model on ``meta``, and its adapters."""
 
     files: WeightFiles
     target: Target | None = None
@@ -147,7 +147,7 @@ def _check_choices(to: str, dtype: str | None) -> None:
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> WeightSource:
-    """Return the weights, with the known facts of their model."""
+    """Open the checkpoint's weights, and load their target's model on ``meta`` if known."""
     files = open_weights(checkpoint)
     target = _target(checkpoint, model, trust=trust)
     adapters = lora or (None if target is None else target.settings.get("lora"))

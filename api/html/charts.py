@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 960, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 12, 34
 
 FAR = 2.5
-"""Limits above this multiple of the largest value are not drawn."""
+"""Multiple of the largest memory above which a memory limit is not drawn."""
 
 LETTER = 6.6
 """Width of a letter of a label, in units of the drawing."""
@@ -34,7 +34,7 @@ LEAST_SHARE = 0.01
 
 
 def number(value: float) -> str:
-    """Write a coordinate with at most two decimals.
+    """Format a coordinate with at most two decimals.
 
     >>> number(3.0), number(2.71828), number(-0.001)
     ('3', '2.72', '0')
@@ -151,7 +151,7 @@ def distinct_seconds(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Row of a table and point of a chart. An unknown figure is 0; ``label`` "" means no label."""
+    """Plan or baseline as table row and chart point. Unknown seconds or bytes are 0."""
 
     name: str
     kind: str
@@ -177,7 +177,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class CandidateChart:
-    """Chart of candidates by memory and time, with a line through the Pareto front."""
+    """Chart of plans by memory and step time, with a line through the Pareto front."""
 
     candidates: tuple[Candidate, ...]
     front: str
@@ -189,7 +189,7 @@ class CandidateChart:
 
 
 def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
-    """Chart candidates by time and memory; at least one has both. The first is the reference."""
+    """Chart plans by step time and memory (at least one has both), compared with the first."""
     best = entries[0].step_seconds
     points = [(e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds]
     points = [(step, held) for step, held in points if held]
@@ -224,7 +224,7 @@ def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
 
 
 def _scales(points: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, Scale, bool]:
-    """Return the axes of memory and time, and whether the limit is too far away to be drawn."""
+    """Return the axes of memory and time, and whether the memory limit lies outside the chart."""
     most, least = max(held for _, held in points), min(held for _, held in points)
     is_far = limit > FAR * most
     high = most * 1.1 if is_far else min(max(limit, most) * 1.05, MOST_OF_LIMIT * limit)
@@ -235,7 +235,7 @@ def _scales(points: Sequence[tuple[float, float]], limit: int) -> tuple[Scale, S
 
 
 def _labels(candidates: Sequence[Candidate]) -> list[Label]:
-    """Return labels beside their points; a label without room is left out."""
+    """Return the labels of candidates, beside their points; a label without room is left out."""
     points = [(float(each.x), float(each.y)) for each in candidates if each.x]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     found = []
@@ -278,7 +278,7 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 @dataclass(frozen=True, slots=True)
 class MemoryChart:
-    """Chart of memory over time with its limit; ``areas`` are stacked SVG paths by category."""
+    """Chart of a rank's memory over time, and its limit; ``areas`` are SVG paths by category."""
 
     areas: Mapping[str, str]
     x_ticks: tuple[Tick, ...]
@@ -297,7 +297,7 @@ def memory_chart(
     step_seconds: float,
     limit: int,
 ) -> MemoryChart:
-    """Chart the memory of a rank over time; ``events`` are the rank's."""
+    """Chart a rank's memory over time: ``held`` after each action; ``events`` have the times."""
     starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
     moments = [(starts[action], named_memory(own)) for action, own in held if action in starts]
     times = [time for time, _ in moments]
@@ -340,7 +340,7 @@ def memory_chart(
 
 
 def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
-    """Return the categories to draw, from bottom to top: as in reports, then "other"."""
+    """Return the memory categories to draw, from bottom to top: as in reports, then "other"."""
     most: dict[str, float] = {}
     for own in held:
         for name, size in own.items():
@@ -352,7 +352,7 @@ def _categories(held: Iterable[Mapping[str, float]], peak: float) -> list[str]:
 def _steps(
     times: Sequence[float], values: Sequence[float], end: float
 ) -> list[tuple[float, float]]:
-    """Return the corners of a step function that holds its last value until ``end``."""
+    """Return the corners of a step function of time that keeps its last value until ``end``."""
     nexts = [*times[1:], end]
     return [
         corner

@@ -38,7 +38,7 @@ SECTIONS = {
 
 
 def compared_page(items: Sequence[Item]) -> str:
-    """Return the comparison as a whole page."""
+    """Return the comparison of plans and runs as a complete HTML page."""
     found = _context(items)
     sections = [
         (name, title) for name, title in SECTIONS.items() if name != "choices" or len(items) > 1
@@ -50,7 +50,7 @@ def compared_page(items: Sequence[Item]) -> str:
 
 
 def compared_notebook(items: Sequence[Item]) -> str:
-    """Return the comparison for a notebook: figures and different choices."""
+    """Return the comparison as HTML for a notebook: tables of numbers and of different choices."""
     return render("compared_notebook.html", _context(items))
 
 
@@ -101,7 +101,7 @@ def _name_fastest(found: Sequence[ComparedItem]) -> str:
 
 
 def _chart(found: Sequence[ComparedItem], limits: Sequence[int]) -> Any:
-    """Return the chart of items by time and memory; None if no item has both."""
+    """Return the chart of plans and runs by step time and memory; None if none has both."""
     entries = [
         Candidate(
             each.name,

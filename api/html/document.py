@@ -68,7 +68,7 @@ MOST_STAGE_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Sources of a page besides the plan. If ``priced`` is None, ``missing`` says why."""
+    """Data for a plan's page besides the plan. If ``priced`` is None, ``missing`` says why."""
 
     priced: PricedAgain | None = None
     missing: str = MISSING
@@ -79,12 +79,12 @@ NOTHING = Sources()
 
 
 def page(plan: Plan, sources: Sources = NOTHING) -> str:
-    """Return the whole page of a plan."""
+    """Return the complete HTML page of a plan."""
     return render("report.html", _context(plan, sources))
 
 
 def plan_notebook(plan: Plan) -> str:
-    """Return a plan for a notebook: headline, stages and candidates."""
+    """Return a plan as HTML for a notebook: main numbers, stages and candidates."""
     return render("notebook.html", _context(plan, NOTHING))
 
 
@@ -143,7 +143,7 @@ def _context(plan: Plan, sources: Sources) -> Mapping[str, Any]:
 def headline(
     plan: Plan, baselines: Sequence[Baseline], again_seconds: float, measured: Measurement | None
 ) -> list[FigureRow]:
-    """Return the figures at the top of the page. ``again_seconds`` is the plan's step as priced
+    """Return the rows at the top of the page. ``again_seconds`` is the plan's step time as priced
     together with ``baselines``."""
     found = figure_rows(plan)
     if measured is not None:
@@ -217,7 +217,7 @@ def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
 
 
 def source_rows(plan: Plan, missing: str) -> list[FigureRow]:
-    """Return each kind of figure with its source; ``missing`` says why there is no model, if so."""
+    """Return the source of each kind of number; ``missing`` says why the model was not loaded."""
     own, profile = plan.prediction, plan.prediction.profile
     error = profile.interpolation_error if profile is not None else 0.0
     shares, where = shares_text(own.sources, error) or "unknown", "docs/costs.md"
@@ -259,7 +259,7 @@ def _device_rows(device: Device) -> list[tuple[str, str, str]]:
 
 
 def _source(device: Device, key: str, unknown: str) -> str:
-    """Return the source of a figure; entries of a table may have sources of their own."""
+    """Return the source of the device number ``key``; table entries may have their own source."""
     parts = {
         name.partition(".")[2]: text
         for name, text in device.sources.items()

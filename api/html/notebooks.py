@@ -150,7 +150,7 @@ def with_display(plan: Plan) -> ShownPlan:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """Items compared with the first: as text, in a notebook, as a page, and as a data frame."""
+    """Comparison of plans and runs with the first: as text, notebook, HTML page and data frame."""
 
     items: tuple[Item, ...]
 

@@ -19,13 +19,13 @@ from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text
 
 MOST_STRIPS = 8
-"""Largest number of parts that a side of a weight is drawn with."""
+"""Largest number of parts into which a side of a weight's drawing is divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Run of equal adjacent hosts. ``devices`` has the pipeline rank of each device of a host, None
-    if the device is idle."""
+    """Group of equal adjacent hosts. ``devices`` has the pipeline rank of each device of a host,
+    None if the device is idle."""
 
     names: str
     number: int
@@ -36,7 +36,7 @@ class Hosts:
 
 
 def cluster_hosts(plan: Plan) -> list[Hosts]:
-    """Return the hosts in order, with equal adjacent hosts merged."""
+    """Return a plan's hosts in order; equal adjacent hosts are merged."""
     rank_of: dict[int, int] = {}
     for rank, stages in enumerate(stages_of_ranks(plan)):
         for device in plan.stages[stages[0]].devices:
@@ -75,7 +75,7 @@ def between_hosts(cluster: Cluster) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCell:
-    """Adjacent blocks of one stage with equal recomputation, drawn in columns [start, start +
+    """Drawn cell of adjacent blocks in a stage with equal recomputation, in columns [start, start +
     length)."""
 
     start: int
@@ -96,7 +96,7 @@ class BlockCell:
 
 
 def block_cells(plan: Plan) -> list[BlockCell]:
-    """Return the cells of all blocks, in the model's order."""
+    """Return the drawn cells of all blocks, in the model's order."""
     rank_of = {stage: rank for rank, stages in enumerate(stages_of_ranks(plan)) for stage in stages}
     found, at = [], 0
     for index, stage in enumerate(plan.stages):
@@ -112,8 +112,8 @@ def block_cells(plan: Plan) -> list[BlockCell]:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Layout of a parameter: number of parts of its two drawn sides, layout in words, and shapes if
-    the model is known."""
+    """Drawing of a parameter's layout: the numbers of parts of its two sides, layout in words, and
+    shapes if the model is known."""
 
     name: str
     rows: int
@@ -126,7 +126,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Weights of equal blocks on one mesh."""
+    """Drawn weights of equal blocks whose stages have equal meshes."""
 
     blocks: str
     count: int
@@ -136,7 +136,7 @@ class WeightGroup:
 
 
 def weight_groups(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> list[WeightGroup]:
-    """Return the weight layouts of each kind of block; ``shapes`` maps names to known shapes."""
+    """Return drawn weight layouts of each kind of block; ``shapes`` maps names to known shapes."""
     found = []
     for mesh, members, splits in mesh_splits(plan):
         stored = stored_text(members.values())

@@ -13,13 +13,13 @@ from autoparallel.planner.plan import Plan
 
 
 def plan_page(plan: Plan, path: str, *, loads_target: bool, trust: bool = False) -> str:
-    """Return the page, as HTML, of the plan in the file ``path``, with ``page_sources``."""
+    """Return the HTML page of a plan in the file ``path``, with a run's measurement if any."""
     return page(plan, page_sources(plan, path, loads_target=loads_target, trust=trust))
 
 
 def page_sources(plan: Plan, plan_path: str, *, loads_target: bool, trust: bool = False) -> Sources:
-    """Collect a page's sources besides the plan: the measurement of a run, and the plan priced
-    again or the reason why its model could not be loaded."""
+    """Collect the data of a plan's page besides the plan: a run's measurement, and the plan priced
+    with its model or the reason why the model could not be loaded."""
     measured = load_measurement(plan_path)
     if not loads_target:
         return Sources(None, MISSING, measured)

@@ -57,7 +57,7 @@ TIME_LOOKS = {
 
 
 def render(name: str, values: Mapping[str, Any]) -> str:
-    """Render the template ``name`` with its values."""
+    """Render the HTML template ``name`` with ``values``."""
     return _environment().get_template(name).render(**values)
 
 

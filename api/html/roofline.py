@@ -36,7 +36,7 @@ LABEL_WIDTH = 190
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """Roof of the chart: its line, and its label with position."""
+    """Upper bound of a roofline chart (memory bandwidth or compute): its line and label."""
 
     path: str
     x: str
@@ -64,7 +64,7 @@ class OpRow:
 
     @property
     def text(self) -> str:
-        """Description of the circle."""
+        """Tooltip of the op's circle."""
         op = self.op
         return (
             f"{op.name}, {self.direction}, {op.module}: {percent_text(self.share)} of compute, "
@@ -75,7 +75,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Ops by arithmetic intensity and rate, with the device's roofs."""
+    """Roofline chart: ops by arithmetic intensity and FLOP/s, with the device's upper bounds."""
 
     rows: tuple[OpRow, ...]
     roofs: tuple[Roof, ...]
@@ -97,7 +97,7 @@ def power_text(value: float) -> str:
 
 
 def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
-    """Return the roofline of ops on a device; matrix products compute in ``dtype``."""
+    """Return the roofline chart of ops on a device; matrix products compute in ``dtype``."""
     peak, rate = peak_flops(device, dtype), device.memory_bytes_per_second
     total = sum(op.total_seconds for op in ops) or 1.0
     counted = [op for op in ops if op.flops > 0 and op.num_bytes > 0]
@@ -122,7 +122,7 @@ def roofline(ops: Sequence[OpWork], device: Device, dtype: str) -> Roofline:
 
 
 def _roofs(x: Scale, y: Scale, peak: float, rate: float, dtype: str) -> tuple[Roof, Roof]:
-    """Return the sloped roof of memory bandwidth and the flat roof of compute."""
+    """Return the bounds of FLOP/s: sloped by memory bandwidth, and flat by peak compute."""
     ridge = peak / rate
     start = max(x.low, y.low / rate)
     memory = line([(x(start), y(start * rate)), (x(ridge), y(peak))])
@@ -158,5 +158,5 @@ def _row(op: OpWork, total: float, peak: float, rate: float, x: Scale, y: Scale)
 
 
 def _power(rounded: Callable[[float], int], value: float) -> int:
-    """Return the exponent of ten of a value, rounded by ``rounded``."""
+    """Return the base-10 logarithm of a value as an integer, by ``rounded`` (floor or ceil)."""
     return rounded(log10(value))

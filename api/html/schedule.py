@@ -40,8 +40,8 @@ STREAM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """Lanes of a pipeline rank, and an SVG path of boxes per CSS class. ``busy`` (compute) and
-    ``exposed`` (communication) are shares of the step."""
+    """Drawn row of a pipeline rank: a lane per stream, and an SVG path of boxes per CSS class.
+    ``busy`` (compute) and ``exposed`` (communication) are shares of the step."""
 
     name: str
     top: int
@@ -54,7 +54,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleView:
-    """Drawing of a step, with ``data`` for the page's script."""
+    """Drawing of a step's timeline, with ``data`` for the page's script."""
 
     rows: tuple[RankRow, ...]
     height: int
@@ -69,7 +69,7 @@ class ScheduleView:
 
 
 def schedule_view(timeline: Timeline, names: Sequence[str]) -> ScheduleView:
-    """Draw a step; ``names`` are the names of the pipeline ranks."""
+    """Draw a step's timeline; ``names`` are the names of the pipeline ranks."""
     scale = UNITS / timeline.step_seconds
     ends = _Ends(timeline)
     used = [s for s in STREAMS if any(e.stream == s for events in timeline.events for e in events)]
@@ -122,7 +122,7 @@ def _draw_boxes(
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return boxes by class, and rows [start, length, kind, stage, micro-batch, lane, hidden]."""
+    """Return SVG paths of all events by CSS class, and a row of numbers for each event."""
     paths: dict[str, list[str]] = {}
     table = []
     stages = sorted({event.action.stage for event in events})
@@ -161,7 +161,7 @@ def _box(start: float, length: float, y: int, height: int, scale: float) -> str:
 
 
 def _exposed_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, float]]:
-    """Return the intervals of an event in which its rank does not compute."""
+    """Return the parts (start, end) of an event's time in which its rank does not compute."""
     starts = [each.start_seconds for each in compute]
     first = max(0, bisect_left(starts, event.start_seconds) - 1)
     found, now = [], event.start_seconds
@@ -178,8 +178,8 @@ def _exposed_parts(event: Event, compute: Sequence[Event]) -> list[tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Time without compute on a rank. ``stage`` and ``microbatch`` identify the action that it
-    waits for, -1 if none."""
+    """Time in which a rank does not compute. ``stage`` and ``microbatch`` identify the action that
+    the rank waits for, -1 if none."""
 
     start: float
     end: float
@@ -189,7 +189,7 @@ class Wait:
 
 
 class _Ends:
-    """Arrival times of messages, and end times of the actions that compute them."""
+    """Arrival times of a timeline's messages, and end times of the actions that compute them."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.messages: dict[tuple[str, int, int, int], tuple[float, Action]] = {}

@@ -28,7 +28,7 @@ HOST_SCRIPT, PLAN_FILE = "host.sh", "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """Run to start. ``num_devices`` are the devices of each host, in the plan's order.
+    """Training run to launch. ``num_devices`` are the devices of each host, in the plan's order.
 
     ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: hosts differ, so each
     must get its own ranks. ``folder`` has the files, ``logs`` gets the logs, and the run starts in
@@ -55,7 +55,7 @@ class LaunchJob:
 
     @property
     def common_devices(self) -> int | None:
-        """Number of devices of every host; None if it differs."""
+        """Number of devices of every host; None if hosts have different numbers."""
         sizes = set(self.num_devices)
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -75,7 +75,7 @@ def job_of(
     port: int,
     max_restarts: int,
 ) -> LaunchJob:
-    """Return the job of a plan, with the current folder as working folder.
+    """Return the job that trains by a plan, with the current folder as working folder.
 
     Raises UsageError AP372 if the number of ``hosts`` differs from the plan's.
     """
@@ -117,7 +117,7 @@ def check_lines(texts: Mapping[str, str | None]) -> None:
 
 
 def are_alike(cluster: Cluster) -> bool:
-    """Return whether hosts are interchangeable: equal in devices and links, and not across racks.
+    """Return whether all hosts have equal devices and links, and none are in different racks.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> are_alike(parse_cluster("4x8xH100")), are_alike(parse_cluster("8xA100+8xH100"))

@@ -20,7 +20,7 @@ from .job import HOST_SCRIPT, PLAN_FILE, LaunchJob, host_script
 
 MANIFEST = "job.json"
 FILES = "/autoparallel"
-"""Folder with the plan and the script in the pods."""
+"""Folder in the pods that has the plan and the script."""
 MOST_BYTES = 1 << 20
 """Size limit of a ConfigMap (https://kubernetes.io/docs/concepts/configuration/configmap/)."""
 LONGEST_NAME = 52
@@ -30,7 +30,8 @@ LONGEST_NAME = 52
 def kubernetes_files(
     job: LaunchJob, plan_text: str, *, image: str | None, claim: str | None, workdir: str
 ) -> Mapping[str, str]:
-    """Return the manifest by file name. ``claim`` is a PersistentVolumeClaim for ``workdir``.
+    """Return the Kubernetes manifest by file name. ``claim`` is a PersistentVolumeClaim for
+    ``workdir``.
 
     Raises UsageError AP376 without an image, AP377 if the hosts differ or the plan is too large,
     and AP378 for a name that Kubernetes does not accept.

@@ -99,7 +99,7 @@ def as_launched() -> Iterator[None]:
 
 
 def under_torchrun() -> bool:
-    """Return whether torchrun started this process."""
+    """Return whether torchrun started this process, as its environment variables say."""
     return any(
         f"{prefix}RANK" in os.environ and f"{prefix}WORLD_SIZE" in os.environ
         for prefix in ("", _HIDDEN)
@@ -113,7 +113,7 @@ def rank_of_launch() -> int:
 
 @contextmanager
 def _renamed(before: str, after: str) -> Iterator[None]:
-    """Move torchrun's variables from prefix ``before`` to ``after``, and back at the end."""
+    """Rename torchrun's variables from prefix ``before`` to ``after`` inside the context."""
     moved = {name: os.environ[before + name] for name in _OF_LAUNCH if before + name in os.environ}
     for name, value in moved.items():
         del os.environ[before + name]

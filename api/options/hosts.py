@@ -15,7 +15,7 @@ from autoparallel.runtime.launch.rendezvous import Hosts, parse_endpoint
 
 
 def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
-    """Return the hosts that the options request. Raises UsageError AP156 for bad options.
+    """Return the number and address of the hosts to use. Raises UsageError AP156 for bad options.
 
     All hosts need the same plan, so ``source`` has to be a plan file.
     """
@@ -38,7 +38,7 @@ def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
 def parse_hosts(
     nnodes: str | None, endpoint: str | None, *, join_seconds: float = 600.0, elastic: bool = False
 ) -> Hosts | None:
-    """Return the requested hosts, None without ``nnodes``. Raises UsageError AP156 for bad options.
+    """Return the hosts to use, None without ``nnodes``. Raises UsageError AP156 for bad options.
 
     >>> parse_hosts("2", "10.0.0.1:29400").most
     2

@@ -27,7 +27,7 @@ PLAIN: Mapping[Any, Schema] = {
 
 
 def json_schema(kind: Any, known: Mapping[Any, Schema] = PLAIN) -> Schema:
-    """Return the schema of a type; ``known`` are those of types that it does not look into.
+    """Return the JSON Schema of a Python type; ``known`` has schemas of types, used as they are.
 
     >>> json_schema(tuple[int, ...] | None)
     {'anyOf': [{'type': 'array', 'items': {'type': 'integer'}}, {'type': 'null'}]}

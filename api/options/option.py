@@ -20,7 +20,7 @@ from autoparallel.options.parse import choice_error, did_you_mean
 from autoparallel.planner.errors import UsageError
 
 LARGEST = 1e18
-"""Maximum of a number whose option has no own maximum."""
+"""Maximum value of a number option that declares no maximum."""
 
 Options = TypeVar("Options")
 """Dataclass whose fields are options."""
@@ -28,7 +28,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Allowed values of an option, and the code of the error for other values."""
+    """Allowed values of an option, and the UsageError code for all other values."""
 
     code: str
     names: tuple[str, ...]
@@ -72,7 +72,7 @@ def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
 
 
 def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
-    """Make a dataclass of options from arguments by name, in the form that users write.
+    """Make a dataclass of options from its options' values by name, in the form that users write.
 
     Raises UsageError AP141 for an unknown name, AP133 for a number out of range, and the errors of
     parsing a value.
@@ -118,7 +118,7 @@ def check_values(options: Any) -> None:
 
 @cache
 def parameters(owner: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a command for a dataclass of options, by name."""
+    """Return the command-line parameters that a dataclass of options stands for, by name."""
     hints = get_type_hints(owner)
     return {
         name: _parameter(name, own, how, hints[own.name])

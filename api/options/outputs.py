@@ -12,7 +12,7 @@ from autoparallel.planner.errors import UsageError
 
 
 def file_error(error: OSError) -> UsageError:
-    """Return UsageError AP134 for an error of the file system that nothing else explains."""
+    """Return UsageError AP134 for a file system error that no other code handles."""
     name, why = shortened(str(error.filename or "a file")), error.strerror or error
     return UsageError("AP134", f"{name}: {why}")
 

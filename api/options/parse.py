@@ -100,7 +100,7 @@ def _literal(text: str) -> Any:
 
 
 def parse_parallel(text: str | None) -> Forced:
-    """Parse the choices that ``--parallel`` forces; the search decides all others.
+    """Parse the degrees and choices in ``--parallel``; the search decides all others.
 
     >>> forced = parse_parallel("dp=2,microbatches=4,schedule=1f1b")
     >>> forced.dp, forced.tp, forced.num_microbatches, forced.schedule
@@ -162,7 +162,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_deadline(text: str | None) -> Deadline | None:
-    """Parse a time limit for a number of tokens or steps.
+    """Parse ``--deadline``: a time limit for a number of tokens or steps.
 
     >>> parse_deadline("2h/1000steps")
     Deadline(seconds=7200.0, count=1000.0, unit='steps')
@@ -193,7 +193,7 @@ def parse_deadline(text: str | None) -> Deadline | None:
 def parse_prices(
     given: str | float | Sequence[str] | Mapping[str, float] | None,
 ) -> dict[str, float]:
-    """Parse prices in dollars per hour of a device, by device name or for all ("").
+    """Parse dollars per device and hour, by device name; "" stands for all devices.
 
     >>> parse_prices(["2.5"]), parse_prices(["H100=2.5,A100-80GB=1.2"]), parse_prices(2)
     ({'': 2.5}, {'H100': 2.5, 'A100-80GB': 1.2}, {'': 2.0})

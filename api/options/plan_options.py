@@ -50,11 +50,11 @@ HALF_PRECISIONS = ("bf16", "fp16", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 
 SEARCHES = ("dp", "rl")
-"""Search methods for pipelines: dynamic programming, and learned placers (``placers``)."""
+"""Search methods for pipelines: dynamic programming, and reinforcement learning."""
 
 
 def num_processes(asked: int | None = None) -> int:
-    """Return the number of processes for a search; the default is two if there are two cores.
+    """Return the number of processes for a search; the default is two if the CPU has two cores.
 
     A rank started by torchrun searches alone, since ranks share the cores.
     """
@@ -67,7 +67,7 @@ def num_processes(asked: int | None = None) -> int:
 
 
 def _measure_seconds(asked: float | None) -> float:
-    """Return the seconds to measure before planning: as given, else from the environment, else 10.
+    """Return the seconds to measure before planning: as given, else by environment variable, or 10.
 
     Raises UsageError AP840 if the environment variable is not a number.
     """
@@ -94,7 +94,7 @@ def _pins(asked: Texts) -> tuple[Pin, ...]:
 
 
 LARGEST_COUNT = 10**9
-"""Maximum of samples per step, and of positions per sequence."""
+"""Maximum number of samples per step, and of positions (tokens) per sequence."""
 
 SEVERAL = list[str] | None
 """Type of an option that may be repeated."""
@@ -251,7 +251,7 @@ class PlanOptions:
         read=_measure_seconds,
     )
     features: Features = field(init=False)
-    """Features that ``allow`` and ``deny`` leave to the search."""
+    """Features that the search may use, as ``allow`` and ``deny`` say."""
     goal: Goal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -275,12 +275,12 @@ class PlanOptions:
 
     @property
     def autocasts(self) -> bool:
-        """Return whether autocast's float32 ops compute in float32, in a half-precision model."""
+        """Return whether a half-precision model computes autocast's float32 ops in float32."""
         return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
 
 
 class SearchOptions(TypedDict, total=False):
-    """Types of the options of planning as Python keyword arguments (see ``PlanOptions``)."""
+    """Names and types of the options of planning (``PlanOptions``) as Python keyword arguments."""
 
     micro_batch: int | None
     precision: Precision

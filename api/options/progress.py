@@ -24,18 +24,18 @@ CELL_SECONDS = 0.5
 TICK_SECONDS = 0.25
 
 SILENT_SECONDS = 3.0
-"""Seconds after which a running phase is named in logs."""
+"""Seconds after which the name of a running phase is printed in logs."""
 
 Observe = Callable[[str, float, float], None]
 
 
 def ignore(phase: str, done: float, total: float) -> None:
-    """Show nothing: the observer for quiet use."""
+    """Show nothing: the observer (callback for progress) for quiet use."""
 
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Observe]:
-    """Yield an observer that shows phases until the block ends."""
+    """Yield an observer, a callback that shows the progress of phases until the block ends."""
     if quiet:
         yield ignore
     elif in_notebook():
@@ -145,7 +145,7 @@ def _cell() -> Iterator[Observe]:
 
 
 class _Ended:
-    """Line with the time that each phase took."""
+    """Progress bar's last state: a line with the time that each phase took."""
 
     def __init__(self, shown: Progress) -> None:
         times = [(task.description, task.finished_time or task.elapsed) for task in shown.tasks]
@@ -172,7 +172,7 @@ def _lines() -> Iterator[Observe]:
             print(f"autoparallel: {phase} {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def tell() -> None:
-        """Name a phase that takes over ``SILENT_SECONDS``, then again whenever its time doubles."""
+        """Print a running phase's name after ``SILENT_SECONDS``, then whenever its time doubles."""
         while not is_over.wait(TICK_SECONDS) and os.getpid() == process:
             for phase in list(started.keys() - ended):
                 seconds = time.perf_counter() - started[phase]

@@ -12,13 +12,13 @@ from typing import TextIO
 import typer
 
 _results: list[TextIO] = []
-"""Streams for results while ``others_on_stderr`` redirects stdout; the last is current."""
+"""Stack of the real stdout while ``others_on_stderr`` redirects stdout; the last is used."""
 
 
 @contextmanager
 def others_on_stderr() -> Iterator[None]:
-    """Send all output of libraries and model files to stderr inside the context; results (``say``)
-    still go to stdout."""
+    """Send output of libraries and model files to stderr inside the context; results that ``say``
+    prints still go to stdout."""
     stdout = sys.stdout
     if not _is_descriptor_1(stdout):  # replaced, as in notebooks and tests
         _results.append(stdout)
@@ -60,7 +60,7 @@ def say(text: str, *, nl: bool = True) -> None:
 
 def schema_name(command: str) -> str:
     """Return the name of the schema of a command's JSON document (``agents.documents``). The
-    version rises where a field goes or changes its meaning."""
+    version in it rises if a field is removed or changes its meaning."""
     return f"autoparallel.{command}/1"
 
 

@@ -11,20 +11,20 @@ from autoparallel.options.option import option
 from autoparallel.planner.errors import UsageError
 
 Init = Literal["auto", "sharded", "exact"]
-"""Way to draw initial weights; see ``passes.initialization.deferred_init``."""
+"""Way to draw initial weights: only this rank's shards, exactly as on one device, or either."""
 
 OnNan = Literal["ignore", "skip", "stop"]
-"""Reaction to a gradient that is not finite; see ``runtime.update.update``."""
+"""Reaction to a gradient that is not finite: update all the same, skip the update, or stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """Options of a run's steps.
 
-    ``compiled`` None leaves to the plan whether blocks are compiled. ``elastic`` has options of
-    planning by name if fewer hosts than planned may continue the run, else None. ``trace_steps``
-    steps are recorded and written to ``trace``. ``check_first_step`` None compares the first step
-    with the model alone if that is quick.
+    ``compiled`` None leaves to the plan whether blocks are compiled. ``elastic`` has planning
+    options by name for new plans if fewer hosts than planned may continue the run, else None.
+    ``trace_steps`` steps are recorded and written to ``trace``. ``check_first_step`` None compares
+    the first step with the model alone if that is quick.
     """
 
     clip_norm: float | None = option(None, "scale the gradient down to this norm", metavar="NORM")

@@ -24,22 +24,22 @@ from autoparallel.placers.space import Space, block_shares
 from autoparallel.planner.inter_op.inter_op import Floats, Pipeline, StageChoice
 
 BATCH = 10
-"""Number of pipelines drawn per update."""
+"""Number of pipelines that the policy draws for each of its gradient updates."""
 
 HIDDEN = 32
 LEARNING_RATE = 0.02
 ENTROPY = 0.03
-"""Weight of the entropy bonus in the first update; it decreases linearly to zero."""
+"""Weight of the policy's entropy bonus in the first update; it falls linearly to zero."""
 
 NUMBERS_ENTROPY = 30.0
-"""Multiple of the entropy bonus for the choice of the number of stages."""
+"""Factor of ``ENTROPY`` for the distribution of the number of stages."""
 
 BASELINE_DECAY = 0.8
 
 
 @dataclass
 class _Open:
-    """Pipeline under construction: its closed stages, and its open stage."""
+    """Pipeline under construction, block by block: complete ``stages``, and an open last stage."""
 
     left: int
     start: int = 0
@@ -59,8 +59,8 @@ class _Open:
         self.first += self.size
 
     def prior(self, space: Space, block: int) -> Floats:
-        """Count the pipelines that remain possible if the block stays in the open stage, and if it
-        begins a stage, for every size."""
+        """Return the number of runnable pipelines (scaled) after each action: the block joins the
+        open stage, or begins a stage of each size."""
         if block == 0:
             return np.concatenate([[0.0], space.begins(self.left, 0, 0)])
         ways = space.ways(self.left, self.first, self.size, self.start)
@@ -72,7 +72,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Step:
-    """Decision about one block in every pipeline of a batch."""
+    """Actions for one block in all drawn pipelines: extend the open stage, or begin a stage."""
 
     x: Floats
     hidden: Floats
@@ -82,9 +82,9 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """Policy: logits of the number of stages (``numbers``), and a network over states.
+    """Policy: logits of the number of stages (``numbers``), and a network from state to actions.
 
-    ``work`` is the remaining work from each block on, in multiples of a mean block.
+    ``work`` is the total cost of the blocks from each block on, in multiples of a mean block.
     """
 
     space: Space
@@ -104,7 +104,7 @@ class _Policy:
         )
 
     def features(self, pipeline: _Open, block: int) -> Floats:
-        """Return the state: block, remaining stages, the open stage's size, remaining shares."""
+        """Return the policy's state: block, stages left, open stage's devices, loads and costs."""
         space, table = self.space, self.space.problem.table
         place = np.zeros(table.num_blocks)
         place[block] = 1.0
@@ -126,8 +126,8 @@ class _Policy:
         return np.concatenate([place, left, size, shares])
 
     def loads(self, pipeline: _Open, block: int) -> list[float]:
-        """Return the open stage's share of the remaining work, relative to its share of the
-        remaining devices, and to an even share of the stages: without the block and with it."""
+        """Return the open stage's share of the remaining work over its share of the remaining
+        devices, and over an even share per stage: first without the block, then with it."""
         table, ahead = self.space.problem.table, max(self.work[pipeline.start], 1e-9)
         devices = pipeline.size / (table.num_devices - pipeline.first)
         found = []
@@ -137,8 +137,8 @@ class _Policy:
         return [min(load, 3.0) - 1.0 for load in found]
 
     def fills(self, pipeline: _Open, block: int) -> list[float]:
-        """Return the open stage's cost relative to the slowest stage of the best known pipeline
-        with as many stages: without the block and with it."""
+        """Return the open stage's seconds over the slowest stage's of the best known pipeline with
+        as many stages: first without the block, then with it."""
         cost = self.space.costs.get((pipeline.left, pipeline.first, pipeline.size))
         slowest = self.slowest.get(pipeline.left + len(pipeline.stages))
         if cost is None or slowest is None or block == 0:
@@ -147,7 +147,7 @@ class _Policy:
         return [min(float(fill), 2.0) - 1.0 for fill in own]
 
     def learn_from(self, best: Iterable[Pipeline]) -> None:
-        """Store the slowest stage's seconds of the best known pipelines."""
+        """Store the slowest stage's seconds of each known best pipeline, by number of stages."""
         for pipeline in best:
             own = self.space.stage_seconds(pipeline.stages)
             assert own is not None
@@ -156,7 +156,7 @@ class _Policy:
     def draw(
         self, count: int, rng: np.random.Generator
     ) -> tuple[list[tuple[StageChoice, ...]], list[_Step], Ints]:
-        """Draw ``count`` pipelines; return them, their decisions, and their numbers of stages."""
+        """Draw pipelines; return their stages, actions, and indices in ``space.numbers``."""
         space, blocks = self.space, self.space.problem.table.num_blocks
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         chosen = sample(odds, rng)
@@ -179,7 +179,7 @@ class _Policy:
     def gradients(
         self, steps: list[_Step], chosen: Ints, advantages: _Advantages, entropy_weight: float
     ) -> list[Floats]:
-        """Return the gradients of ``numbers`` and of the network, averaged over pipelines."""
+        """Return the loss gradients of ``numbers`` and of the network, averaged over pipelines."""
         count = len(chosen)
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         first = logit_gradient(
@@ -199,7 +199,7 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Advantages:
-    """Advantages by pipeline: of its number of stages, and of its decisions given that number."""
+    """Advantages of each drawn pipeline: of its number of stages, and of its actions given it."""
 
     of_numbers: Floats
     of_blocks: Floats
@@ -207,9 +207,9 @@ class _Advantages:
 
 @dataclass
 class _Baseline:
-    """Moving averages of −log T, overall and by number of stages, and moving deviation.
+    """Moving averages of −log T (T: step time), overall and by number of stages, and deviation.
 
-    An average per number separates the placement of blocks from the choice of the number.
+    An average per number of stages separates the placement of blocks from the choice of the number.
     """
 
     by_number: Floats
@@ -217,7 +217,7 @@ class _Baseline:
     deviation: float = 0.0
 
     def advantages(self, rewards: Floats, chosen: Ints) -> _Advantages:
-        """Return the advantages of a batch, and update the averages."""
+        """Return the advantages of the drawn pipelines, and update the moving averages."""
         if math.isnan(self.overall):
             self.overall = float(rewards.mean())
         for number in np.unique(chosen):
@@ -238,8 +238,8 @@ class _Baseline:
 def learn(record: Record, rng: np.random.Generator) -> None:
     """Draw and price pipelines, and train the policy, until the record is full.
 
-    An advantage is −log T minus its moving average, divided by the moving deviation, so it does not
-    depend on the unit of time.
+    An advantage is −log T (T: step time) minus its moving average, divided by the moving deviation,
+    so it does not depend on the unit of time.
     """
     policy = _Policy.of(record.space, rng)
     adam = Adam([policy.numbers, *policy.network.parameters], LEARNING_RATE)

@@ -25,7 +25,7 @@ def num_moves(space: Space) -> int:
 
 
 def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
-    """Return the pipeline after each move of the block, None for moves that give none."""
+    """Return the pipeline after each kind of move of the block; None for impossible moves."""
     index = next(i for i, stage in enumerate(stages) if stage.stop > block)
     found = [_move_border(stages, index, block + 1, -1), _move_border(stages, index, block, 1)]
     found += [_cut(stages, index, block, size) for size in space.sizes]
@@ -38,7 +38,8 @@ def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
 
 
 def _move_border(stages: Stages, index: int, border: int, step: int) -> Stages | None:
-    """Move the border between a stage and the stage before (``step`` −1) or after it (1)."""
+    """Move the border of a stage and its predecessor (``step`` −1) or successor (1) to
+    ``border``."""
     low = index if step > 0 else index - 1
     if low < 0 or low + 1 >= len(stages):
         return None

@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 def softmax(logits: Floats, prior: Floats) -> Floats:
-    """Return prior·exp(logits), normalized: (batch, actions) to the same. Prior 0 is a mask."""
+    """Return prior·exp(logits), normalized over the last dimension (actions). Prior 0 is a mask."""
     allowed = prior > 0
     shifted = np.where(allowed, logits + np.log(np.where(allowed, prior, 1.0)), -np.inf)
     weights: Floats = np.exp(shifted - shifted.max(axis=1, keepdims=True))
@@ -33,7 +33,7 @@ def softmax(logits: Floats, prior: Floats) -> Floats:
 
 
 def sample(probabilities: Floats, rng: np.random.Generator) -> Ints:
-    """Draw an action for every row of probabilities."""
+    """Draw the index of an action for every row of ``probabilities`` (batch, actions)."""
     bound = rng.random((len(probabilities), 1)) * probabilities.sum(axis=1, keepdims=True)
     below = np.cumsum(probabilities, axis=1) <= bound
     last = probabilities.shape[1] - 1 - np.argmax(probabilities[:, ::-1] > 0, axis=1)
@@ -44,7 +44,7 @@ def sample(probabilities: Floats, rng: np.random.Generator) -> Ints:
 def logit_gradient(
     probabilities: Floats, actions: Ints, advantages: Floats, entropy_weight: float
 ) -> Floats:
-    """Return dL/dlogits = A·(p − onehot(a)) + β·p·(log p + H)."""
+    """Return dL/dlogits = A·(p − onehot(a)) + β·p·(log p + H) for advantages A and entropy H."""
     gradient: Floats = probabilities * advantages[:, None]
     gradient[np.arange(len(actions)), actions] -= advantages
     log = np.log(np.where(probabilities > 0, probabilities, 1.0))
@@ -54,7 +54,7 @@ def logit_gradient(
 
 
 def weights(rng: np.random.Generator, inputs: int, outputs: int, gain: float = 1.0) -> Floats:
-    """Draw random weights (inputs, outputs) that preserve variance, times ``gain``."""
+    """Draw random initial weights (inputs, outputs) that preserve variance, times ``gain``."""
     return rng.normal(0.0, gain / np.sqrt(inputs), (inputs, outputs))
 
 

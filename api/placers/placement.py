@@ -30,14 +30,14 @@ from autoparallel.planner.inter_op.inter_op import Pipeline, Table
 Method = Literal["colocrl", "placeto", "random"]
 
 EVALUATIONS = 2000
-"""Default number of pipelines to price."""
+"""Default number of pipelines that learning prices."""
 
 RANDOM_BATCH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Result of a placer.
+    """Result of learning to place blocks.
 
     ``pipelines`` has the best known pipeline for each number of stages, the best first, () if none
     can run. ``num_distinct`` of the ``num_evaluations`` priced pipelines were distinct.
@@ -63,7 +63,7 @@ def place(
     time_limit_seconds: float = math.inf,
     observe: Observe | None = None,
 ) -> Placement:
-    """Learn to place blocks by pricing ``evaluations`` pipelines.
+    """Learn to divide blocks and devices into stages, by pricing ``evaluations`` pipelines.
 
     >>> costs = np.array([[np.inf, 1.0, 2.0], [np.inf, np.inf, 1.0], [np.inf] * 3])
     >>> table = Table(2, 2, lambda first: (1, 2 - first), lambda left, first, size: costs / size)

@@ -30,15 +30,16 @@ from autoparallel.placers.space import Space, block_shares
 from autoparallel.planner.inter_op.inter_op import Floats
 
 BATCH = 4
-"""Number of parallel episodes."""
+"""Number of episodes (passes that visit each block once) that run in parallel."""
 
 VISITS = 8
-"""Visits per update; later rewards are ignored, as the discount makes them small."""
+"""Number of block visits per update; later rewards are ignored, as the discount makes them
+small."""
 
 HIDDEN = 16
 LEARNING_RATE = 0.01
 ENTROPY = 0.03
-"""Weight of the entropy bonus in the first update; it decreases linearly to zero."""
+"""Weight of the policy's entropy bonus in the first update; it falls linearly to zero."""
 
 DISCOUNT = 0.9
 BASELINE_DECAY = 0.8
@@ -47,7 +48,7 @@ NUM_FEATURES = 15
 
 @dataclass(frozen=True)
 class _Step:
-    """Visit of one block in every episode of a batch."""
+    """Visit of one block in all parallel episodes: the network's inputs, and the drawn moves."""
 
     block: int
     x: Floats
@@ -60,7 +61,7 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """Policy: message passing over blocks, then a network from the view of a block to moves."""
+    """Policy: message passing between blocks, then a network from a block's view to its moves."""
 
     space: Space
     shares: Floats
@@ -85,8 +86,8 @@ class _Policy:
         return [*self.graph.parameters, *self.head.parameters]
 
     def features(self, stages: Stages, block: int) -> Floats:
-        """Return the features of every block: its work, its stage and both neighbours, the visited
-        block; and the costs of its stage and both neighbours if their border were at this block."""
+        """Return the features of every block: its work; its stage's and both neighbour stages'
+        seconds, now and with their border at this block; whether it is visited now."""
         space, table = self.space, self.space.problem.table
         seconds = np.array(space.stage_seconds(stages))
         relative = np.concatenate([[0.0], seconds / seconds.max(), [0.0]])
@@ -113,8 +114,8 @@ class _Policy:
         return found
 
     def borders(self, stages: Stages) -> Floats:
-        """Return four costs per block: of the stage before and of its own if their border moves
-        behind the block, and of its own and of the next if their border moves before the block."""
+        """Return four stage seconds per block: of the previous and its own if their border moves
+        behind the block, and of its own and the next if their border moves before the block."""
         space = self.space
         keys = [
             (len(stages) - i, stage.first_device, stage.num_devices)
@@ -133,7 +134,8 @@ class _Policy:
         return found
 
     def view(self, x: Floats, embeddings: Floats, block: int) -> Floats:
-        """Return the block's embedding, the mean embeddings before and after it, its features."""
+        """Return the block's embedding, the mean embedding of all blocks before it and after it,
+        and its features."""
         before, after = embeddings[:, :block], embeddings[:, block + 1 :]
         return np.concatenate(
             [
@@ -148,7 +150,7 @@ class _Policy:
     def visit(
         self, placements: list[Stages], block: int, rng: np.random.Generator
     ) -> tuple[_Step, list[Stages]]:
-        """Draw a move of the block in every placement; return the visit and the new placements."""
+        """Draw a move of the block in each episode; return the visit and the moved pipelines."""
         options = [moves(self.space, stages, block) for stages in placements]
         allowed = np.array([[each is not None for each in found] for found in options])
         x = np.stack([self.features(stages, block) for stages in placements])
@@ -165,7 +167,7 @@ class _Policy:
         return _Step(block, x, layers, seen, hidden, probabilities, actions), moved
 
     def gradients(self, step: _Step, advantages: Floats, entropy_weight: float) -> list[Floats]:
-        """Return the gradients of all parameters for a visit, averaged over episodes."""
+        """Return a visit's loss gradients of all network parameters, averaged over episodes."""
         gradient = logit_gradient(step.probabilities, step.actions, advantages, entropy_weight)
         head, view = self.head.backward(step.seen, step.hidden, gradient / len(advantages))
         own, before, after, _ = np.split(view, [HIDDEN, 2 * HIDDEN, 3 * HIDDEN], axis=1)
@@ -180,8 +182,8 @@ class _Policy:
 def learn(record: Record, rng: np.random.Generator) -> None:
     """Run episodes and train the policy until the record is full.
 
-    The advantage of a move is the discounted sum of the gains in −log T from it on, minus the
-    block's moving average of this sum, divided by the moving deviation.
+    The advantage of a move is the discounted sum of the gains in −log T (T: step time) from it on,
+    minus the block's moving average of this sum, divided by the moving deviation.
     """
     space = record.space
     policy = _Policy.of(space, rng)
@@ -207,7 +209,7 @@ def learn(record: Record, rng: np.random.Generator) -> None:
 def _episodes(
     policy: _Policy, record: Record, rng: np.random.Generator
 ) -> Iterator[tuple[list[_Step], Floats]]:
-    """Run a batch of episodes; yield their visits in parts, with returns (visits, episodes)."""
+    """Run ``BATCH`` episodes; yield up to ``VISITS`` visits and their returns at a time."""
     num_blocks = record.space.problem.table.num_blocks
     placements = [record.space.draw(rng) for _ in range(min(BATCH, record.left))]
     rewards = [np.array([record.reward(stages) for stages in placements])]
@@ -234,7 +236,7 @@ def _episodes(
 
 
 def _returns(rewards: Sequence[Floats]) -> Floats:
-    """Return the discounted sums of gains from each visit on."""
+    """Return for each visit and episode the discounted sum of rewards from this visit on."""
     found = np.diff(np.array(rewards), axis=0)
     for index in range(len(found) - 2, -1, -1):
         found[index] += DISCOUNT * found[index + 1]

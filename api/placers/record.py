@@ -15,17 +15,17 @@ from autoparallel.placers.space import Space
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 
 FEWEST = 20
-"""Minimum number of pipelines to price, even after the deadline."""
+"""Minimum number of pipelines that are priced, even after the deadline."""
 
 Observe = Callable[[str, float, float], None]
-"""Callback that takes (phase, done, total)."""
+"""Callback for progress that takes the phase's name, the amount done, and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Point of the learning curve, after ``num_evaluations`` pipelines were priced.
+    """Point of the learning curve, after ``num_evaluations`` pipelines: best and mean step seconds.
 
-    ``mean_seconds`` is the mean of the pipelines priced since the previous point.
+    ``mean_seconds`` is the mean over the pipelines priced since the previous point.
     """
 
     num_evaluations: int
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class Record:
-    """Prices of pipelines of a space, up to ``limit`` pipelines or until ``deadline_seconds``."""
+    """Record of a space's priced pipelines: at most ``limit``, or until ``deadline_seconds``."""
 
     space: Space
     limit: int
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def left(self) -> int:
-        """Number of pipelines that may still be priced; 0 once the whole space is priced."""
+        """Number of pipelines that may still be priced; 0 once all pipelines are priced."""
         if len(self.known) >= self.space.num_pipelines:
             return 0
         is_late = time.perf_counter() >= self.deadline_seconds
@@ -75,7 +75,7 @@ class Record:
         return seconds
 
     def reward(self, stages: tuple[StageChoice, ...]) -> float:
-        """Return −log of the price relative to the first finite price; infinite counts as tenfold.
+        """Return −log(T / T₁) of the step time T; T₁ is the first finite T, infinite T is 10·T₁.
 
         The logarithm keeps differences between fast pipelines visible beside slow pipelines.
         """
@@ -87,7 +87,7 @@ class Record:
         return -math.log(seconds / self.unit_seconds)
 
     def mark(self) -> None:
-        """Add a point to the learning curve."""
+        """Add a point for the pipelines priced since the last point to the learning curve."""
         if not self._since:
             return
         mean = sum(self._since) / len(self._since)

@@ -26,10 +26,11 @@ Price = Callable[[tuple[StageChoice, ...]], float]
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem for a placer: the dynamic program's, with the same prices.
+    """Problem of learning: cut blocks into stages and assign devices for the least step time.
 
-    ``num_stages`` are the allowed numbers of stages. ``price`` returns the seconds of a step, by
-    default T = Σ t + (B − 1)·max t. ``edges`` (from, to) connect blocks; None is a chain.
+    ``table`` has the seconds t of all stages. ``num_stages`` are the allowed numbers of stages.
+    ``price`` returns a step's seconds, by default T = Σ t + (B − 1)·max t for B micro-batches.
+    ``edges`` (from, to) connect blocks; None is a chain.
     """
 
     table: Table
@@ -41,10 +42,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Space:
-    """Pipelines of a problem that can be run.
+    """Set of a problem's runnable pipelines, with stage costs and numbers of pipelines.
 
     ``costs`` are keyed by (stages left, first device, devices). ``counts``, keyed by (stages left,
-    first device), are N by block, divided by ``largest``, the largest N for this number of stages.
+    first device), are for each block N, the number of ways to divide the rest of the model from
+    this block on; N is divided by ``largest``, the largest N for this number of stages.
     ``num_pipelines`` is the number of all pipelines.
     """
 
@@ -59,8 +61,8 @@ class Space:
     _begins: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def ways(self, left: int, first: int, size: int, start: int) -> Floats:
-        """Return N (see above) of the continuations of a stage from block ``start``, by its
-        stop."""
+        """Return, for each stop of a stage from block ``start``, the scaled number N of
+        pipelines."""
         key = (left, first, size, start)
         if key not in self._ways:
             cost, after = self.costs.get(key[:3]), self.counts.get((left - 1, first + size))
@@ -72,7 +74,7 @@ class Space:
         return self._ways[key]
 
     def begins(self, left: int, first: int, start: int) -> Floats:
-        """Return N of the stages that may begin at block ``start``, by size.
+        """Return, for each size of a stage from block ``start``, the scaled number of pipelines.
 
         The scale is the same as in ``ways`` for the stage before.
         """
@@ -83,7 +85,7 @@ class Space:
         return self._begins[key]
 
     def stage_seconds(self, stages: Sequence[StageChoice]) -> list[float] | None:
-        """Return the seconds t of every stage, or None if any cannot be run."""
+        """Return the seconds of every stage, or None if the pipeline cannot be run."""
         if len(stages) not in self.numbers:
             return None
         found = []
@@ -96,7 +98,7 @@ class Space:
         return found
 
     def seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        """Return the seconds of a step; infinite for stages outside the space."""
+        """Return the seconds of a step with these stages; infinite if they cannot be run."""
         own = self.stage_seconds(stages)
         if own is None:
             return np.inf
@@ -118,7 +120,7 @@ class Space:
 
 
 def space_of(problem: Problem) -> Space:
-    """Return the space of a problem, from the same table entries as the dynamic program."""
+    """Return the runnable pipelines of a problem, from the table that the dynamic program uses."""
     table, wanted = problem.table, problem.num_stages
     done = np.zeros(table.num_blocks + 1)
     done[table.num_blocks] = 1.0
@@ -150,7 +152,7 @@ def space_of(problem: Problem) -> Space:
 
 
 def block_shares(space: Space) -> Floats:
-    """Return the least cost of every block as a stage, relative to their mean; 1 if unknown."""
+    """Return each block's least seconds as a stage of its own over their mean; 1 if unknown."""
     blocks = space.problem.table.num_blocks
     least = np.full(blocks, np.inf)
     for cost in {id(matrix): matrix for matrix in space.costs.values()}.values():

@@ -64,7 +64,7 @@ def capture_program(
     precision: Precision,
     autocast: bool = False,
 ) -> Program:
-    """Capture a recorded target as a graph (``capture_rows``) that can be captured again."""
+    """Capture a target's model as a graph; ``recapture`` captures it again for other rows."""
 
     def captured(rows: int, change: Change = keep_batch) -> Program:
         return capture_rows(
@@ -135,7 +135,7 @@ def capture_model(
 
 
 def captured_seq(program: Program) -> int | None:
-    """Return the sequence length: the second dimension of the first integer input, if any."""
+    """Return a program's sequence length: dimension 1 of its first integer input; None without."""
     for node in program.graph.inputs:
         if node.spec.dtype == "int64" and len(node.spec.shape) > 1:
             return node.spec.shape[1]

@@ -22,16 +22,16 @@ from autoparallel.planning.plan_command import IMPLIED, plan_command
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 
 Change = tuple[str, Cluster, Request]
-"""Description of a change, and the cluster and request to plan instead."""
+"""Description of a change, and the changed cluster and request to plan for."""
 
 MOST_SECONDS = 20.0
 """Limit in seconds for trying all changes; the time limit of the search also applies."""
 
 ENOUGH = 3
-"""Number of changes to name."""
+"""Number of changes that an error message names."""
 
 FACTORS = (1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 16.0)
-"""Multiples of the memory limit under which the nearest plan is searched."""
+"""Multiples of the memory limit that are tried in turn to find the nearest plan."""
 
 UNLIMITED = 1e6
 """Multiple of the memory limit that stands for no limit."""
@@ -40,10 +40,10 @@ EXTRA_SECONDS = 10.0
 """Seconds to search without a memory limit, and extra seconds to search under larger limits."""
 
 MOST_TIMES = 64
-"""Largest multiple of the cluster that is tried."""
+"""Largest multiple of the cluster's hosts that is tried to find a plan."""
 
 MICROBATCH_SECONDS = 6.0
-"""Seconds for each number of micro-batches; a first plan suffices."""
+"""Time limit of the search with each number of micro-batches; any plan suffices."""
 
 
 def with_nearest_change(
@@ -55,7 +55,7 @@ def with_nearest_change(
     mixing: str = "",
     observe: Observe = ignore,
 ) -> InfeasibleError:
-    """Return the error with the changes under which a plan exists, nearest first.
+    """Return the error, with the smallest changes of request or cluster under which a plan exists.
 
     ``mixing`` names a module in which rows interact, "" if none. ``observe`` is told of the phase
     "trying changes".
@@ -88,7 +88,7 @@ def with_nearest_change(
 
 
 def _nearest(cluster: Cluster, request: Request, runs: RepeatedSearch) -> Plan | None:
-    """Return the plan for the smallest multiple of the memory limit that has one, or None.
+    """Return the plan for the smallest multiple of the memory limit that allows a plan, or None.
 
     Searches under tight limits are quick, since few candidates are left. The search without a limit
     is last and has its own time, so that a plan can be named however long the others took.
@@ -112,7 +112,7 @@ def _limit_bytes(cluster: Cluster, request: Request) -> int:
 
 
 def _fullest(plan: Plan) -> tuple[str, StagePlan]:
-    """Return the stage with the most bytes on its devices, after a description of it."""
+    """Return the stage with the highest predicted memory, and before it a text that names it."""
     sizes = [sum(stage.prediction.memory_bytes.values()) for stage in plan.stages]
     index = sizes.index(max(sizes))
     stage = plan.stages[index]
@@ -128,7 +128,7 @@ def _binding(plan: Plan) -> str:
 
 
 def _choices(request: Request) -> str:
-    """Describe the fixed choices that may make a plan impossible."""
+    """Describe the user's fixed choices that may make a plan impossible."""
     said = [f"{name}={value}" for name, value in request.forced.decided.items()]
     if request.microbatch_size is not None:
         said.append(f"micro-batches of {request.microbatch_size} samples a rank")
@@ -150,7 +150,7 @@ def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
 
 
 def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
-    """Yield variants of the request without one restriction, each described, the mildest first."""
+    """Yield requests without one of the user's restrictions, each described, the mildest first."""
     forced = request.forced
     plain = replace(request, microbatch_size=None)
 
@@ -196,7 +196,7 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
 def _more_microbatches(
     cluster: Cluster, request: Request, runs: RepeatedSearch, mixing: str
 ) -> list[str]:
-    """Return a line for the first number of micro-batches, doubled each time, that gives a plan."""
+    """Return a line that names the first of doubled numbers of micro-batches that gives a plan."""
     forced = request.forced
     if forced.num_microbatches is not None or request.microbatch_size is not None:
         return []
@@ -214,7 +214,7 @@ def _more_microbatches(
 
 
 def _more_devices(cluster: Cluster, request: Request, runs: RepeatedSearch) -> list[str]:
-    """Return a line for the first multiple of the cluster's hosts on which a plan exists."""
+    """Return a line that names the first multiple of the cluster's hosts on which a plan exists."""
     times = 2
     forced = request.forced
     if forced.dp is not None and forced.tp is not None and forced.pp is not None:

@@ -32,10 +32,10 @@ from autoparallel.planning.repeated_search import RepeatedSearch, Search
 from autoparallel.planning.search_worker import two_processes
 
 LINEAR = 16
-"""Number of parts up to which all are tried in turn; above, the smallest is found by bisection."""
+"""Number of sub-clusters up to which all are tried; of more the smallest is found by bisection."""
 
 TOLERANCE = 0.01
-"""Relative precision to which the least memory is found."""
+"""Relative precision to which the smallest memory limit with a plan is found."""
 
 MOST_LIMITS = 12
 """Maximum number of memory limits that are tried."""
@@ -44,7 +44,7 @@ MOST_COUNTED = 8
 """Number of equal hosts or devices up to which every count is tried; above, only doublings."""
 
 MOST_PARTS = 256
-"""Maximum number of parts of a cluster that are tried; the smallest are kept."""
+"""Maximum number of sub-clusters that are tried; the smallest are kept."""
 
 
 def plan_for(
@@ -91,7 +91,7 @@ def plan_for(
 
 
 def _mixing(graph: Graph) -> str:
-    """Return the module and op in which rows of a batch interact, "" if none."""
+    """Return the module and op that mixes rows (samples) of a batch, "" if none."""
     nodes = [graph[name] for name in graph.accumulation.mixing]
     norms = [node for node in nodes if packet(node.op) in BATCH_NORMS]
     for node in norms or nodes:
@@ -112,7 +112,7 @@ class _Job:
         self.runs = RepeatedSearch(self.search, self.request.time_limit_seconds)
 
     def found(self) -> Plan:
-        """Return the plan for the goal."""
+        """Search for the plan that is best by the request's objective, within its deadline."""
         objective = self.request.goal.objective
         if objective == "cost":
             self._dollars(self.cluster)
@@ -140,7 +140,7 @@ class _Job:
 
     @property
     def _tokens(self) -> int:
-        """Tokens of a step; rows, if the model has no sequences."""
+        """Number of tokens in a training step; samples, if the model has no sequences."""
         return self.request.global_batch * (self.request.seq or 1)
 
     @property
@@ -159,7 +159,7 @@ class _Job:
         left: int,
         value: Callable[[Plan], float | None],
     ) -> Plan | None:
-        """Plan within a share of the time left, and record the result with its ``value``."""
+        """Plan within 1/``left`` of the time left; record the plan with its ``value`` as tried."""
         found = self.runs.run(cluster, request, parts=left)
         seconds, number, reason = 0.0, None, ""
         if found is None:
@@ -175,7 +175,7 @@ class _Job:
         return self._try(part.name, part, self.request, left, self._value)
 
     def _value(self, found: Plan) -> float | None:
-        """Return the tokens per dollar of a plan, None without prices."""
+        """Return the tokens that a dollar trains by a plan, None if devices have no price."""
         price = self.request.goal.dollars_per_hour(found.cluster)
         if not price:
             return None
@@ -226,7 +226,7 @@ class _Job:
         raise self._too_late([each for each in known.values() if each is not None])
 
     def _thriftiest(self) -> Plan:
-        """Return the fastest plan under the least memory limit for which a plan was found."""
+        """Return the fastest plan under the smallest memory limit that has a plan."""
         best = self.search(self.cluster, self.runs.share(self.request, 3))
         if not self._is_in_time(best):
             raise self._too_late([best])
@@ -253,7 +253,7 @@ class _Job:
         return self._reported(best, words)
 
     def _too_late(self, plans: list[Plan]) -> AutoparallelError:
-        """Return error AP302, or the last error if there is no plan at all."""
+        """Return error AP302 about the fastest of ``plans``; without plans the last error."""
         if not plans:
             assert self.runs.error is not None
             return self.runs.error
@@ -280,7 +280,7 @@ class _Job:
 
 
 def doublings(last: int) -> Iterator[int]:
-    """Yield indices at doubling distances, and ``last`` at the end.
+    """Yield indices from 0 on, at doubling distances, and ``last`` at the end.
 
     >>> list(doublings(20))
     [0, 1, 3, 7, 15, 20]
@@ -308,7 +308,7 @@ def first_meeting(below: int, meeting: int, meets: Callable[[int], bool]) -> int
 
 
 def sub_clusters(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the parts of a cluster by number of devices, the whole cluster last.
+    """Return sub-clusters of a cluster by number of devices, the whole cluster last.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [part.num_devices for part in sub_clusters(parse_cluster("2x4xH100"))]
@@ -348,7 +348,7 @@ def first_hosts(cluster: Cluster, number: int) -> Cluster:
 
 
 def counted(number: int) -> tuple[int, ...]:
-    """Return the numbers to try of ``number`` equal things: all, or doublings if there are many.
+    """Return the counts to try of ``number`` equal hosts or devices: all, or doublings if many.
 
     >>> counted(3), counted(48)
     ((1, 2, 3), (1, 2, 4, 8, 16, 32, 48))

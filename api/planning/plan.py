@@ -111,7 +111,7 @@ def plan_program(
 def priced(
     program: Program, target: Target, cluster: Cluster, options: PlanOptions
 ) -> tuple[Graph, Basis]:
-    """Return a program's graph as it is priced, and the measured times for it."""
+    """Return a program's graph as pricing uses it, and the measured times for pricing."""
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
     if not options.compiled:  # whole blocks are measured as they run eagerly
@@ -120,12 +120,12 @@ def priced(
 
 
 def priced_graph(program: Program, *, compiled: bool | None) -> Graph:
-    """Return a program's graph as it is priced: with fused ops if blocks are compiled."""
+    """Return a program's graph as pricing uses it: with fused ops if blocks are compiled."""
     return with_fusion(program.graph, program.blocks) if compiled else program.graph
 
 
 def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
-    """Return the measured times for the cluster, to be used as the options say.
+    """Return the source of op times for pricing: measurements on the cluster's devices if wanted.
 
     Raises UsageError AP170 if measured times are required and there are none.
     """
@@ -145,7 +145,7 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
 
 
 def own_update(target: Target) -> str:
-    """Return the name of the target's own optimizer in a profile, "" if it has none."""
+    """Return the name that the target's own optimizer has in measurements, "" without such."""
     if target.build_optimizer is None:
         return ""
 
@@ -153,7 +153,7 @@ def own_update(target: Target) -> str:
 
 
 def request_of(program: Program, target: Target, options: PlanOptions) -> Request:
-    """Return the options as the planner's request."""
+    """Convert the options of planning to the planner's ``Request`` for a program."""
     asked = {each.name for each in fields(Request)} & {each.name for each in fields(PlanOptions)}
     given: dict[str, Any] = {name: getattr(options, name) for name in asked} | {
         "seq": options.seq if options.seq is not None else captured_seq(program),

@@ -12,17 +12,17 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.requests.request import Forced, Request
 
 IMPLIED = frozenset({"servers"})
-"""Features that may be denied because of the model's target, not by the user."""
+"""Features that planning may deny because of the model, without the user's ``--deny``."""
 
 _DEFAULTS = Request(1)
 _SAME = ("precision", "gradient_dtype", "optimizer", "max_tp", "gap", "solver")
-"""Fields of a request whose option has the same name."""
+"""Fields of a request whose command-line option has the same name."""
 
 
 def plan_command(cluster: Cluster, request: Request) -> str:
-    """Return ``autoparallel plan …`` for a request on a cluster.
+    """Return the command ``autoparallel plan …`` that makes a request for a cluster.
 
-    It is "" if the cluster has no shorthand, or the target no name.
+    The command is "" if the cluster has no shorthand, or the target no name.
     """
     place = shorthand_of(cluster)
     if not place or not request.target:

@@ -61,7 +61,7 @@ def load_job(plan_path: str) -> tuple[Plan, Target]:
 
 
 def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """Load the target that ``plan`` was made for: its code runs, and may register the schedule."""
+    """Load the target that ``plan`` was made for: the code runs, and may register its schedule."""
     target = load_target(target_name(plan, plan_path), plan.model.settings)
     find_schedule(plan.schedule)
     return target

@@ -19,8 +19,8 @@ from autoparallel.planner.requests.request import Request
 Search = Callable[[Cluster, Request], Plan]
 
 CANNOT = ("AP124", "AP127", "AP128", "AP183", "AP184")
-"""Codes of usage errors that can occur for a part of a cluster, or another request, although the
-whole raises none."""
+"""Codes of usage errors that a changed cluster or request can raise although the user's raises
+none; they count as no plan."""
 
 LEAST_SECONDS = 0.1
 """Minimum time limit of one search."""
@@ -28,33 +28,33 @@ LEAST_SECONDS = 0.1
 
 @dataclass
 class RepeatedSearch:
-    """Search with the seconds for all of its runs; ``error`` is of the last failed run."""
+    """Search that runs several times within ``seconds``; ``error`` is the last failed run's."""
 
     search: Search
     seconds: float
     ignores: bool = False
-    """True if every error of planning counts as no plan."""
+    """True if any planning error of a run counts as no plan instead of being raised."""
     began: float = field(default_factory=lambda: time.perf_counter())
     error: AutoparallelError | None = None
 
     def anew(self, seconds: float) -> RepeatedSearch:
-        """Return the same search with a new budget of ``seconds`` from now on."""
+        """Return the same search with a new time budget of ``seconds`` from now on."""
         return RepeatedSearch(self.search, seconds, self.ignores)
 
     @property
     def left(self) -> float:
-        """Seconds left of the budget."""
+        """Seconds left of the time budget."""
         return self.seconds - (time.perf_counter() - self.began)
 
     def share(self, request: Request, parts: int = 1) -> Request:
-        """Return a request whose time limit is an equal part of the seconds left."""
+        """Return the request with a time limit of 1/``parts`` of the seconds left."""
         seconds = max(max(self.left, 0.0) / max(parts, 1), LEAST_SECONDS)
         return replace(request, time_limit_seconds=seconds)
 
     def run(self, cluster: Cluster, request: Request, *, parts: int = 1) -> Plan | None:
-        """Plan within a part of the time left; None if that gives no plan.
+        """Plan within 1/``parts`` of the time left; return None if there is no plan.
 
-        Raises UsageError for codes outside ``CANNOT``.
+        Raises the UsageErrors whose codes are not in ``CANNOT``.
         """
         try:
             return self.search(cluster, self.share(request, parts))

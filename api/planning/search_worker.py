@@ -26,12 +26,12 @@ LATE_SECONDS = 5.0
 
 
 class LostError(Exception):
-    """Error of a process that ended, failed, or was late; caught inside the search."""
+    """Error of a search process that ended, failed, or was late; caught inside the search."""
 
 
 @dataclass
 class Beside:
-    """Process with a copy of the search context; it handles one call at a time."""
+    """Forked process with a copy of the search context; it answers one call at a time."""
 
     process: BaseProcess
     pipe: Connection
@@ -53,16 +53,16 @@ class Beside:
         return Beside(process, own)
 
     def ask(self, function: Callable[..., Any], *args: object) -> None:
-        """Request a call of ``function(context, *args)``. Raises ``LostError``."""
+        """Send a call of ``function(context, *args)`` to the process. Raises ``LostError``."""
         try:
             self.pipe.send((function, args))
         except OSError as error:
             raise LostError from error
 
     def answer(self, context: SearchContext) -> Any:
-        """Wait for the result until shortly after the time limit, timed in ``context``'s budget.
+        """Return the process's result; wait until ``LATE_SECONDS`` after the search's time limit.
 
-        Raises ``LostError`` if none comes.
+        Raises ``LostError`` if no result comes.
         """
         with context.budget.timed("waiting"):
             try:
@@ -86,7 +86,7 @@ class Beside:
 
 
 def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
-    """Answer calls until the other end is closed; Ctrl-C is left to the other end."""
+    """Answer calls from ``pipe`` until it is closed; Ctrl-C is left to the parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with suppress(EOFError, OSError):  # the other end is closed, or its process gone
@@ -106,7 +106,7 @@ def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
 
 @dataclass
 class SearchProcesses:
-    """Parts of the micro-batch sizes, and the process that handles the last part, if any."""
+    """Workers that share the micro-batch sizes; the process ``beside`` does the last part."""
 
     context: SearchContext
     parts: tuple[Sizes, ...]
@@ -118,7 +118,7 @@ class SearchProcesses:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Return ``function(context, sizes, *args)`` of each part; part 0 may use ``first``."""
+        """Return ``function(context, sizes, *args)`` for each part; part 0 may use ``first``."""
         *own, last = self.parts
         try:
             if self.beside is not None:
@@ -138,14 +138,14 @@ class SearchProcesses:
         return found
 
     def end(self) -> None:
-        """End the process; from now on this process does its part."""
+        """End the forked process; from now on this process does its part."""
         if self.beside is not None:
             self.beside.end()
         self.beside = None
 
 
 def two_processes(context: SearchContext, sizes: Sizes) -> Workers:
-    """Return this process and one forked from it as workers; only this one if forking is
+    """Return this process and a forked process as workers; only this process if forking is
     impossible, or if there is only one part."""
     parts = parts_of(context, sizes)
     return SearchProcesses(context, parts, Beside.start(context) if len(parts) > 1 else None)

@@ -28,7 +28,7 @@ WORDS = {"conv": "convolutions", "matmul": "matmuls"}
 
 
 def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
-    """Return the cluster with the products in TF32 that ``choice`` names; None: as torch is set.
+    """Return the cluster with the ops in TF32 that ``choice`` names; None: as torch is set.
 
     Raises UsageError AP129 for "all" if no device supports TF32.
     """
@@ -50,7 +50,7 @@ def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
 
 
 def families_text(families: Collection[str]) -> str:
-    """Describe families of products in words.
+    """Describe families of ops (convolutions, matrix products) that can use TF32 in words.
 
     >>> families_text(("conv", "matmul"))
     'convolutions and matmuls'
@@ -59,9 +59,9 @@ def families_text(families: Collection[str]) -> str:
 
 
 def set_as_planned(plan: Plan, rank: int) -> None:
-    """Set this process's torch as a plan says; rank 0 reports a change.
+    """Set torch's TF32 flags in this process as a plan says; rank 0 reports a change.
 
-    A plan without a setting, or for a device without TF32, leaves torch unchanged.
+    A plan without a TF32 setting, or for a device without TF32, leaves torch unchanged.
     """
     planned, now = _planned(plan, rank), torch_families()
     if planned is None or planned == now:
@@ -89,6 +89,6 @@ def tell_difference(plan: Plan, rank: int) -> None:
 
 
 def _planned(plan: Plan, rank: int) -> tuple[str, ...] | None:
-    """Return the families that a plan computes in TF32 on a rank's device; None without TF32."""
+    """Return the families of ops that a plan computes in TF32 on a rank; None without TF32."""
     device = plan.cluster.device(min(rank, plan.cluster.num_devices - 1))
     return device.tf32 if has_tf32(device) else None

@@ -35,8 +35,8 @@ def start_measuring(
 ) -> None:
     """Measure the times that planning ``target`` needs, with one process per device.
 
-    If that fails, planning continues without, and stderr says why. A ``KeyboardInterrupt`` passes
-    through; earlier measurements are kept.
+    If measuring fails, planning continues without measured times, and stderr says why. A
+    ``KeyboardInterrupt`` passes through; earlier measurements are kept.
     """
     if sys.path[0] != os.getcwd():
         sys.path.insert(0, os.getcwd())
@@ -70,7 +70,7 @@ def measure(
     options: Mapping[str, Any],
     began: float,
 ) -> None:
-    """Measure in each of the processes: load the target, then work on rank 0's list. Collective."""
+    """Load the target and measure all tasks on rank 0's list, in each process. Collective."""
     loaded = load_target(target, settings)
     on = from_dict(dict(cluster), "cluster")
     chosen = options_from_json(options)

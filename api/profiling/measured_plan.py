@@ -39,7 +39,7 @@ def make_plan(
 ) -> Plan:
     """Return the best plan found for ``target`` on the cluster that ``cluster_text`` names.
 
-    Its memory is simulated action by action, see ``passes.memory.stage_memory``.
+    The plan's memory is simulated action by action (``passes.memory.stage_memory``).
     """
     observe("cluster", 0, 1)
     cluster = with_choice(find_cluster(cluster_text), options.tf32)
@@ -54,7 +54,7 @@ def plan_on(
     observe: Observe = ignore,
     cache: Cache = NO_CACHE,
 ) -> Plan:
-    """Return the best plan found for ``target`` on ``cluster``, as ``make_plan`` does."""
+    """Return the best plan found for ``target`` on ``cluster``, with simulated memory."""
     check_schedule_name(options.forced.schedule)
     started = time.perf_counter()
     program = capture_target(target, options, observe, cache)

@@ -16,8 +16,8 @@ LINE_SECONDS = 10.0
 
 @dataclass
 class Shown:
-    """State of the display. ``expect`` begins a round of measurements; ``advance`` counts a
-    finished measurement."""
+    """State of the progress display. ``expect`` begins a round of measurements; ``advance`` counts
+    a finished measurement."""
 
     budget_seconds: float
     bar: Progress | None = None
@@ -49,7 +49,7 @@ class Shown:
 
     @property
     def left_seconds(self) -> float:
-        """Expected seconds left at the pace so far, within the budget."""
+        """Expected seconds until all measurements are done, at the pace so far."""
         spent = time.perf_counter() - self.began
         pace = spent / max(self.done, 1) * (self.total - self.done)
         return max(0.0, min(self.budget_seconds - spent, pace))

@@ -96,7 +96,7 @@ def start_profiling(
 
 
 def _own_processes(cluster: str) -> str:
-    """Return ``cluster``; for ``local`` under torchrun on CPUs, torchrun's processes."""
+    """Return ``cluster``, or for ``local`` under torchrun on CPUs the cluster of its processes."""
     if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
         return f"cpu:{os.environ['WORLD_SIZE']}"
     return cluster

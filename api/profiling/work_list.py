@@ -63,20 +63,20 @@ MEASURING_SHARE = 0.5
 """Minimum share of the user's wait that is spent on measuring."""
 
 MOST_WAIT = 2.0
-"""Largest ratio of the user's wait to the seconds for measuring: on a busy machine processes start
-slowly."""
+"""Largest ratio of the user's whole wait to the requested seconds of measuring: on a busy machine
+processes start slowly."""
 
 WORTH_STARTING = 0.01
 """Share of a predicted step that must depend on unmeasured times before processes are started."""
 
 LINK_STEP = 16
-"""Factor between successive sizes of transfers."""
+"""Factor between successive sizes of transfers (collectives, messages) before planning."""
 
 LEAST_SECONDS, MOST_SECONDS = 0.05, 3.0
 """Minimum and maximum seconds for measuring one size of a transfer, or one block."""
 
 LINK_SHARE, BLOCK_SHARE = 0.01, 0.5
-"""Shares of the remaining seconds: for one size of a transfer, and for all blocks of a plan."""
+"""Shares of the remaining seconds for one size of a transfer, and for all blocks of a plan."""
 
 BLOCK_ROUNDS = 5
 """Minimum number of forward and backward runs of a measured block."""
@@ -94,7 +94,7 @@ LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
 
 @dataclass(frozen=True, slots=True)
 class BlockTask:
-    """Block to measure as a whole, with the graph at the number of rows to measure."""
+    """Measurement of a whole block of the model; ``graph`` has the number of rows to measure."""
 
     graph: Graph
     block: Block
@@ -108,9 +108,9 @@ class BlockTask:
 
 @dataclass(frozen=True, slots=True)
 class LinkTask:
-    """Transfers to measure, and their key in the database.
+    """Measurement of a collective or message at several sizes, and its key in the database.
 
-    ``is_asked``: the search needs them; others are measured if time is left.
+    ``is_asked``: the search needs the times; others are measured if time is left.
     """
 
     links: Links
@@ -120,7 +120,7 @@ class LinkTask:
     is_asked: bool
 
     def transfer(self, found: LinkTime) -> Transfer:
-        """Return a measured transfer with its key."""
+        """Return the measured time of a transfer as a database record with its key."""
         return Transfer(*self.place, found.num_bytes, found.seconds, found.repeats)
 
     @property
@@ -131,7 +131,7 @@ class LinkTask:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTask:
-    """Optimizer's step to measure, on parameters of each size."""
+    """Measurement of an optimizer's step, on parameters of each size in ``num_bytes``."""
 
     optimizer: str
     num_bytes: tuple[int, ...] = SIZES
@@ -139,16 +139,16 @@ class UpdateTask:
 
 @dataclass(frozen=True, slots=True)
 class OpsTask:
-    """Ops to measure, one after another."""
+    """Measurement of several ops, one after another."""
 
     cases: tuple[OpCase, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Measurement to make; ``weight`` seconds of the predicted step depend on it.
+    """Measurement to make; ``weight`` seconds of a predicted step depend on its result.
 
-    Each of its blocks, ops or sizes is measured for ``seconds``.
+    Each block, op or size in it is measured for ``seconds``.
     """
 
     what: BlockTask | LinkTask | UpdateTask | OpsTask
@@ -157,7 +157,7 @@ class Task:
 
     @property
     def key(self) -> object:
-        """Identity of the measurement; each is tried once."""
+        """Key that identifies the measurement, as each is tried only once."""
         if isinstance(self.what, BlockTask):
             return self.what.case
         if isinstance(self.what, LinkTask):
@@ -177,7 +177,7 @@ class Task:
 
 
 Found = OpTime | Transfer
-"""Result of a measurement."""
+"""Result of a measurement: seconds of an op or block, or of a transfer."""
 
 
 def sizes_to(most_bytes: float, step: int = STEP) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ def sizes_to(most_bytes: float, step: int = STEP) -> tuple[int, ...]:
 
 
 def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Block], ...]:
-    """Return each kind of block of a plan, with the graph at the number of rows of one rank."""
+    """Return a block of each kind in a plan, with the graph at the number of rows of one rank."""
     found: dict[tuple[str, int], tuple[Graph, Block]] = {}
     position = 0
     for stage in plan.stages:
@@ -209,7 +209,7 @@ def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Bl
 
 
 def is_wanted(options: PlanOptions, cluster: Cluster) -> bool:
-    """Return whether times are measured before planning for a cluster."""
+    """Return whether the options want times measured before planning for a cluster."""
     return options.profile == "auto" and options.measure_seconds > 0 and is_at_hand(cluster)
 
 
@@ -222,7 +222,7 @@ def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.en
 
 @dataclass
 class WorkList(ABC):
-    """List of measurements on rank 0: the known times, and the tasks that are missing."""
+    """Rank 0's list of measurements: times that are known, and tasks that are missing."""
 
     program: Program
     target: Target
@@ -243,10 +243,10 @@ class WorkList(ABC):
 
     @abstractmethod
     def left_seconds(self, task: Task) -> float:
-        """Return the seconds left for a task."""
+        """Return the seconds of measuring time left for a task."""
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
-        """Return the measurements in exactly this environment, and the reasons for failures."""
+        """Return the database's measurements in this exact environment, and failures' reasons."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
         with explain_errors(self.path), Database(self.path) as opened:
@@ -279,17 +279,17 @@ class WorkList(ABC):
 
 @dataclass
 class PlanWork(WorkList):
-    """List of the measurements that the best plan lacks.
+    """Rank 0's list of the measurements that the best plan known lacks.
 
     ``began`` is when the user's wait began (``time.time``): starting processes and planning count.
-    A share of the seconds is for measuring even so, unless that makes the wait ``MOST_WAIT`` times
-    as long as asked.
+    ``MEASURING_SHARE`` of the requested seconds is for measuring even so, unless the wait then
+    lasts more than ``MOST_WAIT`` times the requested seconds.
     """
 
     began: float = field(default_factory=time.time)
 
     def left_seconds(self, task: Task | None = None) -> float:
-        """Return the seconds left for measuring."""
+        """Return the seconds left for all measuring."""
         all_seconds = self.options.measure_seconds
         waited = time.time() - self.began
         share = MEASURING_SHARE * all_seconds - self.measured_seconds
@@ -302,12 +302,12 @@ class PlanWork(WorkList):
         return self.missing(plan_program(self.program, self.target, self.cluster, self.options))
 
     def is_worth_starting(self, plan: Plan) -> bool:
-        """Return whether enough of a plan's step depends on unmeasured times."""
+        """Return whether over ``WORTH_STARTING`` of a plan's step depends on unmeasured times."""
         weight = sum(each.weight for each in self.missing(plan))
         return weight > WORTH_STARTING * plan.prediction.step_seconds
 
     def missing(self, plan: Plan) -> tuple[Task, ...]:
-        """Return the untried measurements that a plan lacks, the largest weight first."""
+        """Return the measurements that a plan lacks, except tried ones, by descending weight."""
         known, failures = self.known()
         found = [
             *self._update(plan, known),
@@ -319,7 +319,7 @@ class PlanWork(WorkList):
         return tuple(sorted(found, key=lambda each: -each.weight))
 
     def _blocks(self, plan: Plan, known: Profile, failures: Mapping[str, str]) -> Iterator[Task]:
-        """Yield the blocks of a plan at a rank's rows, or at fewer rows if that takes too long."""
+        """Yield tasks for the plan's blocks with a rank's rows, or fewer rows if too slow."""
         graph = with_precision(self.program.graph, plan.model.precision)
         counts: dict[str, int] = {}
         for block in self.program.blocks.blocks:
@@ -342,7 +342,7 @@ class PlanWork(WorkList):
             yield Task(task, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)), weight)
 
     def _links(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """Yield the collectives and messages of a plan, up to the sizes in it."""
+        """Yield tasks for the collectives and messages of a plan, up to their sizes in it."""
         asked = CostQueries()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)
@@ -362,7 +362,7 @@ class PlanWork(WorkList):
                 yield Task(task, seconds, each.seconds)
 
     def _update(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """Yield the optimizer's step, for parameters up to the largest of the plan."""
+        """Yield the task for the optimizer's step, on parameters up to the plan's largest."""
         optimizer = own_update(self.target) or plan.model.optimizer
         if update_curve(known, optimizer) is None:
             largest = max(
@@ -416,7 +416,7 @@ def measure_together(
 def _measured(
     task: Task, ends: float, meshes: Meshes, *, device: torch.device, build: BuildOptimizer | None
 ) -> Iterator[Found]:
-    """Measure a task until ``ends`` (rank 0's ``perf_counter``), and yield each result."""
+    """Measure a task at most until ``ends`` (rank 0's ``perf_counter``); yield each result."""
     what, seconds = task.what, task.seconds
 
     def is_late() -> bool:

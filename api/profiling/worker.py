@@ -66,8 +66,8 @@ SEARCH_ROUNDS = 4
 USUAL_BYTES = 1 << 22
 """Largest size of common transfers, which are measured even if the search does not need them."""
 COLLECTIVE_OF = {STATE_KINDS.get(kind, kind): kind for kind in STATE_COLLECTIVES}
-"""Collective of model states for each kind of transfer that a search needs. The compute lost beside
-this collective is measured too."""
+"""Collective on parameters or gradients for each kind of transfer that a search needs. The compute
+time lost while it runs is measured too."""
 
 
 def profile(
@@ -81,7 +81,7 @@ def profile(
     database: str,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measure the times that planning ``target`` with these options needs. Collective.
+    """Measure the times that planning ``target`` with ``options`` needs. Collective.
 
     Rank 0 returns a summary.
     """
@@ -117,14 +117,14 @@ Transfers = tuple[str, Group, tuple[tuple[int, ...], ...], float]
 def _of_overlap(
     kind: str, group: Group, partition: tuple[tuple[int, ...], ...]
 ) -> tuple[Transfers, Transfers]:
-    """Return two measurements, the collective alone and the compute lost beside it; their ratio is
-    the share of compute that the collective costs."""
+    """Return two measurements: of the collective alone, and of the compute time lost while it runs;
+    their ratio is the share of compute that the collective costs."""
     return (kind, group, partition, USUAL_BYTES), (overlapped(kind), group, partition, USUAL_BYTES)
 
 
 @dataclass(kw_only=True)
 class SearchWork(WorkList):
-    """List of the measurements that a search needs, and of common transfers, within a budget."""
+    """Rank 0's list of the measurements that a search needs, and common transfers, in a budget."""
 
     budget: float
     shown: Shown
@@ -149,7 +149,7 @@ class SearchWork(WorkList):
         return left
 
     def tasks(self) -> tuple[Task, ...]:
-        """Return the tasks of a round: as the search needs, and at the end whole blocks."""
+        """Return the next round's tasks: times that the search needs, at the end whole blocks."""
         is_late = time.perf_counter() - self.began > (1 - BLOCK_SHARE) * self.budget
         found = () if is_late or self.rounds >= SEARCH_ROUNDS else self._searched()
         self.rounds = self.rounds + 1 if found else SEARCH_ROUNDS
@@ -185,7 +185,7 @@ class SearchWork(WorkList):
         )
 
     def _blocks(self) -> tuple[Task, ...]:
-        """Return the tasks that measure whole blocks of the best plan known."""
+        """Return the tasks that measure whole blocks of the best plan at the present times."""
         known, _ = self.known()
         graph, blocks = self.program.graph, self.program.blocks
         request = request_of(self.program, self.target, without_servers(self.options))
@@ -204,7 +204,7 @@ class SearchWork(WorkList):
         return tuple(Task(each, seconds) for each in tasks)
 
     def _links(self, wanted: ProfilingTargets, known: Profile) -> Iterator[LinkTask]:
-        """Yield the search's transfers at sizes not yet measured, then the common transfers."""
+        """Yield tasks for the search's transfers at unmeasured sizes, then common transfers."""
         reached = self.reached(known)
         asked: list[Transfers] = [
             (each.kind, each.group, each.partition, each.most_bytes) for each in wanted.transfers

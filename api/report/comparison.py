@@ -40,13 +40,13 @@ from autoparallel.planner.summary import plan_summary, rank_summaries, schedule_
 from autoparallel.report.printing import list_table, plain_table, section
 
 MOST_COLUMNS = 4
-"""Number of items side by side; further items are shown below, again beside the first."""
+"""Number of plans and runs side by side; others are shown below, again beside the first."""
 
 SAME = 5e-4
-"""Relative difference below which figures count as equal."""
+"""Relative difference below which two values of a table row count as equal."""
 
 LEAST_SHARE = 1e-3
-"""Share of the whole below which, in every item, a part of the seconds or bytes has no row."""
+"""Share of all seconds or bytes that a part must reach in some plan to have a table row."""
 
 SHORT_NAMES = {
     "compute": "compute",
@@ -56,7 +56,7 @@ SHORT_NAMES = {
     "optimizer": "optimizer",
     "waiting for other stages": "waiting",
 }
-"""Purposes of a step's seconds in the order of the table, with their names in it."""
+"""Purposes of a step's seconds in the order of the table, with their short names there."""
 
 Value = float | None
 
@@ -66,19 +66,19 @@ OF_RUNS: Mapping[Figure, Callable[[MeasuredRun], Value]] = {
     THROUGHPUT: lambda run: run.throughput,
     MEMORY: lambda run: run.memory_bytes,
 }
-"""Figures of a run's metrics, with functions that read them; memory is of rank 0."""
+"""Figures that a run's metrics contain, with functions that read them; memory is of rank 0."""
 
 MEASURED: Mapping[Figure, Callable[[Measurement], float]] = {
     STEP: lambda measured: measured.step_seconds / measured.num_batches,
     MEMORY: lambda measured: measured.memory_bytes,
 }
-"""Figures that a run measured, as stored beside its plan, with functions that read them."""
+"""Figures in the measurement stored beside a plan's file, with functions that read them."""
 
 OF_PLANS = (UTILIZATION, BUBBLE)
 
 
 def value_of(figure: Figure, item: Item) -> Value:
-    """Return a figure of an item: predicted for a plan, measured for a run."""
+    """Return the value of ``figure`` (step time, …): a plan's prediction, a run's measurement."""
     value: Value = None
     if item.run is not None and figure in OF_RUNS:
         value = OF_RUNS[figure](item.run)
@@ -88,21 +88,21 @@ def value_of(figure: Figure, item: Item) -> Value:
 
 
 def measured_value(figure: Figure, item: Item) -> Value:
-    """Return the measured value of a figure for an item, None if not measured."""
+    """Return the measured ``figure`` of a run, or of a plan that a run trained by, or None."""
     if item.measured is not None:
         return float(MEASURED[figure](item.measured))
     return None if item.run is None else value_of(figure, item)
 
 
 def measured_key(figure: Figure) -> str:
-    """Return the JSON key of a measured figure."""
+    """Return the JSON key of a figure's measured value."""
     return f"measured_{figure.key}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Figure of an item: its value and text, its relative change from the first item, and whether
-    the change is an improvement. Without a value the text is a dash."""
+    """Table cell for a plan or run: value (of step time, …), text, relative change from the first
+    plan or run, and whether it is an improvement. Without a value the text is a dash."""
 
     value: Value
     text: str
@@ -113,7 +113,7 @@ class Cell:
 def cells(
     values: Sequence[Value], write: Callable[[float], str], less_is_better: bool = True
 ) -> tuple[Cell, ...]:
-    """Format values as cells, with their relative changes from the first value.
+    """Return a row of table cells with ``values`` and their relative changes from the first value.
 
     >>> [(cell.text, cell.change) for cell in cells([1.0, 1.5, None], seconds_text)]
     [('1.00 s', None), ('1.50 s', 0.5), ('—', None)]
@@ -146,8 +146,8 @@ def change_text(change: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComparedItem:
-    """Facts of an item: its ``cells`` by figure key, the ``seconds`` of the busiest rank by
-    purpose, and the memory of the fullest rank. A run has only cells."""
+    """Column of a comparison: a plan, or a run with only ``cells``. ``cells`` maps JSON keys such
+    as ``step_seconds`` to table cells; ``seconds`` are of the busiest rank, by purpose."""
 
     item: Item
     letter: str
@@ -179,7 +179,7 @@ class ComparedItem:
 
     @property
     def measured(self) -> list[tuple[str, Cell, Cell, float | None]]:
-        """Rows of step and memory: name, prediction, measurement, and error of the prediction."""
+        """Rows for step time and memory: name, prediction, measurement, and relative error."""
         rows = []
         for figure in MEASURED:
             measured = self.cells[measured_key(figure)]
@@ -191,7 +191,7 @@ class ComparedItem:
 
 
 def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
-    """Return the facts of each item."""
+    """Return the column of each plan or run, with changes from the first."""
     columns = {
         figure.key: cells(
             [value_of(figure, item) for item in items], figure.write, figure.less_is_better
@@ -218,7 +218,7 @@ def compare_items(items: Sequence[Item]) -> list[ComparedItem]:
 
 
 def letter_of(index: int) -> str:
-    """Return the letter that stands for an item in the tables.
+    """Return the letter that stands for the plan or run at ``index`` in the tables.
 
     >>> letter_of(0), letter_of(25), letter_of(26)
     ('A', 'Z', 'A1')
@@ -227,7 +227,7 @@ def letter_of(index: int) -> str:
 
 
 def choices(plan: Plan) -> Mapping[str, str]:
-    """Return the choices of a plan, and the settings that it was made for, by name."""
+    """Return a plan's choices, and its model's settings, as texts by name."""
     schedule = schedule_text(plan.schedule, plan.num_chunks, len(plan.slices))
     parts = strategy_parts(rank_summaries(plan), schedule)
     recompute = [part for part in parts if "recompute" in part]
@@ -249,8 +249,8 @@ def choices(plan: Plan) -> Mapping[str, str]:
 
 
 def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return the choices that differ between plans. For each: its name, and per item the text and
-    whether it differs from the first plan's."""
+    """Return the choices that differ between plans: for each its name, and for each plan or run its
+    text and whether it differs from the first plan's."""
     found = [None if item.plan is None else choices(item.plan) for item in items]
     plans = [own for own in found if own is not None]
     names = [name for name in (plans[0] if plans else {}) if len({own[name] for own in plans}) > 1]
@@ -267,7 +267,7 @@ def different_choices(items: Sequence[Item]) -> list[tuple[str, list[tuple[str, 
 
 
 def print_comparison(items: Sequence[Item], console: Console) -> None:
-    """Print the comparison: letters of the items, then figures, choices, seconds and bytes."""
+    """Print a comparison: names of plans and runs, then figures, choices, seconds and bytes."""
     found = compare_items(items)
     legend = list_table("left", "left", "left")
     for each in found:
@@ -320,7 +320,7 @@ def _part_rows(
     whole: float,
     write: Callable[[float], str],
 ) -> list[Row]:
-    """Return a row for each part that is large in any item; items without parts get dashes."""
+    """Return a table row for each of the large parts of seconds or bytes; a run gets dashes."""
     return [
         (name, cells([own.get(name, 0.0) if own else None for own in parts], write))
         for name in large_parts(parts, order, whole)
@@ -330,7 +330,7 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return the parts of at least ``LEAST_SHARE`` of ``whole`` in any item, in ``order``."""
+    """Return names of the parts of seconds or bytes that exceed ``LEAST_SHARE`` of ``whole``."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole
     return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]
@@ -346,7 +346,7 @@ def _cell_text(cell: Cell) -> Text:
 
 
 def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return an entry per item; ``difference`` has relative differences from the first item."""
+    """Return a JSON entry per plan or run; ``difference`` has relative changes from the first."""
     entries, of_all = [], [figure.key for figure in OF_RUNS]
     for each in compare_items(items):
         item, values = each.item, {key: cell.value for key, cell in each.cells.items()}
@@ -368,7 +368,7 @@ def comparison_json(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def comparison_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return a flat row per item: figures, their differences from the first item, and choices."""
+    """Return a flat row per plan or run: figures, their changes from the first, and choices."""
     rows = []
     for entry in comparison_json(items):
         differences = entry.pop("difference")

@@ -33,7 +33,7 @@ MEANINGS = {
 
 
 def legend(drawn: str) -> str:
-    """Explain the signs in a drawing, except F and B.
+    """Explain the letters and signs in the drawing of a pipeline's timeline, except F and B.
 
     >>> legend("rank 0  FFfWW.")
     "W weights' gradients, . waiting, small letters: every second stage of a rank"
@@ -47,7 +47,7 @@ def legend(drawn: str) -> str:
 
 
 def timeline_of(plan: Plan) -> Timeline | None:
-    """Simulate a step from the plan alone; None if the result differs from the predicted time."""
+    """Simulate a pipeline's step from the plan; None if the time differs from the prediction."""
     stages = len(plan.stages)
     is_known = plan.schedule in SCHEDULES or registered_schedule(plan.schedule) is not None
     if not plan.has_pipeline or not is_known or stages * plan.num_microbatches > MOST_ACTIONS:

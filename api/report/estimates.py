@@ -25,7 +25,7 @@ from autoparallel.planner.summary import plan_summary
 from autoparallel.report.printing import plain_table, section
 
 Sorting = Literal["devices", "days", "dollars"]
-"""Figure that orders the rows of a table of estimates."""
+"""Column by which the rows of a table of estimates are sorted."""
 
 METHODS = {"full": "train", "lora": "LoRA"}
 
@@ -36,7 +36,7 @@ GROUPS = {
     "optimizer": ("optimizer",),
     "activations": ("activations", "recomputation"),
 }
-"""Columns of the memory table, with the categories summed in each."""
+"""Columns of the memory table, with the memory categories summed in each."""
 
 SHORT_NAMES = {
     "parameters": "params",
@@ -67,8 +67,8 @@ def print_estimates(found: Sequence[Estimate], console: Console) -> None:
 
 
 def sort_estimates(found: Sequence[Estimate], key: Sorting | None) -> list[Estimate]:
-    """Return estimates in ascending order of a figure, those without it last; in the given order
-    without ``key``."""
+    """Return estimates sorted by the column ``key``, estimates without a value last; without
+    ``key`` in the given order."""
 
     def order(each: Estimate) -> tuple[bool, float]:
         figures = {"devices": each.num_devices, "days": each.days, "dollars": each.dollars}
@@ -129,7 +129,7 @@ def _table(found: Sequence[Estimate]) -> Table:
 
 
 def _configurations(found: Sequence[Estimate]) -> Table:
-    """Return the configuration of each estimate."""
+    """Return a table with the parallel configuration of each estimate."""
     table = plain_table(("", "left"), ("", "left"))
     table.show_header = False
     for each in found:
@@ -191,7 +191,7 @@ def _memory(found: Sequence[Estimate], unit: str) -> Table:
 
 
 def estimates_json(found: Sequence[Estimate]) -> list[dict[str, Any]]:
-    """Return an entry per device and training method."""
+    """Return a JSON entry per device and training method."""
     return [
         {
             "device": each.device,

@@ -32,11 +32,11 @@ STYLES = {
 }
 
 LEAST_TERM = 2e-3
-"""Share of the step below which a term is not named."""
+"""Share of the step below which a difference in seconds is not named."""
 
 
 def print_explanation(found: Explanation, console: Console) -> None:
-    """Print the alternatives as a table, the plan's choice first."""
+    """Print the alternatives to a plan's choice as a table, the choice first."""
     console.print(Text(found.subject, style="bold"))
     console.print(Text(found.where, style="dim"))
     console.print()
@@ -96,7 +96,7 @@ def loss_text(plan: Plan, other: Plan) -> str:
 
 
 def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
-    """Return the figures of both plans, and their differences in seconds by purpose."""
+    """Return both plans' figures as JSON values, and their differences in seconds by purpose."""
     own, theirs = terms(plan), terms(forced)
     names = dict.fromkeys((*own, *theirs))
     return {
@@ -141,7 +141,7 @@ def changed_text(found: Changed) -> str:
 
 
 def what_if_json(found: Changed) -> dict[str, Any]:
-    """Return the figures of the plans, and whether the plan stays the best."""
+    """Return the plans' figures as JSON values, and whether the plan stays the best."""
     return {"stays": found.stays, "plans": comparison_json(changed_items(found))}
 
 
@@ -184,7 +184,7 @@ def _error_table(rows: Sequence[tuple[str, float, float]]) -> Table:
 
 
 def measured_rows(plan: Plan, run: MeasuredRun) -> list[tuple[str, float, float]]:
-    """Return rows of name, prediction and measurement, the largest error first."""
+    """Return a run's metrics as rows of name, prediction, measurement; the largest error first."""
     rows = [("step", plan.prediction.step_seconds, run.step_seconds)]
     if run.memory_bytes:
         held = sum(bytes_of(plan, stages_of_ranks(plan)[0]).values())

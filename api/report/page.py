@@ -58,15 +58,15 @@ SHORT_STAGES, SHORT_RANKS = 4, 4
 """Number of stages, and of ranks in the drawing, in the short report."""
 MOST_RANKS = 16
 SHORT_SHARE = 0.005
-"""Share of the step below which parts are merged into one row."""
+"""Share of the step below which parts of its seconds are merged into one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts of a report that are shown in full instead of the short form.
+    """Flags for the parts of a report that are shown in full instead of the short form.
 
-    ``stages``: all stages; ``memory``: every category; ``candidates``: all, with the main
-    difference; ``layouts``: of every parameter, with the collectives; ``sources``: of every figure.
+    ``stages``: all stages; ``memory``: all categories; ``candidates``: all, with the main
+    difference; ``layouts``: of all parameters, with collectives; ``sources``: of all predictions.
     """
 
     stages: bool = False
@@ -213,7 +213,7 @@ SHOWN_PARTS = 12
 
 
 def goal_lines(plan: Plan, goal: GoalReport) -> RenderableType:
-    """Return the chosen part of the cluster, its price, and the other parts that were tried."""
+    """Describe the chosen part of the cluster, its price, and the other parts that were tried."""
     unit = unit_of(plan)
     lines = [f"chosen: {goal.chosen}"]
     if goal.dollars_per_hour is not None and goal.tokens_per_dollar is not None:
@@ -319,7 +319,7 @@ def _layout_gap_text(plan: Plan) -> str:
 
 
 def confidence(plan: Plan) -> RenderableType:
-    """Return the sources of figures, the optimality gap, and the planning time by phase."""
+    """Describe the sources of predictions, the optimality gap, and the planning time by phase."""
     solver, simplest = plan.solver, simplest_text(plan)
     solved = f"{solver.num_problems} subproblems solved"
     if solver.solver != "highs":
@@ -349,7 +349,7 @@ def confidence(plan: Plan) -> RenderableType:
 
 
 def _planning_text(plan: Plan) -> str:
-    """Describe the planning time by phase."""
+    """Describe the time that planning took, by phase."""
     phases = {name: value for name, value in plan.solver.seconds.items() if name != "total"}
     total = plan.solver.seconds.get("total", sum(phases.values()))
     spent = ", ".join(f"{name} {seconds_text(value)}" for name, value in phases.items())

@@ -18,7 +18,7 @@ BAR_WIDTH = 28
 
 
 def print_to_text(prints: Callable[[Console], None]) -> str:
-    """Return the text that ``prints`` prints, in 80 columns; the same in a notebook."""
+    """Return the text that ``prints`` prints in 80 columns, in notebooks too."""
     stream = io.StringIO()
     console = Console(
         file=stream, width=WIDTH, color_system=None, legacy_windows=False, force_jupyter=False
@@ -50,7 +50,7 @@ def section(title: str, body: RenderableType) -> RenderableType:
 
 
 def lines_text(lines: list[str]) -> RenderableType:
-    """Return a renderable of lines that are wrapped one by one."""
+    """Return lines for printing; each is wrapped by itself."""
     return Group(*map(Text, lines))
 
 

@@ -66,7 +66,7 @@ def stages(plan: Plan, *, limit: int) -> RenderableType:
 
 
 def shown_stages(rows: Sequence[StageRow], limit: int) -> list[int]:
-    """Return the indices of the stages to show."""
+    """Return the indices of at most ``limit`` stages: first, slowest, fullest and last."""
     every = range(len(rows))
     if len(every) <= limit:
         return list(every)
@@ -139,7 +139,7 @@ def memory(plan: Plan, *, is_short: bool = False) -> tuple[str, RenderableType]:
 
 
 def of_text(used: float, limit: float) -> str:
-    """Write a size and its limit, with one unit if it is the same.
+    """Return a size in bytes and its limit as text, with the unit only once if both have the same.
 
     >>> of_text(55 * 2**30, 72 * 2**30)
     '55.0 of 72.0 GiB'
@@ -185,7 +185,7 @@ def communications(plan: Plan) -> RenderableType:
 
 
 def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
-    """Return the alternatives with their slowdown; with ``all_of_them`` also with the main
+    """Return a plan's alternatives with their slowdown; with ``all_of_them`` all, with the main
     difference."""
     table = plain_table(
         ("configuration (micro-batches × size)", "left"),

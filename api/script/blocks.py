@@ -92,10 +92,10 @@ WEIGHTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class BlockFunction:
-    """Function of a block. ``text`` is its body; callers write the ``def`` line.
+    """Function that computes a block in a generated script. ``text`` is its body, without ``def``.
 
-    ``weights`` are the names of its parameters and buffers as in the text. ``uses`` are the
-    definitions of this package that it calls.
+    ``weights`` are the block's parameters and buffers by their names in ``text``. ``uses`` are the
+    names of this package's definitions that the text calls.
     """
 
     arguments: tuple[str, ...]
@@ -106,7 +106,7 @@ class BlockFunction:
     takes_draw: bool
     results: tuple[str, ...]
     first_number: int
-    """Lowest number of its random ops; numbers in the text count from it."""
+    """Number of the block's first random op; random ops in ``text`` are numbered from it."""
 
 
 def block_function(
@@ -115,7 +115,7 @@ def block_function(
     graph: Graph,
     layout_of: Callable[[str], Layout | None],
 ) -> BlockFunction:
-    """Write the function of a block; ``layout_of`` returns the layout of a node's first output.
+    """Write a block's function; ``layout_of`` returns the layout of a graph node's first output.
 
     Raises PlanError AP367 if an op cannot be written.
     """
@@ -162,7 +162,7 @@ def module_path(program: BlockProgram) -> str:
 
 
 def _arguments(writer: Writer) -> tuple[str, ...]:
-    """Return the names of the values that the function takes besides weights."""
+    """Name the arguments of a block's function besides weights, and store their expressions."""
     placeholders = [n for n in writer.program.module.graph.nodes if n.op == "placeholder"]
     held = {**writer.stage.parameters, **writer.stage.buffers}
     pairs = list(zip(placeholders, writer.program.inputs, strict=True))
@@ -185,7 +185,8 @@ def _arguments(writer: Writer) -> tuple[str, ...]:
 
 
 def _argument_name(writer: Writer, key: str) -> str:
-    """Name a value from outside the block; a constant is named after the op that computes it."""
+    """Return an argument name for an outside value; constants are named by the op that makes
+    them."""
     if key.startswith("count of "):
         return "count"
     node = writer.graph.by_name.get(parse_key(key).name)
@@ -198,14 +199,14 @@ def _argument_name(writer: Writer, key: str) -> str:
 
 
 def _weight(writer: Writer, name: str) -> Expression:
-    """Write a parameter or buffer as ``w["..."]``, named relative to the block's module."""
+    """Return a parameter or buffer as ``w["..."]``, named relative to the block's module."""
     short = name.removeprefix(f"{writer.path}.") if writer.path else name
     writer.weights.append(short)
     return Expression(f'w["{short}"]')
 
 
 def _write(writer: Writer, node: fx.Node) -> None:
-    """Write a call as a line, or store its expression for the line of its user."""
+    """Write a node's call as a line, or store its expression to be written into its user's line."""
     if node.target is operator.getitem and not node.users:
         return
     made = _expression(writer, node)
@@ -244,7 +245,7 @@ def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
 
 
 def _continues_x(writer: Writer, node: fx.Node) -> bool:
-    """Return whether ``node`` adds to the value ``x``, which is not read afterwards."""
+    """Return whether ``node`` adds to ``x`` (a residual) and ``x`` is not read later."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
     ):
@@ -257,7 +258,7 @@ def _continues_x(writer: Writer, node: fx.Node) -> bool:
 
 
 def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
-    """Write ``first, second = …``; unused results are called ``_``."""
+    """Write a call of several results as ``first, second = …``; unused results are called ``_``."""
     _write_heading(writer, node)
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
@@ -278,7 +279,7 @@ def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.
 
 
 def _write_heading(writer: Writer, node: fx.Node) -> None:
-    """Write a comment that names the submodule if ``node`` is the first of its ops."""
+    """Write a comment with the name of the submodule if ``node`` is the submodule's first op."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         return
@@ -314,7 +315,7 @@ def _family(node: fx.Node) -> str:
 
 
 def _name(writer: Writer, node: fx.Node) -> str:
-    """Name a value after the module that returns it, else after the op."""
+    """Return a variable name for a node's value: of the module that returns it, else of the op."""
     if getattr(node.target, "__name__", "") == apply_steps.__name__:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -337,7 +338,7 @@ def _name(writer: Writer, node: fx.Node) -> str:
 
 
 def _base_name(text: str) -> str:
-    """Return the variable that begins an expression; for a weight its name with its module's.
+    """Return the variable that an expression begins with; for a weight, module and weight name.
 
     >>> _base_name('w["attention.qkv.bias"]'), _base_name("qkv.reshape(4, 32)")
     ('qkv_bias', 'qkv')
@@ -350,7 +351,7 @@ def _base_name(text: str) -> str:
 
 
 def _expression(writer: Writer, node: fx.Node) -> Expression:
-    """Return the Python expression of a call."""
+    """Return the Python expression that calls a node's op with its arguments."""
     target = node.target
     if target is local_tensor:
         attribute = node.args[0]
@@ -377,7 +378,7 @@ def _expression(writer: Writer, node: fx.Node) -> Expression:
 
 
 def _keeps_dtype(writer: Writer, node: fx.Node) -> bool:
-    """Return whether a cast keeps the dtype of its tensor."""
+    """Return whether the cast ``node`` keeps its tensor's dtype, so that it can be left out."""
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
         return False

@@ -30,7 +30,7 @@ from autoparallel.script.writer import MOVES, Writer, unwritable
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """Write the call of a function of this package that takes the rank as first argument."""
+    """Write the call of an op of this package; the script's ``mesh`` replaces its rank argument."""
     function = getattr(node.target, "func", node.target)
     assert callable(function)
     axes = writer.stage.mesh.axes
@@ -56,7 +56,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
 
 
 def _activation(writer: Writer, text: str) -> Expression:
-    """Define an activation function (of ``passes.ops.activation``) in lines before its use."""
+    """Write lines that define an activation (``passes.ops.activation``); return its name."""
     name = writer.unique("activation")
     writer.lines.append(f"def {name}(rows: Tensor) -> Tensor:")
     made = ["rows"]
@@ -84,7 +84,7 @@ SIGNS = {**OPERATORS, "truediv": OPERATORS["div"]}
 
 
 def _of_activation(value: Any, made: Sequence[str]) -> Any:
-    """Return an argument in an activation's JSON as a value for ``literal``."""
+    """Return an argument from an activation's JSON description as a value for ``literal``."""
     if isinstance(value, list):
         return [_of_activation(each, made) for each in value]
     if not isinstance(value, dict):
@@ -117,7 +117,7 @@ def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:
 def _class_loss(
     writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any], *, is_logits: bool
 ) -> Expression:
-    """Write a class loss divided by a count of rows known in advance; classes may be sharded."""
+    """Write a cross-entropy or NLL loss over its count of targets; classes may be sharded."""
     axes, count = writer.stage.mesh.axes, kwargs.get("count")
     rows, classes = kwargs["axes"] if is_logits else (kwargs["row_axes"], ())
     is_mean = not is_logits or kwargs["reduction"] == MEAN
@@ -147,7 +147,7 @@ def _class_loss(
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """Write a numbered random op, with the axes that shard its result."""
+    """Write the call of a random op with its number, and the mesh axes that shard its result."""
     name = "dropout" if node.target.__name__ == dropout_part.__name__ else "uniform"  # type: ignore[union-attr]
     writer.uses.add(name)
     layout = writer.layout_of(node.meta[MADE_BY].name) or ()

@@ -67,7 +67,7 @@ METHODS = frozenset(
 """Views and other cheap ops that are written as method calls, which can be chained."""
 
 SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
-"""Methods with one list argument of sizes, which is written without brackets."""
+"""Methods whose only argument is a list of sizes or dims, written without brackets."""
 
 NN_FUNCTIONS = frozenset(
     {
@@ -93,7 +93,7 @@ NN_FUNCTIONS = frozenset(
         "adaptive_avg_pool2d",
     }
 )
-"""Functions of torch.nn.functional that take the same arguments as the op of their name."""
+"""Functions of torch.nn.functional with the same arguments as the aten op of the same name."""
 
 FORMS = {
     "layer_norm": ("F.layer_norm", 4),
@@ -103,7 +103,7 @@ FORMS = {
     "nll_loss": ("F.nll_loss", 2),
     "nll_loss_nd": ("F.nll_loss", 2),
 }
-"""Public function of each op, and the number of arguments passed by position."""
+"""Public function for each aten op, and the number of arguments that it takes by position."""
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -114,7 +114,7 @@ class Expression:
 
     text: str
     is_compound: bool = False
-    """True if it needs parentheses as an operand."""
+    """True if the text needs parentheses as an operand."""
 
     @property
     def operand(self) -> str:
@@ -122,7 +122,8 @@ class Expression:
 
 
 def function(head: str, note: str, lines: Iterable[str]) -> str:
-    """Write a function with head ``head`` and docstring ``note``; ``lines`` are its body."""
+    """Return the text of a function with signature ``head``, docstring ``note`` and body
+    ``lines``."""
     body = [INDENT + line if line else line for line in (f'"""{note}"""', *lines)]
     return "\n".join([f"def {head}:", *body])
 
@@ -153,7 +154,7 @@ def fold(line: str) -> list[str]:
 
 
 def _brackets(code: str) -> list[list[int]]:
-    """Return the positions of each outermost pair of brackets and of the commas directly inside."""
+    """Return for each outermost pair of brackets its positions and the commas' directly inside."""
     plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
     found: list[list[int]] = []
     depth = 0
@@ -168,7 +169,7 @@ def _brackets(code: str) -> list[list[int]]:
 
 
 def assignment(names: Sequence[str], made: Expression) -> str:
-    """Return the line ``names = made``; without names only the call."""
+    """Return the line ``names = made``; without names only the expression ``made``."""
     start = ", ".join(names)
     start = f"({start})" if len(start) > LINE // 2 else start
     return f"{start} = {made.text}" if names else made.text
@@ -180,13 +181,13 @@ def dictionary(items: Mapping[str, Any]) -> str:
 
 
 def call_of(head: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Expression:
-    """Write a call of ``head``, with arguments written by ``literal``."""
+    """Return a call of the function ``head``, with arguments written by ``literal``."""
     parts = (*map(literal, args), *(f"{name}={literal(v)}" for name, v in (kwargs or {}).items()))
     return Expression(f"{head}({', '.join(parts)})")
 
 
 def literal(value: Any) -> str:
-    """Write a value as Python text; an ``Expression`` is written as its text.
+    """Return a value as Python source; an ``Expression`` is written as its text.
 
     >>> literal([1, torch.float32, True, float("inf")])
     '[1, torch.float32, True, float("inf")]'
@@ -240,7 +241,7 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
 
 
 def _is_function(name: str) -> bool:
-    """Return whether ``torch`` has a public function ``name`` that calls the op directly."""
+    """Return whether ``torch`` has a public function ``name`` that only calls the op ``name``."""
     function = getattr(torch._C._VariableFunctions, name, None)
     return not name.startswith("_") and function is not None and getattr(torch, name) is function
 
@@ -255,7 +256,7 @@ def _by_name(
 
 
 def _formed(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
-    """Write a call of a function in ``FORMS``, leaving out arguments equal to their defaults."""
+    """Return an op's call by its function in ``FORMS``, without arguments equal to defaults."""
     name, _, overload = path.partition(".")
     head, count = FORMS[name]
     parameters = getattr(getattr(torch.ops.aten, name), overload)._schema.arguments
@@ -327,7 +328,7 @@ def _reduction(name: str) -> Special:
 
 
 def _dropout(args: list[Any], kwargs: dict[str, Any]) -> Expression | None:
-    """Return the tensor itself if nothing is dropped, else None."""
+    """Return dropout's input if dropout has no effect, else None (no public function applies)."""
     named = _by_name(args, ("input", "p", "train"), kwargs)
     is_off = not named.get("train") or not named.get("p")
     return named["input"] if is_off and isinstance(named["input"], Expression) else None
@@ -343,4 +344,4 @@ SPECIAL: dict[str, Special] = {
     "_to_copy": _to,
     "index": _index,
 }
-"""Writers of ops whose public form takes other arguments; None if a call has no public form."""
+"""Writers of aten ops whose public function takes other arguments; None if there is none."""

@@ -37,13 +37,13 @@ from autoparallel.target.trust import target_name
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """Text about the model: ``imports`` and ``functions``, and names of the copied ``files``."""
+    """Script's text for the model: ``imports`` and ``functions``; names of the copied ``files``."""
 
     imports: tuple[str, ...]
     functions: str
     files: tuple[str, ...]
     module: str
-    """Name of the imported module of the model."""
+    """Name of the module with the model's code that the script imports."""
     has_data: bool
 
 
@@ -93,7 +93,7 @@ def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
 
 
 def _copy_files(place: str, folder: Path) -> tuple[str, ...]:
-    """Copy a model's file, and the files beside it that it imports; return their new names."""
+    """Copy a model's file and the files that it imports into ``folder``; return the new names."""
     first = Path(place)
     done = {first.name: re.sub(r"\W", "_", first.stem) + ".py"}
     pending = [first]
@@ -152,7 +152,7 @@ def _meta(target: Target) -> nn.Module:
 
 
 def _adapters(target: Target) -> list[str]:
-    """Return code that freezes a model and adds adapters, initialized in the same order."""
+    """Return code that freezes a model and adds LoRA adapters, initialized in the same order."""
     lora, model = parse_lora(target.settings["lora"]), _meta(target)
     for module in model.modules():  # an adapted layer has a class of this package
         if hasattr(module, "lora_A"):
@@ -206,9 +206,9 @@ def _optimizer(found: ExportedPlan, module: str) -> list[str]:
 def check_optimizer(found: ExportedPlan) -> None:
     """Raise PlanError AP368 if the target's optimizer may need tensors that a rank lacks.
 
-    A script passes it this rank's shard of each weight, and in a pipeline only weights of its
-    stages. Optimizers known to update each element by its own gradient and state are safe; with
-    whole weights all of torch's are. Other optimizers are unknown.
+    A script passes the optimizer this rank's shard of each weight, in a pipeline only weights of
+    the rank's stages. Optimizers known to update each element by its own gradient and state are
+    safe; with whole weights all optimizers of torch are. Other optimizers are unknown.
     """
     build = found.made.target.build_optimizer
     splits = any(

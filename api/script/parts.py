@@ -36,7 +36,7 @@ MODULES = (
     "autoparallel.runtime.script_parts.pipeline",
     "autoparallel.runtime.script_parts.main",
 )
-"""Modules that definitions are copied from; the first definition of a name is taken."""
+"""Modules from which definitions are copied; a name's first definition is taken."""
 
 RENAMED = (
     (r"\b(ctx\.)?rank\.communicator\b", r"\1mesh"),
@@ -48,7 +48,7 @@ RENAMED = (
     (r"\baxis: int\b", "axis: str"),
     (r"\bactivation: str\b", "activation: Callable[[Tensor], Tensor]"),
 )
-"""Replacements in definitions copied from ``passes``."""
+"""Replacements (pattern, text) in definitions copied from ``passes``."""
 
 REMOVED = (
     (r"  # type: ignore\[[\w, -]+\]", ""),
@@ -58,14 +58,14 @@ REMOVED = (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Import lines, and copied definitions by module."""
+    """Code copied from this package into a script: import lines, and definitions by module."""
 
     imports: frozenset[str]
     sections: Mapping[str, tuple[str, ...]]
 
 
 def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
-    """Collect the definitions that ``wanted`` need, except names in ``given``."""
+    """Collect the definitions ``wanted`` and all that they call, except names in ``given``."""
     known, pending, found = _definitions(), list(wanted), set[str]()
     while pending:
         name = pending.pop()
@@ -81,7 +81,7 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
 
 
 def taken_names() -> frozenset[str]:
-    """Return the names that a block's function or the model's module must not have."""
+    """Return the names that scripts use, so that block functions and model modules must not."""
     names = {"batches", "constants", "count", "itertools", "transformers"}
     imported = {line.split()[-1] for each in _definitions().values() for line in each.imports}
     return frozenset(names | imported).union(_definitions(), dir(builtins), keyword.kwlist)
@@ -94,7 +94,7 @@ def can_copy(function: Callable[..., object]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """Text of a definition, the names that it reads, and the imports that it needs."""
+    """Source text of a function, class or constant, the names that it reads, its imports."""
 
     module: str
     text: str
@@ -104,7 +104,7 @@ class _Definition:
 
 @cache
 def _definitions() -> dict[str, _Definition]:
-    """Return the definitions of all ``MODULES`` by name; constants include their notes."""
+    """Return the definitions of all ``MODULES`` by name; a constant includes its note."""
     found: dict[str, _Definition] = {}
     for module in MODULES:
         source = inspect.getsource(importlib.import_module(module))

@@ -32,10 +32,11 @@ from autoparallel.runtime.data.variants import Variant, stage_programs, variant_
 
 @dataclass(frozen=True)
 class ExportedPlan:
-    """Plan to export. ``stages`` are in the schedule's order and include replicas.
+    """Plan to export as a script. ``stages`` are in the schedule's order, with replicas.
 
-    ``programs`` are of the first rank of each stage, ``last_programs`` of the last. ``rows`` is the
-    schedule per pipeline rank, without STEP and with receives in the order of their sends.
+    ``programs`` are the stages' programs on their first ranks, ``last_programs`` on their last
+    ranks. ``rows`` has the actions of each pipeline rank, without STEP, and with receives in the
+    order of sends.
     """
 
     made: PlanModel
@@ -135,7 +136,7 @@ def _export_error(what: str, why: str, fix: str = "") -> PlanError:
 
 
 def in_order(schedule: Schedule) -> tuple[Row, ...]:
-    """Return the schedule's rows without STEP, with receives in the order of their sends.
+    """Return each rank's actions without STEP, and with receives in the order of their sends.
 
     Messages between two ranks arrive in order, so the message sent first is received first, even if
     another message is needed earlier.
@@ -153,7 +154,7 @@ def in_order(schedule: Schedule) -> tuple[Row, ...]:
 
 
 def _reorder(row: Row, lanes: list[list[Action]]) -> Row:
-    """Put each receive of a row after the receives of the messages sent before its message."""
+    """Put each receive of a rank behind its receives of all messages that were sent earlier."""
     made: dict[Action, None] = {}
 
     def add(action: Action) -> None:

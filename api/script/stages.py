@@ -32,7 +32,7 @@ from autoparallel.script.expressions import (
 )
 
 WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
-"""Function of the script that calls a recomputed block, by recomputation mode."""
+"""Function in the script that wraps the call of a recomputed block, by recomputation mode."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Functions:
     """Names of the blocks that each function computes."""
 
     def add(self, made: BlockFunction, program: BlockProgram, kind: str) -> str:
-        """Return the name of the function; add it unless an equal function exists."""
+        """Add a block's function unless an equal function exists; return the function's name."""
         for name, known in self.named.items():
             same = known.arguments, known.text, known.weights
             if same == (made.arguments, made.text, made.weights):
@@ -80,7 +80,7 @@ def _note(blocks: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Call of a block: its function, the keys of its inputs and outputs, and its module path."""
+    """Call of a block's function in a stage: keys of its input and output values, module path."""
 
     function: str
     inputs: tuple[str, ...]
@@ -92,7 +92,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class StageText:
-    """Texts of a script for one stage."""
+    """Parts of a script's text for one stage."""
 
     function: str
     entry: str
@@ -163,7 +163,7 @@ class _StageWriter:
         return tuple(dict.fromkeys([*keys, *([program.loss] if program.loss else [])]))
 
     def function(self, number: int) -> str:
-        """Write the stage's function."""
+        """Return the text of the function that computes the stage."""
         start = 0
         while start < len(self.calls):
             stop = self._run_from(start)
@@ -184,13 +184,14 @@ class _StageWriter:
         return self.variables.get(key, f'values["{key}"]')
 
     def _later(self, position: int) -> set[str]:
-        """Return the keys that are read after the call at ``position``."""
+        """Return the keys of the values that are read after the call at ``position``."""
         return {key for call in self.calls[position + 1 :] for key in call.inputs} | {
             *self.result_keys()
         }
 
     def _variable(self, key: str, position: int, count: int) -> str:
-        """Name a call's result: ``x`` if the call has one result and ``x`` is not read later."""
+        """Name a call's result: ``x`` if it has no other result and the old ``x`` is read no
+        more."""
         holder = next((k for k, name in self.variables.items() if name == "x"), None)
         if count == 1 and (holder is None or holder not in self._later(position)):
             if holder is not None:
@@ -209,7 +210,7 @@ class _StageWriter:
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
-        """Write the call of a block's function, inside a wrapper if recomputed or under ZeRO 3."""
+        """Write a block function's call, in a wrapper for recomputation or for ZeRO 3 gathers."""
         made = self.functions.named[call.function]
         arguments = [*inputs, where, *["mesh"] * made.takes_mesh]
         arguments += [f"draw.of({number})"] * made.takes_draw
@@ -222,9 +223,9 @@ class _StageWriter:
         return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
-        """Return the end of the longest run of calls from ``start`` that can be a loop.
+        """Return the end of the longest sequence of calls from ``start`` that one loop can make.
 
-        Results inside the run may only be used by the next call; results of the last by any.
+        Only the next call may use a call's results, except the last call's results.
         """
         forms = [_form(call, following) for call, following in pairwise(self.calls[start:])]
         alike = takewhile(lambda form: form is not None and form == forms[0], forms)
@@ -299,7 +300,7 @@ class _StageWriter:
 
 
 def split_of(layout: Layout, axes: Sequence[str]) -> dict[str, int]:
-    """Return the tensor dimension that each mesh axis shards."""
+    """Return for each mesh axis the tensor dimension that it shards, if any."""
     return {a: held.dim for a, held in zip(axes, layout, strict=True) if held.is_shard}
 
 
@@ -323,7 +324,8 @@ def _follows(before: str, path: str) -> bool:
 
 
 def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
-    """Return the pattern by which the next call continues a loop; None if it does not."""
+    """Return the pattern by which the next call repeats this call in a loop; None if it does
+    not."""
     pairs = zip(following.inputs, call.inputs, strict=False)
     continues = (
         (call.function, call.recompute) == (following.function, following.recompute)
@@ -335,7 +337,7 @@ def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Return index pairs: an input of the next call, and the output of this call passed to it."""
+    """Return pairs of indices: of an input of the next call, and of this call's output for it."""
     return tuple(
         (at, call.outputs.index(key))
         for at, key in enumerate(following.inputs)

@@ -38,8 +38,8 @@ MOST_VALUES = 256
 
 
 def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
-    """Return the names of constants for stages and counts, and of buffers whose values cannot be
-    read from the model that the script builds in the ``master`` dtype."""
+    """Return the names of constants that stages and ``count`` read, and of buffers whose values
+    differ in the model that the script builds in the ``master`` dtype."""
     names: dict[str, None] = {}
     master = Formats.of(found.plan.model.precision).master
     for program in found.programs:
@@ -101,7 +101,7 @@ def _buffer(node: Node, value: Tensor | None) -> Expression:
 
 
 def _constant(node: Node, captured: Graph, variables: dict[str, str]) -> Expression:
-    """Write the call that computes a constant, as captured."""
+    """Write the call of the op that computed a constant when the model was captured."""
     node = captured[node.name]
     if node.op == LITERAL:
         return call_of("torch.tensor", [node.args[0]], node.kwargs)
@@ -130,7 +130,7 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
 
 
 def count_text(found: ExportedPlan) -> str:
-    """Write the function ``count``, or ``count = None`` if the losses need no counts."""
+    """Write the function ``count`` of targets, by which losses divide, or ``count = None``."""
     lines: list[str] = []
     results: dict[str, str] = {}
     for stage in found.programs:
@@ -150,7 +150,7 @@ def count_text(found: ExportedPlan) -> str:
 
 
 def row_count_text(found: ExportedPlan) -> str:
-    """Write the function ``count`` for the rows of one rank, whose loss is a mean over targets."""
+    """Write the function ``count`` of the targets in one rank's rows, by which its loss divides."""
     (stage,) = found.programs
     assert stage.counting is not None
     graph = found.variant.program.graph
@@ -169,9 +169,9 @@ def row_count_text(found: ExportedPlan) -> str:
 def _counting_lines(
     found: ExportedPlan, stage: StageProgram, lines: list[str], place: str
 ) -> dict[str, str]:
-    """Add the lines that compute the counted values; return the variable of each value.
+    """Add the lines that compute the counts of targets; return the variable of each value.
 
-    ``place`` is the text of an input, with ``{0}`` for its name.
+    ``place`` is the Python text that reads an input, with ``{0}`` for the input's name.
     """
     counting, values = stage.counting, dict[str, str]()
     assert counting is not None

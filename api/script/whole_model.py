@@ -32,18 +32,19 @@ from autoparallel.script.stages import WRAPPERS, index_range, split_index
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """``units`` are the modules whose weights are sharded together, ``recomputed`` the modules
-    computed again in the backward, ``rows`` the inputs with a row for each sample."""
+    """Script that trains the user's module. ``units`` are modules whose weights are sharded
+    together; ``recomputed`` modules run again in the backward; ``rows`` are inputs with a row per
+    sample."""
 
     zero: int
     units: tuple[str, ...]
     recomputed: Mapping[str, str]
     rows: tuple[str, ...]
     loss: str
-    """Text of the loss of ``model`` on ``rows``."""
+    """Expression of the loss of ``model`` on the tensors ``rows``."""
 
     def text(self) -> str:
-        """Return the functions ``loss_of`` and ``new_trainer``."""
+        """Return the text of the script's functions ``loss_of`` and ``new_trainer``."""
         head = "loss_of(model: nn.Module, rows: dict[str, Tensor]) -> Tensor"
         lines = []
         for mode, wrapper in WRAPPERS.items():
@@ -71,7 +72,7 @@ class WholeModel:
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Write a list of names, with the numbered ones as loops.
+    """Write a list of names as Python text, with consecutively numbered names as loops.
 
     >>> names_text(["layers.0", "layers.1", "head", "0"])
     '[*(f"layers.{i}" for i in range(2)), "head", "0"]'
@@ -91,7 +92,7 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def whole_model(found: ExportedPlan, module: str) -> WholeModel | None:
-    """Return how the model itself is trained by a plan, or None; ``module`` has its functions."""
+    """Return the parts of a script that trains the user's module by a plan; None if impossible."""
     if found.plan.has_pipeline or len(found.programs) > 1:
         return None
     (program,), (stage,), captured = found.programs, found.stages, found.made.program
@@ -118,7 +119,7 @@ def whole_model(found: ExportedPlan, module: str) -> WholeModel | None:
 
 
 def _units(model: nn.Module, blocks: Iterable[BlockProgram]) -> list[str]:
-    """Return the blocks that are modules with a forward of their own."""
+    """Return the paths of the blocks that are modules with a forward of their own."""
     modules = dict(model.named_modules())
     containers = nn.ModuleList | nn.ModuleDict
     names = [module_path(block) for block in blocks]
@@ -135,7 +136,7 @@ def _calls(program: StageProgram) -> Iterable[fx.Node]:
 
 
 def _computes_rows(program: StageProgram) -> bool:
-    """Return whether all ops are the model's on a rank's rows, the last one being a mean loss."""
+    """Return whether the program is the model's own on a rank's rows, ending in one mean loss."""
     tensors = (program.parameters, program.buffers, program.constants)
     layouts = [each.layout for group in tensors for each in dict[str, Any](group).values()]
     counting = program.counting
@@ -173,7 +174,7 @@ def _names_dtypes(program: StageProgram) -> bool:
 
 
 def _can_shard(model: nn.Module, program: StageProgram, units: Sequence[str]) -> bool:
-    """Return whether each weight is read by its own unit alone."""
+    """Return whether each weight is read only inside the unit (sharded module) that holds it."""
     owners: dict[int, set[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
@@ -186,7 +187,7 @@ def _can_shard(model: nn.Module, program: StageProgram, units: Sequence[str]) ->
 
 
 def _loss_text(found: ExportedPlan, module: str) -> str | None:
-    """Write the call of the model, and where its loss is; None if its batch has another form."""
+    """Return the loss of the model on ``rows`` as Python text; None if the form is unsupported."""
     captured, target = found.made.program, found.made.target
     example, form = captured.example, captured.outputs
     if example is None or example.fixed or example.inputs.keys() != captured.inputs.keys():

@@ -138,7 +138,7 @@ def differences_of(
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """Generated parts of a script. ``uses`` are the definitions of this package that they call."""
+    """Generated parts of a script. ``uses`` are the definitions of this package that it calls."""
 
     functions: tuple[str, ...]
     blocks: tuple[str, ...]

@@ -34,7 +34,7 @@ MOVES = {
     ("P", "R"): "all_reduce_both",
     ("P", "S"): "reduce_scatter",
 }
-"""Function of a script for each change of placement (``passes.ops.collectives.MOVES``)."""
+"""Script function for each change of placement, such as ("S", "R"): shard to replicate."""
 
 RESERVED = frozenset(
     {*MOVES.values(), "all_to_all", "dropout", "uniform", "w", "mesh", "draw", "torch", "F", "x"}
@@ -44,7 +44,7 @@ RESERVED = frozenset(
 
 @dataclass(slots=True)
 class Writer:
-    """Function being written; ``values`` maps nodes to their expressions."""
+    """State of writing a block's function; ``values`` maps graph nodes to their expressions."""
 
     program: BlockProgram
     stage: StageProgram
@@ -60,7 +60,7 @@ class Writer:
     part: str = ""
 
     def unique(self, name: str) -> str:
-        """Return ``name`` as an identifier, with a number if it is taken."""
+        """Return ``name`` as a Python identifier, with a number appended if already used."""
         name = re.sub(r"\W", "_", name).strip("_") or "value"
         if name[0].isdigit():
             name = f"part_{name}"

@@ -28,7 +28,7 @@ from autoparallel.systems.system import RECIPE, Deviation, Files, System, Writer
 CONFIG = "accelerate.yaml"
 
 Backend = Literal["none", "ddp", "deepspeed", "fsdp", "tp"]
-"""Backend: one process, DDP, DeepSpeed, FSDP 2, or only tensor parallelism applied at loading."""
+"""Accelerate's backend: one process, DDP, DeepSpeed, FSDP 2, or only tensor parallelism."""
 
 LIMITS = {
     **WITHOUT_PIPELINE,
@@ -48,7 +48,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job for Accelerate."""
+    """Return the files for Accelerate that train a configuration."""
     own = job.configuration
     found = launch_config(job)
     comment = "# Written by autoparallel export --to accelerate, for accelerate 1.15.\n"
@@ -66,14 +66,14 @@ def write(job: WriterInput) -> Files:
 
 
 def launcher(job: WriterInput) -> str:
-    """Return the command that starts a script on the host, or on each of several hosts."""
+    """Return the ``accelerate launch`` command; each host runs it."""
     hosts = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500"
     several = hosts if job.num_hosts > 1 else ""
     return f"accelerate launch --config_file {job.folder / CONFIG}{several}"
 
 
 def accumulation(own: Configuration) -> str:
-    """Write a script's gradient accumulation; under FSDP gradients stay sharded, as priced.
+    """Return a script's code for gradient accumulation; FSDP's gradients stay sharded, as priced.
 
     >>> accumulation(Configuration(dp=8, zero=1, num_microbatches=4))
     'Accelerator(gradient_accumulation_steps=4)'
@@ -88,12 +88,12 @@ def accumulation(own: Configuration) -> str:
 
 
 def accumulates_sharded(own: Configuration) -> bool:
-    """Return whether gradients, to stay sharded, must be reduced after every micro-batch."""
+    """Return whether gradients must be reduced after each micro-batch in order to stay sharded."""
     return backend_of(own) == "fsdp" and own.num_microbatches > 1
 
 
 def backend_of(own: Configuration) -> Backend:
-    """Return the backend that trains a configuration.
+    """Return Accelerate's backend (DDP, FSDP, DeepSpeed, …) that trains a configuration.
 
     >>> backend_of(Configuration(dp=8, zero=3)), backend_of(Configuration(dp=8, zero=1))
     ('fsdp', 'deepspeed')
@@ -110,7 +110,7 @@ def backend_of(own: Configuration) -> Backend:
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that Accelerate can run, keeping its degrees."""
+    """Return the configuration with options that Accelerate can run, keeping its degrees."""
     own = replace(
         own,
         recompute="none" if own.recompute == "none" else "full",
@@ -129,7 +129,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def backend_lost(own: Configuration) -> list[Deviation]:
-    """Return the differences from the plan that the backend causes besides the degrees."""
+    """Return differences from the plan that the backend causes, besides changed degrees."""
     if backend_of(own) != "fsdp":
         return []
     lost = []
@@ -151,7 +151,7 @@ def backend_lost(own: Configuration) -> list[Deviation]:
 
 
 def backend_notes(own: Configuration) -> list[str]:
-    """Return notes about the code that a script needs for its backend."""
+    """Return notes for the user about code that the training script needs for the backend."""
     backend = backend_of(own)
     notes = []
     if own.tp > 1:
@@ -173,7 +173,7 @@ def backend_notes(own: Configuration) -> list[str]:
 
 
 def launch_config(job: WriterInput) -> dict[str, Any]:
-    """Return the configuration for ``accelerate launch``."""
+    """Return the entries of the configuration file for ``accelerate launch``."""
     own, backend = job.configuration, backend_of(job.configuration)
     kinds = {"none": "NO", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
     found: dict[str, Any] = {
@@ -210,7 +210,7 @@ def launch_config(job: WriterInput) -> dict[str, Any]:
 
 
 def fsdp(own: Configuration) -> dict[str, Any]:
-    """Return FSDP's settings; in Accelerate's file each name gets the prefix ``fsdp_``."""
+    """Return FSDP's settings by name; in Accelerate's file names have the prefix ``fsdp_``."""
     return {
         "version": 2,
         "reshard_after_forward": own.zero == 3,
@@ -223,7 +223,7 @@ def fsdp(own: Configuration) -> dict[str, Any]:
 
 
 def parallelism(own: Configuration) -> dict[str, int]:
-    """Return the degrees of ``ParallelismConfig``."""
+    """Return the keyword arguments of Accelerate's ``ParallelismConfig``: parallel degrees."""
     return {
         "dp_replicate_size": 1,
         "dp_shard_size": own.dp,
@@ -260,7 +260,7 @@ TRAINER_LIMITS = {
 
 
 def write_arguments(job: WriterInput) -> Files:
-    """Return the files of a job for the Trainer."""
+    """Return the files for transformers' Trainer that train a configuration."""
     own = job.configuration
     texts = {ARGUMENTS: json.dumps(arguments(job), indent=2) + "\n"}
     start = torchrun(job.plan.cluster)
@@ -281,7 +281,7 @@ def write_arguments(job: WriterInput) -> Files:
 
 
 def to_trainer(own: Configuration) -> Configuration:
-    """Change a configuration to options that the Trainer can run, keeping its degrees."""
+    """Return the configuration with options that the Trainer can run, keeping its degrees."""
     if own.precision == "fp8":
         own = replace(own, precision="bf16")
     return to_supported(own)

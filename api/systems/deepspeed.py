@@ -35,7 +35,7 @@ WITHOUT_PIPELINE = {
     "branches": "one mesh of all devices",
     "mixed-zero": "one ZeRO stage",
 }
-"""Replacement of each feature that a system without pipelines lacks."""
+"""Replacement of each plan feature that a training system without pipelines lacks."""
 
 LIMITS = {
     **WITHOUT_PIPELINE,
@@ -54,7 +54,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job for DeepSpeed."""
+    """Return the files for DeepSpeed that train a configuration."""
     own = job.configuration
     text = json.dumps(config(own, job.plan.model.global_batch), indent=2) + "\n"
     hosts = f"--hostfile hosts --num_nodes {job.num_hosts} " if job.num_hosts > 1 else ""
@@ -80,7 +80,7 @@ CHECKPOINTING = (
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that DeepSpeed can run, keeping its degrees."""
+    """Return the configuration with options that DeepSpeed can run, keeping its degrees."""
     return replace(
         own,
         zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
@@ -93,7 +93,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def config(own: Configuration, global_batch: int) -> dict[str, Any]:
-    """Return the configuration; ranks of a tensor-parallel group read the same samples."""
+    """Return DeepSpeed's JSON configuration; ranks of a tensor-parallel group share samples."""
     found: dict[str, Any] = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": own.rank_rows,
@@ -120,7 +120,7 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
 
 
 def optimizer(own: Configuration) -> dict[str, Any]:
-    """Return the optimizer's type, with the settings that select its variant."""
+    """Return the ``optimizer`` section: the type, and settings that select its variant."""
     if own.optimizer.startswith("sgd"):
         momentum = 0.9 if own.optimizer == "sgd-momentum" else 0.0
         return {"type": "SGD", "params": {"momentum": momentum}}

@@ -21,15 +21,15 @@ from autoparallel.planner.plan import BlockPlan, Plan, Recompute, StagePlan
 from autoparallel.planner.replicas import stages_of_ranks
 
 LAYER = re.compile(r"^(?P<list>.*?)\.?(?P<index>\d+)$")
-"""Pattern of the name of a block in a list of layers: ``model.layers.3``."""
+"""Pattern of the name of a block in a numbered list of layers, such as ``model.layers.3``."""
 
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
-"""Name prefixes of ops of norms, which need no communication if positions are sharded."""
+"""Name prefixes of the ops of norm layers: they need no communication if positions are sharded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Degrees that shard samples (``dp``), weights (``tp``), positions (``cp``) and experts."""
+    """Parallel degrees: numbers of ranks that shard samples, weights, positions and experts."""
 
     dp: int = 1
     tp: int = 1
@@ -43,7 +43,7 @@ class Roles:
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    """Return the configuration nearest to a plan; it is exact if all stages are equal."""
+    """Return the configuration nearest to a plan: one for all stages, exact if they are equal."""
     num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
     pp = _divisor(plan.cluster.num_devices, num_ranks)
     is_cut = pp == num_ranks > 1
@@ -86,11 +86,11 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_roles(plan: Plan, pp: int) -> Roles:
-    """Return the roles of mesh axes to use for all stages.
+    """Return the parallel degrees to use for all stages of a plan.
 
-    If the stages have different meshes, the most frequent roles of the right size (number of
-    devices divided by ``pp``) are taken. If none has that size, data parallelism is as large as a
-    micro-batch allows, and tensor parallelism takes the other devices.
+    If the stages have different meshes, the most frequent degrees of the right product (number of
+    devices divided by ``pp``) are taken. If no stage has that product, data parallelism is as large
+    as a micro-batch allows, and tensor parallelism takes the other devices.
     """
     size = plan.cluster.num_devices // pp
     if plan.servers is not None:
@@ -102,7 +102,7 @@ def common_roles(plan: Plan, pp: int) -> Roles:
 
 
 def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
-    """Return the degrees of a stage's mesh by role."""
+    """Return the parallel degrees of a stage, from the sizes and uses of its mesh axes."""
     degrees = {"dp": 1, "tp": 1, "cp": 1, "ep": 1}
     splits_norms = False
     for axis, (name, size) in enumerate(zip(stage.mesh.axes, stage.mesh.shape, strict=True)):
@@ -168,7 +168,7 @@ def _most_frugal(modes: list[Recompute]) -> Recompute:
 
 
 def _recomputed_share(plan: Plan) -> float:
-    """Return the largest fraction of layers recomputed by a pipeline rank; 1 if none are."""
+    """Return the largest fraction of its layers that a pipeline rank recomputes; 1 without any."""
     shares = []
     for own in stages_of_ranks(plan):
         layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]
@@ -178,14 +178,14 @@ def _recomputed_share(plan: Plan) -> float:
 
 
 def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:
-    """Return whether the blocks outside the layers are recomputed too."""
+    """Return whether blocks besides the repeated layers (embedding, head) are recomputed too."""
     inside = {id(block) for stage in plan.stages for block in layers_of(plan, stage)}
     rest = [block for stage in plan.stages for block in stage.blocks if id(block) not in inside]
     return bool(rest) and recompute != "none" and all(block.recompute != "none" for block in rest)
 
 
 def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
-    """Return size and number of micro-batches: the plan's, or the most that ``roles`` can shard."""
+    """Return micro-batch size and number: the plan's, or the next lower number ``roles`` allow."""
     batch, parts = plan.model.global_batch, roles.dp * roles.ep
     count = plan.num_microbatches
     while count > 1 and (batch % count or batch // count % parts):

@@ -60,7 +60,7 @@ MOST_NAMED = 3
 """Number of weights listed by name; further weights are counted."""
 
 MOST_COUNTS = 16
-"""Number of stages whose layers are listed one by one; for more, only minimum and maximum."""
+"""Number of stages up to which their layers are listed; for more, only minimum and maximum."""
 
 COLUMN_NAMES = (
     "q_proj",
@@ -89,19 +89,19 @@ parallel, ``COLUMN_NAMES``) and by input (row parallel; Shoeybi et al. 2019, arX
 section 3)."""
 
 TRANSPOSED = ("c_attn", "c_fc", "c_proj")
-"""Modules of class ``Conv1D`` of transformers, whose weight is inputs x outputs."""
+"""Names of modules of transformers' class ``Conv1D``, whose weight is inputs x outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Feature that a plan uses. ``text`` describes it with the plan's numbers."""
+    """Feature that a plan uses: key in ``FEATURES``, and a text with the plan's numbers."""
 
     name: str
     text: str
 
 
 def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """Return the features of a plan, without duplicates."""
+    """Return the features that a plan uses, without duplicates."""
     found = (
         *_parallelism(plan),
         *_pipeline(plan),
@@ -215,7 +215,7 @@ def _layouts(plan: Plan) -> Iterator[Feature]:
 
 
 def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator[tuple[int, str]]:
-    """Yield mesh axes on which a weight's layout differs from column or row parallelism."""
+    """Yield mesh axes on which a weight is not sharded as usual (column, row), and a text on it."""
     layout = stage.layouts[name].outputs[0]
     usual = usual_dim(name, is_hub=plan.model.target.startswith("hf:"))
     for axis, placement in enumerate(layout):

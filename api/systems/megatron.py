@@ -48,7 +48,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job for Megatron-LM."""
+    """Return the files for Megatron-LM that train a configuration."""
     own, lost, notes = job.configuration, list[Deviation](), list[str]()
     arguments: Arguments = [
         *_degrees(own),
@@ -85,7 +85,7 @@ def write(job: WriterInput) -> Files:
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that Megatron-LM can run, keeping its degrees."""
+    """Return the configuration with options that Megatron-LM can run, keeping its degrees."""
     if own.pp > 1 and (own.schedule not in SCHEDULES or not _interleaves(own)):
         own = with_schedule(own, "interleaved" if _interleaves(own) else "1f1b")
     if own.pp > 1 and own.zero > 1:
@@ -101,12 +101,12 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def _interleaves(own: Configuration) -> bool:
-    """Return whether the interleaved schedule accepts these micro-batches and chunks."""
+    """Return whether Megatron-LM's interleaved schedule accepts the micro-batches and chunks."""
     return own.num_chunks > 1 and own.num_microbatches % own.pp == 0
 
 
 def with_schedule(own: Configuration, schedule: str) -> Configuration:
-    """Change the schedule of a configuration; for 1F1B the chunks of a rank become one stage.
+    """Return the configuration with another schedule; for 1F1B a rank's chunks become one stage.
 
     >>> own = Configuration(pp=2, num_chunks=2, layers=(1, 2, 3, 4), schedule="zbv")
     >>> with_schedule(own, "1f1b").layers
@@ -212,7 +212,7 @@ def _optimizer(own: Configuration) -> Iterator[tuple[str, ...]]:
 
 
 def model_arguments(config: ModelConfig) -> Arguments:
-    """Return the arguments for the sizes of the model."""
+    """Return Megatron-LM's command-line arguments for the model's sizes and variants."""
     found: Arguments = [
         ("--num-layers", str(config.num_layers)),
         ("--hidden-size", str(config.hidden_size)),

@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a decoder; ``kind`` is the ``model_type`` of the configuration."""
+    """Sizes of a decoder model; ``kind`` is the ``model_type`` in its ``config.json``."""
 
     kind: str
     num_layers: int
@@ -54,7 +54,7 @@ class ModelConfig:
 
 
 def read_config(plan: Plan) -> tuple[ModelConfig | None, str]:
-    """Return the sizes of a plan's model and "", or None and the reason why there are none."""
+    """Return the sizes of a plan's model and "", or None and the reason why they are unknown."""
     target = plan.model.target
     if not target.startswith("hf:"):
         return None, f"{target} is no Hugging Face configuration"
@@ -121,7 +121,7 @@ def unlike_llama(config: ModelConfig) -> Iterator[str]:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """Return the first of the fields ``names`` that is not None."""
+    """Return the value of the first field in ``names`` that a configuration has and is not None."""
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if value is not None), None)
 

@@ -44,7 +44,7 @@ ONE_CHAIN = {
     "servers": "data parallelism without servers",
     "fp64": "fp32",
 }
-"""Replacements of features that every system lacks: all train one chain of stages, with NCCL."""
+"""Replacements of plan features that every system lacks: each trains a chain of stages by NCCL."""
 
 PIPELINES = {
     **ONE_CHAIN,
@@ -62,7 +62,7 @@ PIPELINES = {
     "vocabulary",
     "lora": "all weights are trained",
 }
-"""Replacements of features that systems with pipelines lack."""
+"""Replacements of plan features that training systems with pipelines lack."""
 
 RECIPE = (
     "learning rate, weight decay, clipping and steps are no part of a plan: the defaults of the "
@@ -81,7 +81,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class PricedConfig:
-    """Configuration with its price. If it has no price, ``reason`` says why."""
+    """Configuration with its predicted time and memory; without them, ``reason`` says why."""
 
     configuration: Configuration
     step_seconds: float | None = None
@@ -92,9 +92,9 @@ class PricedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files for a system: texts by file name, and the command that starts it.
+    """Files for a training system: texts by file name, and the command that starts training.
 
-    ``lost`` are differences that depend on the configuration; ``notes`` are tasks for the user.
+    ``lost`` are differences from the plan in this configuration; ``notes`` are tasks for the user.
     """
 
     texts: Mapping[str, str]
@@ -105,7 +105,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class WriterInput:
-    """Input of a system's writer. ``folder`` is the final path of the files' folder."""
+    """Input of a system's file writer. ``folder`` is the final path of the files' folder."""
 
     plan: Plan
     configuration: Configuration
@@ -196,7 +196,7 @@ class System:
 
 
 def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviation]:
-    """Yield the features of a plan that a system lacks, in order, with their replacements."""
+    """Yield the plan's features that a training system lacks, with their replacements."""
     for feature in features:
         if feature.name in system.limits:
             yield Deviation(feature.text, system.limits[feature.name])
@@ -205,7 +205,7 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviati
 def _more_recompute(
     system: System, planned: Configuration, chosen: Configuration
 ) -> Iterator[Deviation]:
-    """Yield the deviation of a configuration that recomputes more than the plan in order to fit."""
+    """Yield a deviation if ``chosen`` recomputes more than ``planned`` in order to fit memory."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
@@ -216,13 +216,13 @@ def _more_recompute(
 
 
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
-    """Yield configurations to choose from; the first is taken if none can be priced.
+    """Yield configurations for a system to choose from; the first is taken if none can be priced.
 
-    If the system has all degrees of the plan, they are the plan's configuration, and the same with
-    full recomputation in case it does not fit. If ``selects_less`` applies, they have full
-    recomputation and none. If the system lacks a degree, its devices become data-parallel: first
-    with ZeRO 3, full recomputation and the fewest samples per rank, which needs least memory, then
-    with less of each.
+    If the system has all degrees of the plan, the candidates are the plan's configuration, and the
+    same with full recomputation in case it does not fit. If ``selects_less`` applies, the
+    candidates have full recomputation and none. If the system lacks a degree, its devices become
+    data-parallel: first with ZeRO 3, full recomputation and the fewest samples per rank, which
+    needs least memory, then with less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):
@@ -244,8 +244,8 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
 
 
 def _fold_degrees(own: Configuration, system: System, batch: int) -> Configuration:
-    """Return a configuration whose missing degrees became data-parallel, or tensor-parallel as far
-    as the batch has too few samples. Raises UsageError AP364."""
+    """Return the configuration with degrees that the system lacks made data-parallel, or
+    tensor-parallel as far as the batch has too few samples. Raises UsageError AP364."""
     # ranks that share experts are data-parallel already
     spare = prod(getattr(own, name) for name in system.lacks if name != "ep")
     kept: dict[str, Any] = {
@@ -332,7 +332,7 @@ def report_text(
     lost: Sequence[Deviation],
     notes: Sequence[str],
 ) -> str:
-    """Write both configurations with their prices, the differences, and notes for the user."""
+    """Return the report: the plan's and the system's configuration, prices, differences, notes."""
     num_layers = sum(len(layers_of(plan, stage)) for stage in plan.stages)
     lines = [f"{system}: {configuration_summary(cost.configuration, num_layers)}"]
     lines += [f"the plan: {plan_summary(plan)}", *price_lines(plan, cost), ""]
@@ -348,7 +348,7 @@ def report_text(
 
 
 def price_lines(plan: Plan, cost: PricedConfig) -> Iterator[str]:
-    """Yield the price of the configuration beside the plan's, or the reason why it has none."""
+    """Yield lines with the configuration's price and the plan's, or the reason for no price."""
     limit, step = plan.cluster.usable_memory_bytes, plan.prediction.step_seconds
     own = f"{seconds_text(step)} a step, {bytes_text(plan.prediction.peak_memory_bytes)}"
     if cost.step_seconds is None or cost.peak_memory_bytes is None:

@@ -36,7 +36,7 @@ SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Names in torch.distributed.pipelining of the schedules that it has."""
+"""Names of schedules in torch.distributed.pipelining, by this package's names."""
 
 BY_TABLE = ("eager-1f1b", "zb-h1", "zb-h2")
 """Schedules that torchtitan can run from a table of actions in a CSV file."""
@@ -65,7 +65,7 @@ LIMITS = {
 
 
 def write(job: WriterInput) -> Files:
-    """Return the files of a job for torchtitan."""
+    """Return the files for torchtitan that train a configuration."""
     own = job.configuration
     texts: dict[str, str] = {}
     lost: list[Deviation] = []
@@ -88,7 +88,7 @@ def write(job: WriterInput) -> Files:
 
 
 def to_supported(own: Configuration) -> Configuration:
-    """Change a configuration to options that torchtitan can run, keeping its degrees."""
+    """Return the configuration with options that torchtitan can run, keeping its degrees."""
     if own.pp > 1 and own.schedule not in (*SCHEDULES, *BY_TABLE):
         own = replace(own, schedule="1f1b")
     if own.schedule == "bfs" and own.num_chunks == 1:
@@ -114,12 +114,13 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def _uses_ddp(own: Configuration) -> bool:
-    """Return whether DDP trains the configuration: without ZeRO and degrees other than "dp"."""
+    """Return whether DDP trains the configuration: it has no ZeRO and no degree but "dp"."""
     return own.zero == 0 and own.num_devices == own.dp
 
 
 def _uses_fsdp(own: Configuration) -> bool:
-    """Return whether FSDP trains the configuration: it has ranks to shard over and not DDP."""
+    """Return whether FSDP trains the configuration: it has ranks to shard over, and DDP does
+    not."""
     return own.dp * own.cp > 1 and not _uses_ddp(own)
 
 
@@ -246,7 +247,7 @@ FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
 def _model(
     config: ModelConfig | None, lost: list[Deviation], notes: list[str]
 ) -> tuple[dict[str, object], str]:
-    """Return the section ``model``, and the text of a Python module that registers the sizes."""
+    """Return the config section ``model``, and a Python module's text that registers the sizes."""
     if config is None or config.kind not in ("llama", "mistral"):
         kind = "" if config is None else f": its llama3 is not {config.kind}"
         notes.append(f"set model.name and model.flavor in train.toml{kind}")

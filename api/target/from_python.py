@@ -22,7 +22,7 @@ def make_target(
     loss_fn: LossFn | None,
     global_batch: int | None = None,
 ) -> Target:
-    """Make a Target from a model and an example batch. Raises UsageError AP140 for other types."""
+    """Make a ``Target`` from Python objects. Raises UsageError AP140 for other types."""
     if isinstance(model, str):
         return load_target(model)
     if isinstance(model, nn.Module):
@@ -66,7 +66,8 @@ def _with_same_tensors(model: nn.Module) -> nn.Module:
 def batch_function(
     example_batch: Batch | Callable[..., Batch], global_batch: int | None = None
 ) -> Callable[..., Batch]:
-    """Return ``example_batch`` as a checked function; a batch is resized along its rows.
+    """Return a checked function ``(global_batch, seq)`` that makes batches; a given batch is
+    resized along its rows.
 
     With ``global_batch`` 1 a batch is a single sample without rows and is not resized.
     """
@@ -87,8 +88,8 @@ def batch_function(
 def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | None:
     """Return the number of rows of a batch, None for a function or a batch without tensors.
 
-    It is ``global_batch`` if every tensor has a dimension of that size, else the first dimension of
-    the first tensor.
+    The number is ``global_batch`` if every tensor has a dimension of this size, else the size of
+    the first tensor's first dimension.
     """
     if isinstance(example_batch, Tensor):
         example_batch = (example_batch,)
@@ -103,7 +104,8 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
 
 
 def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return batch dimensions by tensor: any of size ``rows`` if all have one, else only dim 0."""
+    """Return tensors' dimensions of size ``rows`` by path; unless all tensors have one, only dim
+    0."""
     found = dims_of_size(example_batch, rows)
     shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}

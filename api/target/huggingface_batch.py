@@ -24,14 +24,14 @@ TOKEN_TASKS = re.compile(
     r"For(CausalLM|MaskedLM|ConditionalGeneration|PreTraining|CTC|TokenClassification)"
     r"|LMHeadModel|WithLMHead|ForSpeechSeq2Seq|EncoderDecoderModel"
 )
-"""Classes with a label per token; other classes have a label per row."""
+"""Pattern of the names of classes with a label per token; other classes have a label per row."""
 
 PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Batch to make: for a class and its configuration, with ``rows`` rows of ``length`` tokens."""
+    """Description of a random batch for a model class: ``rows`` rows of ``length`` tokens."""
 
     model_class: Any
     config: Any
@@ -53,7 +53,7 @@ class BatchSpec:
 
 
 def field_of(config: Any, *names: str) -> Any:
-    """Return the first of ``names`` that is set in the configuration or a part of it, else None."""
+    """Return the value of the first of ``names`` set in a configuration or its parts, else None."""
     owners = [config, *(getattr(config, part) for part in PARTS if hasattr(config, part))]
     for name in names:
         for owner in owners:
@@ -68,7 +68,7 @@ def default_sequence(config: Any) -> int:
 
 
 def label_names(model_class: Any) -> tuple[str, ...]:
-    """Return the arguments of a class's forward that are labels, which make it return a loss."""
+    """Return a class's ``forward`` arguments that are labels, with which it returns a loss."""
     taken = inspect.signature(model_class.forward).parameters
     names = [name for name in LABELS if name in taken]
     if "MaskedImageModeling" not in model_class.__name__ and "bool_masked_pos" in names:
@@ -129,7 +129,7 @@ def _features(wanted: BatchSpec) -> Tensor:
 
 
 def _values(wanted: BatchSpec) -> Tensor:
-    """Make a spectrogram, or a waveform whose convolutions give at least a frame per token."""
+    """Make random audio: a spectrogram, or a waveform with at least ``length`` frames."""
     frames, bins = wanted.field("max_length"), wanted.field("num_mel_bins")
     if frames and bins:
         return _normal(wanted.rows, frames, bins)
@@ -154,7 +154,7 @@ def _labels(wanted: BatchSpec) -> Tensor:
 
 
 def _mask_of_patches(wanted: BatchSpec) -> Tensor:
-    """Mask all patches, because the choice must not change the computation."""
+    """Return a mask of all image patches: a random mask would change the amount of computation."""
     import torch
 
     patch = wanted.field("patch_size") or 16

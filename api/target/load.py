@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @rare_collections()
 def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Target:
-    """Load the target named ``text``, and check its functions without building the model.
+    """Load the target ``text`` (file or ``hf:`` model), and check its functions; no model is built.
 
     Raises UsageError (AP101 to AP105) if the target cannot be found or a function is wrong.
     """

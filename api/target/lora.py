@@ -27,7 +27,7 @@ USUAL_TARGETS = (
     ("query", "value"),
     ("q", "v"),
 )
-"""Default layers: the first of these groups that the model has completely, as in peft."""
+"""Default layers to adapt: the first of these groups that the model has completely, as in peft."""
 
 ALL_LINEAR = "all-linear"
 EXAMPLE = "for example: --lora r=8,alpha=16,targets=q_proj+v_proj"
@@ -37,7 +37,7 @@ NEW_PARAMETERS = r"\.lora_[AB]\."
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Settings: ``rank``, ``alpha``, and last names of the layers to adapt, () for the default."""
+    """LoRA settings: ``rank``, ``alpha``, and last names of the layers to adapt, () for default."""
 
     rank: int = 8
     alpha: float = 16.0
@@ -45,7 +45,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor alpha / r of the trained product."""
+        """Factor alpha / rank of the adapter's product."""
         return self.alpha / self.rank
 
 
@@ -147,7 +147,7 @@ def _sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 class _Adapter:
-    """Base class that adds the adapter's product to the forward of the layer's own class."""
+    """Base class whose forward adds an adapter's product to the output of the layer's own class."""
 
     lora_A: Any  # noqa: N815 - peft's name
     lora_B: Any  # noqa: N815

@@ -114,7 +114,7 @@ class RegisteredOp:
 
 
 def existing_op(thing: Any) -> str | None:
-    """Return the path of ``thing`` if it is an op, of torch or registered; None if it is none."""
+    """Return the path of ``thing`` if it is an op of torch or registered, else None."""
     if isinstance(thing, RegisteredOp):
         return thing.path
     if isinstance(thing, type) and isinstance(getattr(thing, "apply", None), RegisteredOp):
@@ -221,7 +221,7 @@ class _Maker:
         return "".join(c if c.isalnum() or c == "_" else "_" for c in plain)
 
     def _signature(self, skip: int) -> inspect.Signature:
-        """Return the function's signature with the types of the op's schema."""
+        """Return the function's signature with a type for each parameter, for the op's schema."""
         try:
             hints = typing.get_type_hints(self.named)
         except (NameError, TypeError):
@@ -278,7 +278,7 @@ class _Maker:
         return forward
 
     def _fake(self, *args: Any) -> Any:
-        """Return empty outputs: by the user's ``fake``, else the annotation, else by running it."""
+        """Return outputs without values, by the user's ``fake``, annotation or function."""
         if self.fake is not None:
             return self.fake(*args)
         tensors = [value for value in tree_flatten(list(args))[0] if isinstance(value, Tensor)]
@@ -295,7 +295,7 @@ class _Maker:
         return made if self.is_several else made[0]
 
     def _backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        """Run the function again on the saved inputs, and return its gradients."""
+        """Run the function again on the saved inputs; return the gradients of these inputs."""
         flat, structure = tree_flatten(list(_kept_inputs(ctx)))
         flat = [
             value.detach().requires_grad_(wants) if isinstance(value, Tensor) else value

@@ -76,7 +76,7 @@ def register_schedule(
 
 
 def _check_name(name: str, where: str, module: str) -> None:
-    """Raise UsageError AP168 for a name that a schedule of another file has, or that is none."""
+    """Raise UsageError AP168 for an invalid name, or the name of a schedule from another file."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise _refused(name, where, "its name has other signs", 'a-z, 0-9, ".", "_" and "-"')
     if name in SCHEDULES or name in ALIASES:
@@ -87,7 +87,8 @@ def _check_name(name: str, where: str, module: str) -> None:
 
 
 def _table(name: str, function: Any, where: str, is_ranged: bool, size: Size) -> Table:
-    """Call a user's function. Raises UsageError AP162 if it fails, AP153 if it refuses the size."""
+    """Return a user function's table of actions for a size. Raises UsageError AP162 if it fails,
+    AP153 if it refuses the size."""
     with running_user_code("AP162", f"schedule {name!r} fails on {size_text(size)}", where):
         try:
             made = function(*size[: 3 if is_ranged else 2])

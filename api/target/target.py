@@ -76,7 +76,7 @@ def takes_seq(example_batch: Callable[..., Any]) -> bool:
 
 
 def building(target: Target) -> running_user_code:
-    """Return a context for calls of ``target.build_model`` that turns errors into AP106."""
+    """Return a context for calls of ``build_model`` that turns errors into UsageError AP106."""
     return running_user_code("AP106", f"build_model of {target.name} fails")
 
 
@@ -140,11 +140,11 @@ def checked_batches(
 def example_batches(
     target: Target, global_batch: int, seq: int | None
 ) -> tuple[Example, Example | None]:
-    """Return the batch to capture, and the global batch, None if both have the same size.
+    """Return the example batch to capture, and the global batch or None if both have equal size.
 
     The batch dimension of a tensor is where batches of different size differ. Above
     ``WRITTEN_ROWS`` rows the global shapes are extrapolated from batches of 2 and 3 rows, on
-    ``meta``, since a whole batch of images may not fit here. Raises UsageError AP107 and AP108 if
+    ``meta``, since a whole batch of images may not fit memory. Raises UsageError AP107 and AP108 if
     such batches cannot be made.
     """
     from autoparallel.passes.programs.batch import (

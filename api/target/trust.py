@@ -17,7 +17,7 @@ from autoparallel.planner.plan import Plan
 
 
 def target_name(plan: Plan, plan_path: str | Path) -> str:
-    """Return the target of ``plan``. A file or folder missing in the current folder is looked up
+    """Return the path or name of a plan's target. A path missing in the current folder is looked up
     relative to the plan's folder, and a file also beside the plan."""
     name, folder = plan.model.target, Path(plan_path).parent
     is_library_s = name.startswith("hf:")
@@ -36,8 +36,8 @@ ADD_TRUST = "add --trust (trust=True in Python), or run in its folder"
 def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = ADD_TRUST) -> None:
     """Raise UsageError AP155 if the plan's target is code outside the current folder.
 
-    With ``trust`` any code is accepted; ``how`` tells the user how to give it. ``hf:`` targets run
-    only code of the installed library.
+    With ``trust`` any code is accepted; ``how`` tells the user how to set ``trust``. ``hf:``
+    targets run only code of the installed library.
     """
     name = target_name(plan, plan_path)
     if trust or name.startswith("hf:"):
@@ -55,7 +55,7 @@ def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = 
 
 
 def _place_of_code(name: str) -> Path | None:
-    """Return the file or folder of a target's code; None if missing, which loading will report."""
+    """Return the file or folder of a target's code; None if missing, as loading reports that."""
     place = name.rpartition(":")[0] if name.rpartition(":")[2].isidentifier() else name
     path = Path(place or name)
     if path.exists():

@@ -14,8 +14,8 @@ class StepRecord:
     """Figures of a finished step on rank 0.
 
     The gradient norm is taken before clipping; the learning rate is of the first parameter group.
-    ``skipped_steps`` counts the updates skipped so far; ``loss_scale`` is the step's, None if the
-    loss is not scaled. ``throughput`` is in ``unit`` ("tokens" or "samples") per second.
+    ``skipped_steps`` counts all updates skipped so far; ``loss_scale`` is None if the loss is not
+    scaled. ``throughput`` is in ``unit`` ("tokens" or "samples") per second.
     """
 
     step: int
@@ -53,7 +53,7 @@ class Callback:
 def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:
     """Combine callbacks into a single callback that calls them in order.
 
-    Raises UsageError AP907 for an item that is no Callback; ``source`` names where it came from.
+    Raises UsageError AP907 for an object that is no Callback; ``source`` names where it came from.
     """
     found = tuple(callbacks)
     for each in found:

@@ -24,7 +24,7 @@ from autoparallel.training.loaders import has_rows, skip_batches
 
 
 class TrainingData:
-    """Endless iterator over a rank's inputs; it reads the data again and again.
+    """Endless iterator over a rank's training inputs; at the end of the data it starts again.
 
     ``build_data`` is called on the ranks that need data, with the index of the rank's part of a
     batch and the number of parts, as ``(rank, world)``. It yields parts or whole global batches.

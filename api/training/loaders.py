@@ -59,7 +59,7 @@ def skip_batches(loader: DataLoader[Any], num_batches: int) -> DataLoader[Any]:
 
 
 class _Rest:
-    """Batch sampler that leaves out the first batches of another."""
+    """Batch sampler that skips the first batches of another batch sampler."""
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_batches: int) -> None:
         self._batch_sampler, self._num_batches = batch_sampler, num_batches

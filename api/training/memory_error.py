@@ -38,7 +38,7 @@ def explained_memory_errors(
     held: Callable[[], Mapping[str, Iterable[Tensor]]],
     peak_bytes: Callable[[], int],
 ) -> Iterator[None]:
-    """Turn out-of-memory errors into DeviceMemoryError AP803, with the bytes held.
+    """Turn out-of-memory errors inside the context into DeviceMemoryError AP803, with used bytes.
 
     ``held`` returns the rank's persistent tensors by category; ``peak_bytes`` returns the peak of
     the device, or of the process on a CPU.
@@ -76,7 +76,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def comparison(plan: Plan, rank: int, states: Mapping[str, int], total_bytes: int) -> str:
-    """Compare held and predicted bytes of ``rank``, in a line per category.
+    """Compare allocated and predicted bytes of ``rank`` as text, in a line per category.
 
     ``states`` are the bytes of persistent tensors by category; ``total_bytes`` is the rank's peak.
     """

@@ -19,11 +19,11 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.training.callbacks import Callback, StepRecord
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Python package that each option needs."""
+"""Python package that each metrics option needs, by option."""
 
 
 def figures(record: StepRecord) -> dict[str, float | int | None]:
-    """Return a step's figures by name; None for infinite values and NaN, which JSON lacks."""
+    """Return a step's loss, time and so on by name; None for infinity and NaN, which JSON lacks."""
     named: dict[str, float | int | None] = {
         "step": record.step,
         "loss": record.loss,
@@ -103,7 +103,7 @@ def _remove_steps(path: Path, kept: int) -> None:
 
 
 def _step_of(line: bytes) -> int:
-    """Return the step of a line of metrics, 0 if it has none."""
+    """Return the step number in a line of a metrics file, 0 if it has none."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -112,7 +112,7 @@ def _step_of(line: bytes) -> int:
 
 
 class TensorBoard(Callback):
-    """Callback that writes scalars. Raises UsageError AP905 if TensorBoard is not installed."""
+    """Callback for TensorBoard scalars. Raises UsageError AP905 if TensorBoard is not installed."""
 
     def __init__(self, folder: str | Path, *, kept: int | None = None) -> None:
         """Open the writer; records of steps after ``kept`` are hidden."""
@@ -153,7 +153,7 @@ class WeightsAndBiases(Callback):
 
 
 class StepBar(Callback):
-    """Bar under the lines of the steps on a terminal, with the time that is left."""
+    """Callback that shows a progress bar, with the time left, below the steps on a terminal."""
 
     def __init__(self, num_steps: int) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())

@@ -23,7 +23,7 @@ RECORD = "restart.json"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Start of an attempt, equal on all ranks. ``resume`` is a checkpoint, or a folder of them.
+    """Starting point of a run's attempt, equal on all ranks. ``resume`` is a checkpoint or folder.
 
     ``last`` is the last step of the run if an earlier attempt recorded it; ``older`` are the
     checkpoints of other runs.
@@ -36,8 +36,8 @@ class Attempt:
     older: Mapping[str, int] | None = None
 
     def begin_after(self, done: int, steps: int, *, rank: int) -> int:
-        """Return the run's last step, after ``done`` steps; rank 0 records it, and reports
-        restarts."""
+        """Return the number of the run's last step, given that ``done`` are done; rank 0 writes the
+        number down, and reports restarts."""
         last = done + steps if self.last is None else self.last
         if rank != 0:
             return last
@@ -59,7 +59,7 @@ class Attempt:
 
 
 def begin_attempt(worker: Worker, folder: str | None, resume: str | None) -> Attempt:
-    """Return the start of this attempt. Collective over all ranks; rank 0 reads the folder.
+    """Return where this attempt starts. Collective over all ranks; rank 0 reads the folder.
 
     A restart resumes from the newest complete checkpoint of this run, or else starts as the first
     attempt did.

@@ -25,7 +25,7 @@ from autoparallel.training.metrics import (
 
 
 def check_run_options(options: RunOptions) -> None:
-    """Raise UsageError AP156 and AP900 for bad values, and AP905 if a package is missing."""
+    """Raise UsageError AP156 or AP900 for bad values, AP905 if a metrics package is missing."""
     if options.verified and options.elastic is not None:
         raise UsageError(
             "AP156",

@@ -31,7 +31,7 @@ from autoparallel.training.steps import Saving
 
 VERIFY_DTYPES = ("fp64", "fp32")
 TIMEOUT_SECONDS = 600.0
-"""Time without progress of a rank after which the run ends."""
+"""Default seconds without progress of a rank after which the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def start_training(
 ) -> dict[str, Any]:
     """Train by the plan at ``path``, on ranks started as ``start`` says.
 
-    ``saving`` and ``resume``: see ``worker.train``. ``sources`` names initial weights and data.
-    Returns measured and predicted figures (see ``step_log.outcome``). Raises the errors of
-    ``check_run_options``, UsageError AP850 for an unknown ``sources.init``, and AP863 if both
-    weights and ``resume`` are given.
+    Checkpoints are written as ``saving`` says; ``resume`` is a checkpoint, or a folder with
+    checkpoints, to continue from. ``sources`` names initial weights and data. Returns measured and
+    predicted figures by name. Raises the errors of ``check_run_options``, UsageError AP850 for an
+    unknown ``sources.init``, and AP863 if both weights and ``resume`` are given.
     """
     asked = options or RunOptions()
     check_run_options(asked)
@@ -132,7 +132,7 @@ def report_verification(
 ) -> None:
     """Print the result of a plan's verification, and mark the plan as verified if it passed.
 
-    Only a rank that ``prints`` does so. Raises VerificationError AP601 if the plan's run differs.
+    Nothing is printed unless ``prints``. Raises VerificationError AP601 if the plan's run differs.
     """
     if prints:
         if json_output:
@@ -164,7 +164,7 @@ def truth_of(plan: Plan) -> str:
 
 
 def verdict(found: dict[str, Any], truth: str = "one device") -> str:
-    """Describe the result of a verification; ``truth`` names the reference."""
+    """Describe the result of a verification in text; ``truth`` names the reference."""
     worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
     word = "verified" if found["passed"] else "NOT verified"
     return (

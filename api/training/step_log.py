@@ -53,7 +53,7 @@ class MemoryMeter:
         self._peak_bytes = 0
 
     def forget_peak(self) -> None:
-        """Reset the peak. On the CPU, memory that malloc has not returned still counts."""
+        """Reset the peak. On the CPU, freed memory that malloc has not returned still counts."""
         self._peak_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -76,7 +76,7 @@ def _return_freed_memory() -> None:
 
 
 class Figures:
-    """Losses and seconds of all steps, in compact arrays as a run may have millions."""
+    """Losses and seconds of all steps of a run, in compact arrays: there may be millions."""
 
     def __init__(self) -> None:
         self.losses, self.seconds = array("d"), array("d")
@@ -89,12 +89,12 @@ class Figures:
 
 
 class StepLog:
-    """Log of a run's steps; prints them while ``prints`` is set.
+    """Log of a run's steps; prints each step while ``prints`` is set.
 
-    ``callback`` receives each record. ``done`` is the unit of throughput, and the number of units
-    per step. On the CPU a step's time is measured between two returns of ``step``, without loading
-    data. On an accelerator, where ``step`` returns early, it is measured between the arrivals of
-    two losses.
+    ``callback`` receives each step's record. ``done`` is the unit of throughput, and the number of
+    units per step. On the CPU a step's time is measured between two returns of ``step``, without
+    loading data. On an accelerator, where ``step`` returns early, it is measured between the
+    arrivals of two losses.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StepLog:
         self._began = time.perf_counter()
 
     def timed_data(self, batches: Iterator[RankInputs]) -> RankInputs:
-        """Return the next batch, and exclude the loading time from the step's on a CPU."""
+        """Return the next batch; on a CPU exclude its loading time from the step's time."""
         started = time.perf_counter()
         batch = next(batches)
         if not self._memory.is_accelerator:
@@ -119,29 +119,29 @@ class StepLog:
         return batch
 
     def add(self, step: int, result: StepResult) -> None:
-        """Take the result of a step, then read and print the step before."""
+        """Keep the result of a step, then read and print the previous step's result."""
         before = self._running
         self._running = (step, result, 0.0 if self._memory.is_accelerator else self._lap())
         if before is not None:
             self._read(*before)
 
     def finish(self) -> None:
-        """Wait for the pending step, then read and print it."""
+        """Wait for the last step, then read and print its result."""
         if self._running is not None:
             self._read(*self._running)
             self._running = None
 
     def skip(self) -> None:
-        """Exclude the time and peak memory since the last step from the figures."""
+        """Leave the time and peak memory since the last step out of the log."""
         self._memory.forget_peak()
         self.restart()
 
     def restart(self) -> None:
-        """Restart the clock, after work outside of steps."""
+        """Restart the clock of step times, after work outside of steps."""
         self._began = time.perf_counter()
 
     def _lap(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds since the last call, and restart the clock."""
         before, self._began = self._began, time.perf_counter()
         return self._began - before
 
@@ -169,7 +169,7 @@ class StepLog:
 
 
 def samples_or_tokens(plan: Plan, num_batches: int = 1) -> tuple[str, int]:
-    """Return the unit of throughput, and its number in a step of ``num_batches`` batches."""
+    """Return the unit, "samples" or "tokens", and its number in ``num_batches`` global batches."""
     samples = plan.model.global_batch * num_batches
     return ("tokens", samples * plan.model.seq) if plan.model.seq else ("samples", samples)
 
@@ -194,7 +194,7 @@ def outlook(plan: Plan, steps: int, num_batches: int = 1) -> str:
 
 
 def next_step(folder: str | None) -> str:
-    """Return the last lines of a run: the place of its checkpoints, and the next commands."""
+    """Return the last lines that a run prints: its checkpoints' folder, and next commands."""
     if folder is None:
         return "the weights are not kept: --save DIR writes checkpoints"
     place = os.path.relpath(folder)
@@ -220,7 +220,7 @@ def outcome(figures: Figures, plan: Plan, num_batches: int = 1) -> dict[str, Any
 
 
 def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
-    """Compare measured with predicted figures, and the first loss with the last."""
+    """Return a text that compares measured with predicted figures, and first with last loss."""
     found = outcome(figures, plan, num_batches)
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]

@@ -37,7 +37,7 @@ class Saving:
     asynchronous: bool = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after ``step`` if it is not the last."""
+        """Return whether a checkpoint is due after ``step``, if this is not the last step."""
         return self.every is not None and step % self.every == 0
 
 
@@ -52,7 +52,7 @@ class RunSaves:
         self._log, self._callback = log, callback
 
     def save_after(self, step: int, *, is_last: bool) -> None:
-        """Save if a checkpoint is due after ``step``, and show errors of background saves.
+        """Write a checkpoint if due after ``step``, and print errors of background saves.
 
         Raises MachineError AP886 if the last save fails.
         """
@@ -74,7 +74,7 @@ class RunSaves:
         self._log.restart()
 
     def _save(self, step: int) -> None:
-        """Write the checkpoint of ``step``; all figures up to it are logged before."""
+        """Write the checkpoint of ``step``; before, log all steps up to it."""
         how = self.how
         self._trainer.save(
             how.folder,
@@ -86,7 +86,7 @@ class RunSaves:
         self._callback.on_checkpoint(step, checkpoint_path(how.folder, step))
 
     def _attempt(self, step: int, act: Callable[[], None]) -> None:
-        """Call ``act``; a failed save, which all ranks see, is shown by rank 0 and ignored."""
+        """Call ``act``, part of a save; if it fails on all ranks, rank 0 prints the error."""
         try:
             act()
         except MachineError as error:

@@ -22,13 +22,13 @@ from autoparallel.runtime.profile.stragglers import (
 )
 
 WORK = ("compute", "optimizer")
-"""Purposes of a rank's predicted seconds that are work, not waits for other ranks."""
+"""Purposes of predicted seconds in which a rank works and does not wait for other ranks."""
 
 
 class StragglerCheck(ExitStack):
-    """Comparison of the work of ranks; a context manager around the steps.
+    """Check for ranks that compute slowly; a context manager around the training steps.
 
-    It does nothing in a single process, with parameter servers, and on GPUs, whose hosts run ahead.
+    It does nothing in a single process, with parameter servers, and on GPUs, as hosts run ahead.
     """
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:

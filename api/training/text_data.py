@@ -101,7 +101,7 @@ def _vocabulary(target: Target) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedText:
-    """Rows of ``seq`` consecutive tokens, in an order that changes every epoch."""
+    """Data set of rows of ``seq`` consecutive tokens, in an order that changes every epoch."""
 
     tokens: Tokens
     seq: int
@@ -259,7 +259,7 @@ def _encoder(model: str) -> tuple[Encode, list[int]]:
 def _write_tokens(
     path: Path, files: Iterable[Path], encoder: tuple[Encode, list[int]], tell: Progress
 ) -> None:
-    """Write the largest token, then all tokens, to a temporary file that becomes ``path``."""
+    """Write the largest token id, then all token ids, to a temporary file, renamed to ``path``."""
     encode, end = encoder
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}")
@@ -288,7 +288,7 @@ def _tokens_of(files: Iterable[Path], encode: Encode, end: list[int]) -> Iterato
 
 
 def _digest(files: Iterable[Path], model: str) -> str:
-    """Hash the sources of the tokens: texts by path, size and time, the tokenizer by content."""
+    """Return a hash of the tokens' sources: files by path, size and time, tokenizer by content."""
     made = hashlib.sha256(f"tokens {FORMAT}\0{'' if Path(model).is_dir() else model}".encode())
     for file in files:
         found = file.stat()

@@ -49,13 +49,13 @@ DEFAULT_FILE = "trace.json"
 WARMUP_STEPS = 2
 """Number of first steps that are not recorded, if enough steps follow."""
 WAITED_SECONDS = 1e-5
-"""Length of a wait above which its end counts as the arrival of the message."""
+"""Length of a wait for a message above which the wait's end counts as the message's arrival."""
 
 Steps = Sequence[RecordedStep]
 
 
 class RunTrace:
-    """Recorder of chosen steps of a run; it does nothing if no steps are requested."""
+    """Recorder of the timelines of some steps of a run; does nothing if no steps are requested."""
 
     def __init__(self, num_steps: int, path: str | None, *, first: int, last: int) -> None:
         """Choose ``num_steps`` steps to record from the run's steps ``first`` to ``last``."""
@@ -65,7 +65,7 @@ class RunTrace:
         self._recorder: StepRecorder | None = None
 
     def begin(self, step: int, trainer: RankTrainer) -> None:
-        """Begin recording ``step`` if it is chosen."""
+        """Begin recording ``step`` if it is one of the chosen steps."""
         if step in self._steps:
             assert isinstance(trainer, Trainer)
             self._recorder = self._recorder or StepRecorder(trainer)
@@ -124,7 +124,7 @@ def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
 
 
 def rows_of(plan: Plan, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each pipeline rank."""
+    """Return the ranks of the devices of each pipeline rank."""
     devices: dict[int, tuple[int, ...]] = {}
     for stage, place in enumerate(placed_stages(plan)):
         devices.setdefault(schedule.stage_rank[stage], place.devices)
@@ -187,19 +187,19 @@ def compared_trace(
 
 
 def _lanes(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield selections of one rank per pipeline rank, as many as the largest stage has devices."""
+    """Yield tuples with one device rank of each pipeline rank; all devices occur in some tuple."""
     most = max(map(len, rows))
     for lane in range(most):
         yield tuple(own[lane * len(own) // most] for own in rows)
 
 
 def _lane_of(own: Sequence[int], rank: int, rows: Sequence[Sequence[int]]) -> int:
-    """Return the index of the first selection of ``_lanes`` that contains ``rank``."""
+    """Return the index of the first tuple of ``_lanes`` that contains device ``rank``."""
     return -(-own.index(rank) * max(map(len, rows)) // len(own))
 
 
 def measured_timeline(schedule: Schedule, steps: Sequence[RecordedStep], zero: float) -> Timeline:
-    """Return the timeline of a recorded step per pipeline rank, in seconds after ``zero``."""
+    """Return the timeline of a step recorded on each pipeline rank, in seconds after ``zero``."""
     takers = {
         _taker_key(each.action): each
         for step in steps
@@ -277,7 +277,7 @@ def _updates(schedule: Schedule, step: RecordedStep, zero: float) -> Iterator[Ev
 
 @dataclass(frozen=True, slots=True)
 class ActionDifference:
-    """Mean seconds of one kind of action in one stage, predicted and measured."""
+    """Predicted and measured mean seconds of a kind of action (forward, send, …) in a stage."""
 
     stage: int
     kind: str

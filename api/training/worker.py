@@ -196,7 +196,7 @@ def _verify_first(worker: Worker, plan_path: str, steps: int, seed: int, asked: 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Objects that a rank needs for its steps: plan, target, attempt, trainer and memory meter."""
+    """Objects that a rank trains with: plan, target, attempt, trainer and memory meter."""
 
     plan: Plan
     target: Target
@@ -377,7 +377,7 @@ def _run_plain(
     tell: Callable[[str], None],
     streams: bool,
 ) -> Reference:
-    """Run ``one_device``, with weights streamed to the device or the whole model on it."""
+    """Run the plain model as ``one_device`` does; ``streams`` copies weights op by op."""
     program, device = trainer.program, trainer.device
     is_double = trainer.program.dtype == "float64"
     tell("the reference: building the model")
