@@ -227,8 +227,8 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UsageError (AP885) unless the checkpoint's tensors have the names and shapes of the
-    model's."""
+    """Raise UsageError (AP885) unless the checkpoint's tensors have the model's names and
+    shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -293,8 +293,7 @@ def _check_optimizer(path: Path, state: TrainingState, document: Mapping[str, An
 
 
 def _renamed_groups(state: TrainingState, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved optimizer groups with, for each tied parameter in them, its other names
-    added."""
+    """Return the saved optimizer groups with the other names of their tied parameters added."""
     return [
         {**group, "parameters": [each for name in group["parameters"] for each in state.same(name)]}
         for group in groups
@@ -343,8 +342,7 @@ def _fill(
 
 
 def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return, by parameter name and name of an optimizer state, the checkpoint key of its
-    tensor."""
+    """Return the checkpoint keys of optimizer states, by parameter name and state name."""
     found: dict[str, dict[str, str]] = {}
     for entry in stored:
         if entry.startswith(PREFIX):

@@ -199,8 +199,7 @@ def damage(checkpoint: Path) -> UsageError | None:
 
 
 def _candidates(path: str | Path) -> list[Path]:
-    """Return the checkpoints at ``path`` (itself, or those in the folder) to be tried, newest
-    first."""
+    """Return the checkpoints to try: ``path`` itself, or all in that folder, newest first."""
     newest, found = newest_checkpoint(path), complete_checkpoints(path)
     if is_complete(Path(path)) or newest not in found:
         return [newest]

@@ -50,8 +50,7 @@ ALLOWED = {
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "collections": ("OrderedDict",),
 }
-"""Classes that the unpickled index of a checkpoint may refer to, by module, besides torch
-dtypes."""
+"""Classes, by module, that a checkpoint's unpickled index may use, besides torch dtypes."""
 
 
 def _member(owner: Any, name: Any) -> Any:
@@ -214,8 +213,7 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
 
 
 def _check(metadata: Any) -> None:
-    """Raise UnpicklingError if the index has fields of wrong types, or names files outside of its
-    folder."""
+    """Raise UnpicklingError if the index has fields of wrong types, or files outside its folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"the index is a {type(metadata).__name__}")
     for info in metadata.storage_data.values():

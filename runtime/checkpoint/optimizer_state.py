@@ -100,8 +100,7 @@ def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number or string of a subclass (an enum's member, a numpy scalar) to its built-in
-    type."""
+    """Convert a number or string of a subclass (an enum's, a numpy scalar) to its built-in type."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -133,8 +132,7 @@ class NamedOptimizer:
     names: Mapping[int, str]
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Return for each parameter group its options, encoded for JSON, and the names of its
-        parameters."""
+        """Return each parameter group's options, encoded for JSON, and its parameters' names."""
         return [
             (
                 {
@@ -148,8 +146,7 @@ class NamedOptimizer:
         ]
 
     def group_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of a group's parameters. Raise UsageError (AP883) if one has no known
-        name."""
+        """Return the names of a group's parameters. Raise UsageError (AP883) if one has no name."""
         names = [self.names.get(id(each)) for each in group["params"]]
         if None in names:
             raise UsageError(
@@ -271,8 +268,7 @@ def put_group_values(
 
 
 def _number(value: Any) -> Any:
-    """Convert a one-element tensor (as a learning rate may be) to a number; return other values as
-    is."""
+    """Convert a one-element tensor (a learning rate may be one) to a number; keep other values."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

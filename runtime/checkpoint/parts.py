@@ -51,8 +51,7 @@ class Generators:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the random generators of Python, torch, the GPU, and numpy if
-        imported."""
+        """Return the random generators' states: of Python, torch, the GPU, numpy (if imported)."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             kind, key, *rest = sys.modules["numpy"].random.get_state()
@@ -62,8 +61,7 @@ class Generators:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the generators' states from ``state``; a state of a generator missing here is
-        skipped."""
+        """Restore the generators from ``state``; skip the states of generators missing here."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state and "numpy" in sys.modules:

@@ -40,8 +40,7 @@ from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
 
 @contextmanager
 def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert exceptions of the classes ``kinds`` raised in the context to UsageError AP861 about
-    ``path``."""
+    """Convert exceptions of classes ``kinds`` in the context to UsageError AP861 about ``path``."""
     try:
         yield
     except AutoparallelError:
@@ -62,13 +61,11 @@ INDEX = ".metadata"
 
 MODEL = "model."
 OTHERS = ("optimizer.", "optim.")
-"""Prefixes of optimizer keys: a checkpoint with such keys is of a training run, not only
-weights."""
+"""Prefixes of optimizer keys: a checkpoint with such keys is of a training run."""
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint in that folder (None:
-    none)."""
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in that folder, or None."""
     if (Path(path) / INDEX).exists():
         return Path(path)
     found = complete_checkpoints(Path(path))
@@ -119,8 +116,7 @@ class CheckpointWeights:
 
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
-    """Map the names of the weights in a checkpoint to their keys; a training run's have a key
-    prefix."""
+    """Map the names of a checkpoint's weights to their keys; a training run's have a prefix."""
     tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
@@ -257,8 +253,7 @@ def _open_index(index: Path) -> WeightFiles:
 
 
 class SafetensorsFile:
-    """Reader of one safetensors file, mapped into memory: only the bytes of the box read are
-    touched."""
+    """Reader of one safetensors file, mapped into memory: touches only the bytes that are read."""
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
@@ -311,8 +306,7 @@ class TorchFile:
 
 
 def _load_mapped(path: Path) -> Any:
-    """Load a file of ``torch.save``, mapped into memory if it has the zip format of torch 1.6 and
-    later."""
+    """Load a file of ``torch.save``, mapped into memory if it has torch's zip format (1.6)."""
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -330,8 +324,7 @@ def _tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 class ShardedFiles:
-    """Reader of weights spread over several files with an index; a file is opened when first
-    read."""
+    """Reader of weights in several files with an index; opens a file when first read."""
 
     def __init__(self, index: Path, files: Mapping[str, str]) -> None:
         self.place = str(index)

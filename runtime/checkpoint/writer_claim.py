@@ -55,8 +55,7 @@ _CLAIMED: set[Path] = set()
 
 
 class FolderClaim:
-    """This process's exclusive right to write checkpoints into a folder, until ``release`` or its
-    exit."""
+    """This process's exclusive right to write checkpoints into a folder, until ``release``."""
 
     def __init__(self, folder: Path, *, takes_over: bool) -> None:
         """Claim the folder: see ``claim_folder``."""

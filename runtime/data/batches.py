@@ -189,8 +189,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class RankInputs(dict[str, Tensor]):
-    """Dict of a rank's inputs by name; ``global_rows`` is the global batch's number of rows, if
-    known."""
+    """Dict of a rank's inputs by name; ``global_rows`` is the global batch's rows, if known."""
 
     global_rows: int | None = None
 
@@ -321,16 +320,14 @@ class StepBatches:
         return self._batches[rows]
 
     def held(self, rows: int) -> HeldRows | None:
-        """Return which rows of a global batch of ``rows`` rows this rank reads; None if it reads
-        none."""
+        """Return which rows of a global batch of ``rows`` rows this rank reads, or None."""
         if rows not in self._held:
             found = self.batch(rows)
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
     def announce(self, rows: int) -> None:
-        """Record that the next global batch, of which each rank gets its share, has ``rows``
-        rows."""
+        """Record that the next global batch, given to ranks in shares, has ``rows`` rows."""
         self._last = rows
         self._announced[rows] = None
 

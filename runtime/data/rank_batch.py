@@ -39,8 +39,7 @@ class ShareBatch(dict[str, Tensor]):
         self.whole: dict[str, Tensor] = {}
 
     def held_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """Return ``spec``, an input's shape in a micro-batch, with the number of rows that this
-        rank has."""
+        """Return ``spec``, an input's micro-batch, with only the rows that this rank has."""
         if name not in self.dims:
             return spec
         shape = list(spec.shape)
@@ -178,8 +177,7 @@ def batch_rows(
     microbatch: int,
     num_microbatches: int,
 ) -> Tensor:
-    """Return an input's rows of one micro-batch: all of them, or of a ``ShareBatch`` the rank's
-    share."""
+    """Return an input's rows of one micro-batch: all, or in a ``ShareBatch`` the rank's share."""
     if isinstance(batch, ShareBatch):
         if name in batch.whole:
             return microbatch_rows(name, batch.whole[name], spec, microbatch, num_microbatches)
@@ -252,8 +250,7 @@ def local_part(
     dtype: str,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the box ``region`` of ``tensor``, contiguous, on ``device``, cast to ``dtype`` if
-    floating."""
+    """Return the box ``region`` of ``tensor`` on ``device``, cast to ``dtype`` if floating."""
     part = tensor
     if region != whole_region(tensor.shape):
         part = tensor[region_slices(region)]

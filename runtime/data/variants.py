@@ -80,8 +80,7 @@ class Variant:
 
 
 def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
-    """Return the pairs (source, target) of stages where a value of the source is sent to the
-    target."""
+    """Return the pairs (source, target) of stages where the source sends a value."""
     found = boundaries(program.graph, program.blocks, plan)
     return frozenset((b.source_stage, b.target_stage) for b in found)
 
@@ -195,8 +194,7 @@ def _refused(what: str, why: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class SmallerBatch:
-    """The plan for a global batch of another size than planned, and the rows that each stage
-    reads."""
+    """The plan for a smaller global batch than planned, and the rows that each stage reads."""
 
     plan: Plan
     rows: tuple[StageRows | None, ...]
@@ -253,8 +251,7 @@ def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 
 
 def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
-    """Return whether the stage's layouts split every tensor evenly at the batch size of
-    ``graph``."""
+    """Return whether the stage's layouts split all tensors of ``graph`` evenly."""
     for node in graph:
         layout = stage.layout_of(node.name, program.blocks)
         if layout is None or node.kind not in ("op", "input"):
@@ -313,16 +310,15 @@ def _can_be_scheduled(plan: Plan, crossing: frozenset[tuple[int, int]]) -> bool:
 
 
 class SequencePadding:
-    """Padding of batches with short sequences; ``graph`` has the shapes of a planned
-    micro-batch."""
+    """Padding of batches with short sequences; ``graph`` has a micro-batch's planned shapes."""
 
     def __init__(
         self,
         graph: Graph,
         check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
     ) -> None:
-        """Make the padding; ``check`` is called once, with the first short batch's length and its
-        paddings."""
+        """Make the padding; ``check`` is called with the length and paddings of the first short
+        batch."""
         self._graph, self._check = graph, check
         self._is_checked = False
         self._found: tuple[int, Mapping[str, Padding]] | None = None
@@ -373,8 +369,7 @@ class SequencePadding:
         }
 
     def _is_shorter(self, name: str, tensor: Tensor) -> bool:
-        """Return whether input ``name`` is shorter than planned in a dimension other than the
-        batch's."""
+        """Return whether input ``name`` is shorter than planned in a non-batch dimension."""
         known = self._graph.by_name.get(name)
         if known is None or tensor.dim() != len(known.spec.shape):
             return False

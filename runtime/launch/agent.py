@@ -147,8 +147,7 @@ def _without_store(hosts: Hosts, why: str) -> MachineError:
 
 
 def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
-    """Raise UsageError AP157 if another host was started with another job, or with another
-    --nnodes."""
+    """Raise UsageError AP157 if another host was given another job, or another --nnodes."""
     own = json.dumps(
         {"hosts": [hosts.least, hosts.most], "entry": job.entry, "run": job.arguments},
         sort_keys=True,
@@ -172,8 +171,7 @@ def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
 
 
 class HostAgent(SimpleElasticAgent):
-    """torch's elastic agent: starts and watches the ranks of one host; ``error`` is its last
-    failure."""
+    """torch's elastic agent, which starts and watches one host's ranks; ``error``: last failure."""
 
     def __init__(
         self,
@@ -201,8 +199,7 @@ class HostAgent(SimpleElasticAgent):
         return json.loads((self._folder() / RESULT.format(first)).read_text())
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the ranks; return False for later ones, which end the
-        agent."""
+        """Pass the first SIGTERM on to the ranks; return False for any later SIGTERM."""
         return self._workers is not None and self._workers.ask()
 
     def end_without_store(self, hosts: Hosts) -> None:
@@ -293,8 +290,7 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Return whether the ranks failed because a host is gone; wait until its heartbeat is
-        overdue."""
+        """Return whether ranks failed because a host is gone; wait until its heartbeat is due."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS

@@ -191,8 +191,7 @@ class Workers:
         return {**codes, **dict.fromkeys(lost, 0)}
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the workers; return False for later ones, which end the
-        launch."""
+        """Pass the first SIGTERM on to the workers; return False for any later SIGTERM."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
             for process in self._processes:
@@ -225,8 +224,7 @@ class Workers:
         return process
 
     def _wait(self, timeout_seconds: float) -> dict[int, int]:
-        """Wait until all workers have succeeded or any has failed; return the failed ranks' exit
-        codes."""
+        """Wait until all workers succeed or one fails; return the failed ranks' exit codes."""
         first_end: float | None = None
         while True:
             codes = self.codes()
@@ -315,8 +313,7 @@ class Workers:
         return error
 
     def _waits(self) -> str:
-        """Describe, for each rank that has no error of its own, the last action that it
-        reported."""
+        """Describe the last action of each rank that has no error of its own."""
         return "; ".join(
             f"rank {rank}: {report.doing}"
             for rank, report in sorted(self._failures.read().items())

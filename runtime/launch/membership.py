@@ -231,15 +231,14 @@ class Stop:
         self._termination.__exit__(*error)
 
     def ask(self) -> bool:
-        """Record a SIGTERM; return whether the run may still finish its step (not at a later
-        SIGTERM)."""
+        """Record a SIGTERM; return whether the run may finish its step (not at a later one)."""
         now = time.monotonic()
         if self._asked_seconds is None:
             self._asked_seconds = now
         return now - self._asked_seconds < SAME_SECONDS
 
     def is_agreed(self) -> bool:
-        """Return whether all ranks have agreed to end the run after this step. Collective over all
+        """Return whether all ranks agree to end the run after this step. Collective over all
         ranks."""
         mine = torch.tensor(int(self._asked_seconds is not None))
         if not dist.is_initialized():

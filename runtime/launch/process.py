@@ -266,8 +266,7 @@ def _leave() -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process and its children as soon as the launcher has died, which closes a pipe to
-    them."""
+    """End this process and its children when the launcher dies, which closes a pipe to them."""
 
     def wait() -> None:
         while os.read(0, 1):

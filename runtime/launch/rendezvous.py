@@ -130,8 +130,7 @@ def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, boo
 
 
 def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
-    """Return a socket that listens at the endpoint; None if another process or host owns the
-    endpoint."""
+    """Return a socket that listens at the endpoint; None if another process or host owns it."""
     family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

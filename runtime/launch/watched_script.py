@@ -99,7 +99,7 @@ _ADVICE = (
 
 
 def advice_for(error: BaseException) -> UsageError | None:
-    """Return UsageError AP944, with advice, if ``error`` is torch's about sharded tensors; else
+    """Return UsageError AP944, with advice, for an error of torch about sharded tensors, or
     None."""
     text = str(error)
     if not isinstance(error, RuntimeError | NotImplementedError | TypeError):

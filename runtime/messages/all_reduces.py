@@ -34,8 +34,7 @@ Span = tuple[int, int]
 
 
 class ThreadTask:
-    """Handle of a function call in another thread; ``wait`` waits for its end and raises its
-    error."""
+    """Handle of a function call in another thread; ``wait`` blocks and raises its error."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -94,8 +93,7 @@ class AllReduces:
             self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Start to sum a flat tensor in place over ``axes``, in a thread that runs one sum at a
-        time."""
+        """Start to sum a flat tensor in place over ``axes``; a thread runs sums one by one."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
@@ -117,8 +115,7 @@ class AllReduces:
 
 
 class _Arriving(NamedTuple):
-    """A message that this rank receives; ``spans`` are the element ranges of the tensor that it
-    fills."""
+    """A message that this rank receives; ``spans`` are the tensor's element ranges it fills."""
 
     sender: int
     tag: int
@@ -158,8 +155,7 @@ class TableMessages:
     def _run_round(
         self, tensor: Tensor, arriving: Sequence[_Arriving], leaving: Sequence[_Leaving]
     ) -> None:
-        """Send and receive all messages of a round at once; they carry the values from before the
-        round."""
+        """Send and receive all messages of a round at once, with the values from before it."""
         buffers, offset, works = [], 0, []
         scratch = self._scratch(tensor, sum(_size(m.spans) for m in arriving if not m.in_place))
         for message in arriving:

@@ -64,8 +64,7 @@ class DeviceQueue(Protocol):
         """Return ``parts`` on the device. Tensors in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """Start to copy ``tensor`` to host memory once ``work`` has filled it; None if it is there
-        already."""
+        """Start to copy ``tensor``, filled by ``work``, to host memory; None if it is there."""
 
 
 class _Passed:

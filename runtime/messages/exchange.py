@@ -50,8 +50,7 @@ and micro-batch (or slice of one)."""
 
 
 class StagePlace(Protocol):
-    """A stage's location: its mesh, and the global ranks of its devices in the mesh's row-major
-    order."""
+    """A stage's location: its mesh, and its devices' global ranks in row-major order."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -282,8 +281,7 @@ class Exchange:
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
     def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
-        """Return the messages to this rank that belong to one send of ``peer``, in the sender's
-        order."""
+        """Return the messages to this rank of one send of ``peer``, in the sender's order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
@@ -294,8 +292,7 @@ def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> lis
 
 
 def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """Return the receives of a rank's stages in a step, in the order in which the schedule posts
-    them."""
+    """Return the receives of a rank's stages in a step (see ``Sent``), in the order of posting."""
     return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
 
 

@@ -29,8 +29,7 @@ CONSEQUENCES = ("AP820", "AP821")
 """Codes of the errors of ranks that end only because another rank has failed."""
 
 GATHER_SECONDS = 4.0
-"""Time for which an ending rank waits for the others' reports, so as to name the rank that
-failed."""
+"""Time that an ending rank waits for the others' reports, so as to name the failed rank."""
 ANSWER_SECONDS = 1.0
 """Time limit for an answer of the store."""
 MOST_FAILURES = 3

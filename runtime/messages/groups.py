@@ -59,8 +59,7 @@ def gloo_group_beside(group: dist.ProcessGroup) -> Any:
 
 
 def share_limit(group: dist.ProcessGroup) -> None:
-    """Raise the time limit of ``group`` to the default group's, if the default group's is
-    longer."""
+    """Raise the time limit of ``group`` to the default group's, if that limit is longer."""
     world = dist.group.WORLD
     limits = [] if world is None else [each.options._timeout for each in _backends(world)]
     if limits:
@@ -83,8 +82,7 @@ def _allow(group: Any, limit: timedelta) -> None:
 
 
 def _backends(group: Any) -> Iterator[Any]:
-    """Yield the backends (gloo, NCCL) of a group that have a time limit; none if this rank is not
-    in it."""
+    """Yield a group's backends (gloo, NCCL) with a time limit; none if this rank is not in it."""
     if not isinstance(group, dist.ProcessGroup):
         return  # torch's placeholder for a group that this rank is not in
     for device in group._device_types:

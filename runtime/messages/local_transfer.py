@@ -64,8 +64,7 @@ class _Way:
 
 
 class LocalTransfer:
-    """Transfer of values between stages that run on the same ranks. Every rank of the world makes
-    one."""
+    """Transfer of values between stages on the same ranks. Every rank of the world makes one."""
 
     def __init__(
         self,

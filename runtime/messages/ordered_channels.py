@@ -149,8 +149,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class PendingSends:
-    """Messages of one rank that may not have left yet; at most ``most`` are pending for each
-    receiver."""
+    """Messages of one rank that may not have left yet, at most ``most`` for each receiver."""
 
     most: int
     tell: Progress | None = None

@@ -49,8 +49,7 @@ class Arrival:
         tell: Callable[[], None] = lambda: None,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make an arrival; the functions ``tell`` and ``told`` are called before and after each
-        wait."""
+        """Make an arrival; ``tell`` and ``told`` are called before and after each wait."""
         self._tensor, self._work = tensor, work
         self._tell, self._told = tell, told
         self._copy = queue_of(tensor.device).to_host(tensor, work)
@@ -82,8 +81,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class _WithGraph:
-    """A tensor with an autograd graph whose memory a collective is filling, until ``arrival`` is
-    done."""
+    """A tensor with an autograd graph; a collective fills its memory until ``arrival`` is done."""
 
     tensor: Tensor
     arrival: Arrival
@@ -104,8 +102,7 @@ NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.size,
     Tensor.is_floating_point,
 }
-"""Functions on a tensor that need only its shape, dtype or graph: they do not wait for its
-values."""
+"""Functions that need only a tensor's shape, dtype or graph: they do not wait for values."""
 
 READ_BY_HOST = {
     Tensor.item,
@@ -155,7 +152,7 @@ class ArrivingTensor(Tensor):
 
 
 def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
-    """Make a tensor with the device and autograd graph of ``like`` whose values are waited for when
+    """Make a tensor like ``like`` (device, autograd graph) whose values are waited for when
     used."""
     tensor = like.as_subclass(ArrivingTensor)
     tensor.arrival = arrival
@@ -201,14 +198,12 @@ def arrival_of(
 
 
 def pending_figure(tensor: Tensor) -> Pending:
-    """Make a one-element tensor of a step readable by the host later; it may not have arrived
-    yet."""
+    """Return a handle by which the host reads a one-element tensor once its value is there."""
     return tensor.arrival if isinstance(tensor, ArrivingTensor) else Arrival(tensor, None)
 
 
 def _as_made(tensor: Tensor) -> Tensor:
-    """Return the tensor, with its autograd graph, inside an ``ArrivingTensor``, without a wait for
-    values."""
+    """Return the tensor, with its graph, inside an ``ArrivingTensor``, without a wait."""
     if not isinstance(tensor, ArrivingTensor):
         return tensor
     known: Tensor | None = getattr(tensor.arrival, "tensor", None)
@@ -216,8 +211,7 @@ def _as_made(tensor: Tensor) -> Tensor:
 
 
 def _arrived(value: Any) -> Any:
-    """Wait for all arriving tensors in ``value`` (nested lists, tuples, dicts); return it with
-    plain tensors."""
+    """Replace ``ArrivingTensor`` in ``value`` (or its items) by plain tensors, after a wait."""
     if isinstance(value, ArrivingTensor):
         return value.arrival.value()
     if type(value) in (list, tuple):

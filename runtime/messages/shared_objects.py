@@ -47,8 +47,7 @@ def occasion_group() -> dist.ProcessGroup:
 
 
 def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the gloo group of all ranks stored in ``kept`` for the default group; make it if
-    missing."""
+    """Return the gloo group of all ranks in ``kept``, by default group; make it if missing."""
     world = dist.group.WORLD
     assert world is not None
     if world not in kept:

@@ -53,8 +53,7 @@ STARTING, BETWEEN_STEPS = "starting", "between steps"
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """An action that a process is about to start, and the ranks for whose messages it has to
-    wait."""
+    """An action that a process is about to start, and the ranks whose messages it waits for."""
 
     what: str
     waits_for: tuple[int, ...]
@@ -74,8 +73,7 @@ class Position:
         self._lock = threading.Lock()
 
     def follow(self, queue: DeviceQueue) -> None:
-        """Determine the current action by the progress of the device of ``queue``, not of the
-        host."""
+        """Determine the current action by the device of ``queue``, not by the host."""
         self._queue = queue if queue.runs_behind else None
 
     @property
@@ -153,7 +151,7 @@ class Watchdog:
 
     @property
     def last(self) -> Doing:
-        """The current action: the last action reported or, with a device to follow, the last it has
+        """The current action: the last reported or, if a device is followed, the last it has
         reached."""
         return self._position.now()
 
@@ -206,8 +204,7 @@ class Watchdog:
         return last.since_seconds + self.timeout_seconds - time.monotonic()
 
     def _give_up(self, code: str, what: str) -> None:
-        """Report the current action and the missing ranks, and end the process. Later calls do
-        nothing."""
+        """Report the current action and missing ranks, and end the process; do so only once."""
         if not self._giving_up.acquire(blocking=False):
             return
         doing, place, where = self.last, *self._place()

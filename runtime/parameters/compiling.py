@@ -26,7 +26,8 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class BlockCompiler:
-    """Functions that a process has compiled, by text of the run and form of its inputs."""
+    """Cache of the functions that this process has compiled, by the text of a run of ops, grad
+    mode, and the shapes and dtypes of its inputs."""
 
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
@@ -41,7 +42,8 @@ class BlockCompiler:
 
 @dataclass(eq=False)
 class _CompiledRun:
-    """A run of one block, whose compiled form is shared through ``compiler``."""
+    """A run of consecutive ops of one block, as a function; its compiled form is cached in
+    ``compiler``."""
 
     compiler: BlockCompiler
     run: Run
@@ -56,7 +58,7 @@ class _CompiledRun:
         return found(*inputs)
 
     def _compile(self, inputs: tuple[Tensor, ...]) -> Compiled:
-        """Compile the run for ``inputs``. Raise RunError AP823 where inductor fails."""
+        """Compile the run of ops for ``inputs``. Raise RunError AP823 if inductor fails."""
         import torch._inductor as inductor
 
         try:
