@@ -124,8 +124,8 @@ def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
 
 
 class _IntoTensor(TensorsOnly):
-    """Load planner that reads the stored chunks of one tensor that overlap a box into ``part``, the
-    box's memory."""
+    """Load planner that reads the stored chunks of one tensor into ``part``, the memory for a box
+    of the tensor that the chunks overlap."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()

@@ -157,8 +157,8 @@ def local_inputs(
 def _within(
     region: Region, whole: tuple[int, ...], shape: Sequence[int], batch: Mapping[str, Tensor]
 ) -> Region:
-    """Convert ``region``, a box of an input's whole micro-batch, to indices into the rows of the
-    micro-batch that this rank has."""
+    """Convert ``region``, index ranges in an input's whole micro-batch, to index ranges in the rows
+    of the micro-batch that this rank has."""
     if tuple(shape) == whole:
         return region
     assert isinstance(batch, ShareBatch)
@@ -186,7 +186,8 @@ def batch_rows(
 
 
 def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec, Region]:
-    """Return the spec of an input's whole micro-batch, and the box of it that this rank reads."""
+    """Return the spec of an input's whole micro-batch, and the index ranges of it that this rank
+    reads."""
     spec, share = held.spec, program.share
     region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)
     if share is None or not held.layout[0].is_shard:
@@ -250,7 +251,8 @@ def local_part(
     dtype: str,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the box ``region`` of ``tensor`` on ``device``, cast to ``dtype`` if floating."""
+    """Cut the index ranges ``region`` from ``tensor``; return them on ``device``, in ``dtype`` if
+    floating."""
     part = tensor
     if region != whole_region(tensor.shape):
         part = tensor[region_slices(region)]

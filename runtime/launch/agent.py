@@ -290,7 +290,8 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Return whether ranks failed because a host is gone; wait until its heartbeat is due."""
+        """Return whether ranks failed because a host is gone, after a wait for overdue
+        heartbeats."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS

@@ -231,7 +231,8 @@ class Stop:
         self._termination.__exit__(*error)
 
     def ask(self) -> bool:
-        """Record a SIGTERM; return whether the run may finish its step (not at a later one)."""
+        """Record a SIGTERM; return whether the process may finish its step (False at a repeated
+        SIGTERM)."""
         now = time.monotonic()
         if self._asked_seconds is None:
             self._asked_seconds = now

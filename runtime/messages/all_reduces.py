@@ -115,7 +115,7 @@ class AllReduces:
 
 
 class _Arriving(NamedTuple):
-    """A message that this rank receives; ``spans`` are the tensor's element ranges it fills."""
+    """A message that this rank receives; it fills the element ranges ``spans`` of the tensor."""
 
     sender: int
     tag: int

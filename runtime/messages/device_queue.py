@@ -64,7 +64,8 @@ class DeviceQueue(Protocol):
         """Return ``parts`` on the device. Tensors in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """Start to copy ``tensor``, filled by ``work``, to host memory; None if it is there."""
+        """Start to copy ``tensor`` to host memory after ``work``; return None if it is a host
+        tensor."""
 
 
 class _Passed:

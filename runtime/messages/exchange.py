@@ -86,8 +86,8 @@ class _Port:
 @dataclass(slots=True)
 class _Arriving:
     """A value that is being received: ``whole`` is the memory for this rank's part of it. ``works``
-    are the pending receives, each with the sending rank. ``copies`` are buffers of messages that
-    are copied to the slices of ``whole`` named with them on arrival."""
+    are the pending receives, each with the sending rank. ``copies`` are pairs of slices of
+    ``whole`` and a buffer, which is copied there when it has arrived."""
 
     port: _Port
     whole: Tensor
@@ -113,7 +113,7 @@ class Exchange:
         """Make the messages. ``boundaries`` has, for each slice of the sequences (one if they are
         whole), the values sent between stages, at least of this rank's stages. Slice ``j`` of
         micro-batch ``m`` has the number ``m * num_slices + j``, which ``microbatch`` means in the
-        other methods. ``lanes`` are the connections to other ranks, by default new ones."""
+        other methods. ``lanes`` are the connections to other ranks, by default new connections."""
         self._progress = progress
         self._rank = rank
         self._device = device
@@ -219,8 +219,8 @@ class Exchange:
         return shared_sum(own, others=others, progress=self._progress)
 
     def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
-        """Describe as text the messages that this rank sends, and those messages it receives, in a
-        step, by (sender, receiver)."""
+        """Return texts that describe the messages which this rank sends in a step, and the messages
+        which it receives, both by (sender, receiver)."""
         sent: dict[Lane, list[str]] = {}
         taken: dict[Lane, list[str]] = {}
         for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):

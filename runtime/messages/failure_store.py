@@ -124,10 +124,10 @@ class SharedStore:
     """Store of failure reports in torch's store at MASTER_ADDR and MASTER_PORT, over its own
     connection.
 
-    No request is made while the store owes an answer, or after ``MOST_FAILURES`` failed attempts to
-    reach it. Where no agent of torchrun keeps the store, rank 0 makes it with the process group; no
-    request is made before. It must be made in the main thread: two threads that import
-    ``torch.distributed`` at once would end the process.
+    No request is made while an earlier request is unanswered, or after ``MOST_FAILURES`` failed
+    attempts to reach it. Where no agent of torchrun keeps the store, rank 0 makes the store with
+    the process group; no request is made before. This object must be made in the main thread: two
+    threads that import ``torch.distributed`` at once would end the process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -240,9 +240,9 @@ class Ranks:
 def blame(reports: Mapping[int, FailureReport], world_size: int) -> str:
     """Return text that names the failed ranks, from the reports that ranks have left.
 
-    First the ranks with an error of their own; else the ranks without a report, which are dead,
-    stopped or unreachable; else the ranks that wait for nobody, since the others wait for them. If
-    all ranks wait, the action of each.
+    These are the ranks with an error of their own; if there are none, the ranks without a report
+    (dead, stopped or unreachable); else the ranks that wait for no other rank. If all ranks wait,
+    each one's action is named.
 
     >>> waiting = FailureReport(0, "0B0: waiting for gradients", (1,))
     >>> blame({0: waiting}, 2)

@@ -45,9 +45,10 @@ def gloo_group_beside(group: dist.ProcessGroup) -> Any:
     """Make a second gloo group of the ranks in ``group``, whose messages do not mix with messages
     of ``group``. Collective over these ranks alone.
 
-    It is not known to ``torch.distributed``, and has only the methods of ``ProcessGroupGloo``.
-    ``new_group(use_local_synchronization=True)`` names a group by the number of groups that a
-    process is in, and hangs where its ranks are in different numbers.
+    The group is not registered in ``torch.distributed``; it has only the methods of
+    ``ProcessGroupGloo``. ``new_group(use_local_synchronization=True)`` is no alternative: it names
+    a group by the number of groups that a process is in, and hangs if the ranks differ in that
+    number.
     """
     distributed: Any = dist.distributed_c10d
     rank, store = dist.get_rank(group), distributed._get_default_store()

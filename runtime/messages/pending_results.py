@@ -211,7 +211,8 @@ def _as_made(tensor: Tensor) -> Tensor:
 
 
 def _arrived(value: Any) -> Any:
-    """Replace ``ArrivingTensor`` in ``value`` (or its items) by plain tensors, after a wait."""
+    """Wait for each ``ArrivingTensor`` in ``value`` (a tensor, list or tuple); return ``value``
+    with plain tensors instead."""
     if isinstance(value, ArrivingTensor):
         return value.arrival.value()
     if type(value) in (list, tuple):

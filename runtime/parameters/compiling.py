@@ -33,10 +33,8 @@ class BlockCompiler:
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
         """Replace, in place, each run of consecutive ops in a block's graph by a function, which is
-        compiled at its first call.
-
-        ``in_parts``: see ``compile_runs``.
-        """
+        compiled at its first call. ``in_parts``: the backward recomputes the block except its
+        matrix products."""
         compile_runs(graph, lambda run: _CompiledRun(self, run, block), in_parts=in_parts)
 
 

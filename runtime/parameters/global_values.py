@@ -133,7 +133,7 @@ _READING = (_aten.bernoulli.default, _aten.native_dropout.default)
 """Random ops that read their tensor's values; the other random ops use only its shape and dtype."""
 
 _MESHES: set[DeviceMesh] = set()
-"""Meshes of planned models. Random ops on DTensors of other meshes stay torch's."""
+"""Meshes of planned models. Random ops on DTensors of other meshes are left to torch."""
 
 
 def draw_whole_values(masters: Iterable[Tensor]) -> None:

@@ -216,8 +216,8 @@ class StageParameter:
         return torch.zeros_like(held, dtype=self.formats.gradient)
 
     def like_master(self, local: Tensor) -> Tensor:
-        """Wrap ``local``, a tensor of the shape of this rank's part, like the master (a DTensor if
-        that is one)."""
+        """Wrap ``local``, a tensor of the shape of this rank's part, as a DTensor if the master is
+        one."""
         return _like(self.master, local)
 
     def publish(self, given: Tensor | None = None) -> None:
@@ -314,8 +314,8 @@ def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _like(whole: Tensor, local: Tensor) -> Tensor:
-    """Wrap ``local`` as a DTensor with the placements of ``whole``; return it as is if that is no
-    DTensor."""
+    """Wrap ``local`` as a DTensor with the placements of ``whole``; if ``whole`` is no DTensor,
+    return ``local``."""
     if not isinstance(whole, DTensor):
         return local
     if not local.requires_grad:

@@ -89,8 +89,8 @@ def _pieces(
 
 
 def _source(sources: Sequence[int], position: int, target: int) -> int:
-    """Choose among the ranks ``sources`` that hold a part the sender to ``target``: itself, if it
-    is one."""
+    """Return the rank that sends a part to ``target``: itself if it holds the part, else one of
+    ``sources``."""
     return target if target in sources else sources[position % len(sources)]
 
 

@@ -114,8 +114,8 @@ class PendingReductions:
 
 @dataclass(frozen=True, slots=True)
 class AsyncReduceScatter:
-    """A reduce-scatter for ``fully_shard`` that runs in the background on a CPU, where
-    ``fully_shard``'s own blocks.
+    """A reduce-scatter for ``fully_shard`` that runs in the background on a CPU, where the one of
+    ``fully_shard`` itself would make the host wait.
 
     ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to existing
     gradients. So ``__call__`` removes existing gradients until the values have come. If a gradient

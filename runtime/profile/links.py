@@ -221,7 +221,7 @@ class Meshes:
 
 
 def ends_first(sizes: Sequence[int]) -> list[int]:
-    """Order sizes for measuring: the smallest, the largest, then those between, so that a
+    """Order sizes for measuring: the smallest, the largest, then the sizes between, so that a
     measurement cut short by time has both ends of the curve.
 
     >>> ends_first((1, 4, 16, 64))

@@ -56,7 +56,8 @@ def measure_peak(
     ``held`` returns the tensors that exist before and after the step, by category; they count even
     if the step does not use them. ``watch(live)`` is a context around the step, which may
     categorize tensors. Do not measure the first step, in which the optimizer makes its states.
-    ``resizes``: see ``LiveBytes``.
+    ``resizes``: the memory of tensors may be freed and allocated again in the step, as by
+    ``fully_shard``.
 
     >>> weight = torch.ones(1000, requires_grad=True)
     >>> def step():

@@ -48,8 +48,8 @@ _waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 def is_waiting(frame: FrameType) -> bool:
     """Tell whether a thread, whose innermost Python frame is ``frame``, is waiting for other ranks.
-    It is if it is inside of a collective of ``torch.distributed``, or on a line that calls ``wait``
-    on the ``Work`` of one."""
+    It waits if it is inside of a collective of ``torch.distributed``, or on a line that calls
+    ``wait`` on a collective's ``Work``."""
     inner: FrameType | None = frame
     while inner is not None and inner.f_code.co_filename in _PASSED_THROUGH:
         inner = inner.f_back

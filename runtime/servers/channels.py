@@ -83,8 +83,8 @@ class LocalChannel:
 
 
 class PeerChannel:
-    """One end of a connection between two processes, the first of which sends requests (rank 0 of
-    their group) and the second replies."""
+    """One end of a connection between two processes: rank 0 of their group sends requests, rank 1
+    replies."""
 
     def __init__(self, name: str, *, asks: bool) -> None:
         """Connect to the other end, which uses the same ``name``; ``asks``: this end sends the

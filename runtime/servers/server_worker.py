@@ -225,8 +225,8 @@ class ServerWorker:
             self._learn()
 
     def _learn(self) -> None:
-        """Record the workers reported lost. Raise LostWorkers if this worker has to take over a
-        part of theirs."""
+        """Record the workers reported lost. Raise LostWorkers if this worker has to compute parts
+        of theirs."""
         before = self._parts()
         self._known |= self._traffic.lost
         if self._parts() != before:

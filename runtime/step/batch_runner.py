@@ -102,9 +102,9 @@ class BatchRunner:
             raise unpaddable(node, "the model computes with a number that it makes of the length")
 
     def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
-        """Add the form of a step for another shape of batches; the Python ``numbers`` in the
-        model's code that it reads are read anew in each step. Returns False if the stage of some
-        rank cannot. Collective over all ranks."""
+        """Add the form of a step for another shape of batches. ``numbers`` are Python numbers in
+        the model's code that are to be read anew in each step; return False if some rank's stage
+        cannot do so. Collective over all ranks."""
         found = {index: self.model.add_variant(variant, index, numbers) for index in self.executors}
         if numbers is not None and not all(gather_values(None not in found.values())):
             return False
@@ -305,8 +305,8 @@ class BatchRunner:
 
     @property
     def updates_itself(self) -> bool:
-        """Tell whether the caller must not step the optimizer, as an asynchronous schedule or the
-        next step's forward does."""
+        """Tell whether steps update the weights themselves (by an asynchronous schedule, or
+        deferred to the next step's forward), so that the caller must not step the optimizer."""
         return self._deferred is not None or self.model.planned.schedule.is_asynchronous
 
     @property

@@ -124,7 +124,7 @@ def bad_outputs(outputs: Any) -> bool:
 
 def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError:
     """Run the ``batches`` of a step again; return the error that names the first value that is not
-    finite. Collective over all ranks. Afterwards the gradients are those of the last batch run;
+    finite. Collective over all ranks. Afterwards the gradients are of the last batch that was run;
     buffers and the count of batches are as before."""
     if runner.progress is not None:
         runner.progress("looking for the first value that is not finite", ())

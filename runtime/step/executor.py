@@ -379,8 +379,8 @@ class StageExecutor:
         return loss if counts else torch.zeros_like(loss)
 
     def mean_loss(self) -> Tensor | None:
-        """Return this rank's part of the step's loss, a mean over micro-batches; None without
-        one."""
+        """Return this rank's part of the step's loss (mean over micro-batches), None without a
+        loss."""
         losses = map(self.loss, range(self.num_microbatches))
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).mean() if found else None

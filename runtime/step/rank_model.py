@@ -166,8 +166,8 @@ class RankModel:
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
-        """Return the constants of a stage's program: those its blocks read, and those its loss
-        counts need."""
+        """Return the constants of a stage's program: for its blocks, and for the counts in its
+        loss."""
         size = variant.rows // variant.num_microbatches
         program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
         counted = constants_of(program, stage, self.leaves, str(self.device))

@@ -43,8 +43,8 @@ SAME_GRADIENT = 1e-3
 
 
 class TrainingCall:
-    """The model's forward as a script's training loop calls it, under a plan with one stage per
-    rank; ``tell`` informs a watchdog."""
+    """Forwards of a model by a script's training loop, under a plan with one stage per rank;
+    ``tell`` informs a watchdog."""
 
     def __init__(
         self, executor: StageExecutor, tell: Callable[..., None] = lambda *what: None
@@ -424,9 +424,9 @@ class _Boundary(torch.autograd.Function):
 def _around_backward(
     tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[Tensor, ...]:
-    """Return ``tensors``; for each that a backward goes through, it calls ``begin`` first and
-    ``end`` when it is done. Each tensor is differentiated by itself, so that sources of tensors
-    without a gradient get none."""
+    """Return ``tensors``; for each tensor that a backward goes through, ``begin`` is called first
+    and ``end`` when the backward is done. The sources of tensors that it does not go through get no
+    gradient."""
     return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
 
 

@@ -42,8 +42,8 @@ def why_not_deferred(options: UpdateOptions, optimizer: Optimizer) -> str:
 
 
 class DeferredUpdate:
-    """The update of one stage on one rank, left to the next step's forward, block by block. The
-    rank holds every parameter whole."""
+    """The update of one stage on one rank, made in the next step's forward, block by block. The
+    rank must hold every parameter whole."""
 
     def __init__(
         self,

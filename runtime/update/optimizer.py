@@ -58,9 +58,9 @@ def default_optimizer(
     fused: bool | None = None,
     learning_rate: float | None = None,
 ) -> Optimizer:
-    """Make the optimizer of users who give none, the same on one device as under a plan. ``name``
-    is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: update by one
-    kernel, where the optimizer has it for all devices."""
+    """Make the default optimizer, the same on one device as under a plan. ``name`` is the plan's:
+    ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: update by one kernel, where the
+    optimizer has it for all devices."""
     parameters = list(parameters)
     if name.startswith("sgd"):
         momentum = MOMENTUM if name == "sgd-momentum" else 0.0

@@ -318,8 +318,8 @@ class PartedUpdate:
     def __init__(
         self, parameters: Iterable[StageParameter], device: torch.device, num_threads: int
     ) -> None:
-        """Divide ``parameters`` into parts; if they are on a GPU, ``num_threads`` CPU threads step
-        the optimizer."""
+        """Divide ``parameters`` into parts. ``num_threads`` CPU threads step masters in host memory
+        if ``device`` is a GPU."""
         self.device, self.num_threads = device, num_threads
         self.parts = [tuple(part) for part in _parts(parameters)]
         self._staging: dict[torch.dtype, Tensor] = {}

@@ -75,9 +75,10 @@ def run_reference(
     """Train the plain ``model`` on its device, one step per batch.
 
     ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name.
-    Random ops (dropout) draw the same numbers as a ``Trainer`` with the same ``seed``. ``split``
-    cuts a batch into micro-batches whose gradients are averaged, as a plan must where rows depend
-    on each other; ``random_dims`` then are the batch dimensions of the random ops.
+    ``gradients`` lacks parameters without a gradient. Random ops (dropout) draw the same numbers as
+    a ``Trainer`` with the same ``seed``. ``split`` cuts a batch into micro-batches whose gradients
+    are averaged, as a plan must where rows depend on each other; ``random_dims`` then are the batch
+    dimensions of the random ops.
     """
     parameters = dict(model.named_parameters())
     optimizer = build_with(build_optimizer, parameters.items())

@@ -206,8 +206,8 @@ def collect(
     graph: Graph,
     read: Callable[[StageParameter], Tensor | None],
 ) -> dict[str, list[Piece]]:
-    """Gather every rank's part of each parameter's ``read`` tensor; return them by name on rank 0,
-    {} elsewhere. Collective."""
+    """Call ``read`` on every rank's parameters and gather the results; return them by name on rank
+    0, {} elsewhere. Collective."""
     collected: dict[str, list[Piece]] = {}
     for names in _chunks(graph):
         wanted = frozenset(names)
