@@ -39,8 +39,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Tensors of one stage in this process, by the model's names; a load fills them in place.
-    ``transient`` are buffers that the model's ``state_dict`` leaves out."""
+    """The parameters and buffers of one stage in this process, by the model's names; loading a
+    checkpoint overwrites them in place. ``transient`` are the stage's non-persistent buffers, which
+    the model's ``state_dict`` leaves out."""
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -52,11 +53,11 @@ class TrainingState:
     """State of a training run that this process saves to, or loads from, a checkpoint.
 
     ``shapes`` has every entry of the whole model's ``state_dict``; ``aliases`` maps each further
-    name of a tied tensor to its first name. ``slots`` are the tensors in this process's memory, and
-    ``written`` names the entries of them that this process writes (None: all). ``facts`` is JSON
-    that the checkpoint carries; ``parts`` are objects with ``state_dict`` and ``load_state_dict``;
-    a checkpoint may lack the parts in ``optional``. ``beside`` are parameters of the optimizer that
-    no slot has.
+    name of a tied tensor to its first name. ``slots`` hold the tensors in this process's memory, by
+    stage, and ``written`` names the tensors that this process writes (None: all). ``facts`` is JSON
+    stored with them; ``parts`` are objects with ``state_dict`` and ``load_state_dict``; a
+    checkpoint may lack the parts in ``optional``. ``beside`` are parameters that the optimizer
+    updates and that are in none of the ``slots``.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -75,7 +76,7 @@ class TrainingState:
         return {**{id(p): name for name, p in self.beside.items()}, **held}
 
     def same(self, name: str) -> tuple[str, ...]:
-        """Return ``name`` and all other names of the same tensor."""
+        """Return ``name`` and, if its tensor is tied, all other names of the tensor."""
         first = self.aliases.get(name, name)
         others = (alias for alias, held in self.aliases.items() if held == first)
         return tuple(dict.fromkeys((name, first, *others)))
@@ -83,7 +84,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The step and the ``facts`` of a loaded checkpoint."""
+    """The step at which a loaded checkpoint was written, and the ``facts`` (JSON) stored in it."""
 
     step: int
     facts: Mapping[str, Any]
@@ -149,7 +150,8 @@ def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
-    """Merge the optimizer entries of all ranks; ranks that train nothing give no groups."""
+    """Merge the ranks' checkpoint entries about the optimizer into one (None: no rank has one). The
+    entry of a rank that trains nothing has no parameter groups."""
     saved = [each for each in ranks if each is not None]
     if not saved:
         return None
@@ -225,7 +227,8 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UsageError (AP885) unless the checkpoint has the model's names and shapes."""
+    """Raise UsageError (AP885) unless the checkpoint's tensors have the model's names and
+    shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -290,7 +293,7 @@ def _check_optimizer(path: Path, state: TrainingState, document: Mapping[str, An
 
 
 def _renamed_groups(state: TrainingState, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each saved group the other names of its tied parameters."""
+    """Return the saved optimizer groups with the other names of their tied parameters added."""
     return [
         {**group, "parameters": [each for name in group["parameters"] for each in state.same(name)]}
         for group in groups
@@ -304,7 +307,7 @@ def _fill(
     stored: Mapping[str, Any],
     document: Mapping[str, Any],
 ) -> None:
-    """Read the tensors of ``slot`` and its parameters' optimizer state from the checkpoint."""
+    """Read from the checkpoint the tensors of ``slot`` (one stage) and their optimizer state."""
     wanted = {
         f"model.{name}": tensor.detach()
         for name, tensor in {**slot.parameters, **slot.buffers}.items()
@@ -339,7 +342,7 @@ def _fill(
 
 
 def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Map parameter name and state name to the key of the stored optimizer tensor."""
+    """Return the checkpoint keys of optimizer states, by parameter name and state name."""
     found: dict[str, dict[str, str]] = {}
     for entry in stored:
         if entry.startswith(PREFIX):

@@ -54,10 +54,8 @@ def is_complete(path: Path) -> bool:
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, one for each step, in the order of writing.
-
-    The last is the newest of the run that wrote last: an earlier run's checkpoints of higher steps
-    may be in the folder too.
-    """
+    They are ordered by time, not by step: the folder may also hold checkpoints of an earlier run
+    that went to higher steps."""
     found: dict[str, Path] = {}
     for path in sorted(Path(folder).glob("step-*")):
         replaced = OLD.fullmatch(path.name)
@@ -71,7 +69,8 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def _saved_at(checkpoint: Path) -> float:
-    """Return the time at which a checkpoint was written, in seconds: by its JSON, else its file."""
+    """Return the time in seconds at which a checkpoint was written, by its JSON file or, if that
+    has no time, by the file's modification time."""
     state = checkpoint / STATE
     try:
         return float(json.loads(state.read_text())["saved_at"])
@@ -125,10 +124,8 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove the remains of interrupted saves; a replaced checkpoint gets its name back.
-
-    Call it only while no save is under way in ``folder``.
-    """
+    """Remove the remains of interrupted saves; rename a checkpoint that was being replaced back.
+    Call it only while no save is under way in ``folder``."""
     for path in sorted(folder.glob("step-*")):
         replaced = OLD.fullmatch(path.name)
         if replaced is not None and not (folder / replaced[1]).exists() and is_complete(path):
@@ -179,8 +176,8 @@ def choose_checkpoint(path: str | Path) -> Path:
 
 
 def damage(checkpoint: Path) -> UsageError | None:
-    """Return the error about a damaged index or JSON or a too short file of a checkpoint on this
-    host; None if it is whole. The content of tensors is checked where it is read."""
+    """Check a checkpoint on this host: return the error that says that its index or JSON is damaged
+    or a file too short, or None. The content of tensors is checked when they are read."""
     try:
         metadata = SafeFileSystemReader(checkpoint).read_metadata()
         json.loads((checkpoint / STATE).read_text())
@@ -202,7 +199,7 @@ def damage(checkpoint: Path) -> UsageError | None:
 
 
 def _candidates(path: str | Path) -> list[Path]:
-    """Return the checkpoints to try, newest first."""
+    """Return the checkpoints to try: ``path`` itself, or all in that folder, newest first."""
     newest, found = newest_checkpoint(path), complete_checkpoints(path)
     if is_complete(Path(path)) or newest not in found:
         return [newest]

@@ -50,21 +50,20 @@ ALLOWED = {
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "collections": ("OrderedDict",),
 }
-"""Classes, by module, that an index may name; torch dtypes are allowed too."""
+"""Classes, by module, that a checkpoint's unpickled index may use, besides torch dtypes."""
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """Return a member of an enumeration: the only use of ``getattr`` that an index may make.
-
-    Python 3.11.0 to 3.11.3 pickle members by ``getattr``. Raises ``UnpicklingError`` for others.
-    """
+    """Return a member of an enumeration. It stands for ``getattr`` when an index is unpickled, so
+    that the index can call ``getattr`` for nothing else. Python 3.11.0 to 3.11.3 pickle members by
+    ``getattr``. Raises ``UnpicklingError`` for others."""
     if isinstance(owner, EnumType) and isinstance(name, str) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"{name!r} of {owner!r} is no part of an index")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that loads only the classes of an index."""
+    """Unpickler of a checkpoint's index that refuses all classes but the few in ``ALLOWED``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, ()):
@@ -77,11 +76,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` that runs no code from its files.
-
+    """A ``FileSystemReader`` of checkpoints that never executes code pickled in their files.
     ``hosts`` are the hosts that the ranks ran on when the checkpoint was written; an error about a
-    missing file names the host that wrote it.
-    """
+    missing file names the host that wrote it."""
 
     def __init__(self, path: str | Path, hosts: tuple[str, ...] = ()) -> None:
         super().__init__(path)
@@ -89,7 +86,8 @@ class SafeFileSystemReader(FileSystemReader):
         self.hosts = hosts
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index. Raise UsageError (AP880) if it is damaged or names other classes."""
+        """Return the checkpoint's index. Raise UsageError (AP880) if it is damaged or refers to
+        classes that are not in ``ALLOWED``."""
         try:
             metadata = _Unpickler(io.BytesIO((self.folder / METADATA).read_bytes())).load()
             _check(metadata)
@@ -128,10 +126,9 @@ class SafeFileSystemReader(FileSystemReader):
         return done
 
     def _check_sums(self, name: str, items: Iterable[ReadItem]) -> None:
-        """Raise ValueError if the tensors of ``items`` in a file differ from their checksums.
-
-        ``torch.save`` writes each tensor as a zip archive, whose CRC-32 ``torch.load`` ignores.
-        """
+        """Raise ValueError if the tensors ``items`` in file ``name`` do not match their stored
+        checksums. ``torch.save`` writes each tensor as a zip archive, whose CRC-32 ``torch.load``
+        ignores."""
         stored = [self.storage_data[item.storage_index] for item in items]
         with (self.folder / name).open("rb") as file:
             for offset, length in sorted({(info.offset, info.length) for info in stored}):
@@ -158,10 +155,9 @@ class TensorsOnly(DefaultLoadPlanner):
 
 
 def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> None:
-    """Read the tensors of ``state`` by key, in place (DTensors: this rank's shards).
-
-    Every rank reads for itself. Raises UsageError (AP880, AP881).
-    """
+    """Read a checkpoint's tensors into the tensors of ``state``, which has them by checkpoint key,
+    in place (of a DTensor, this rank's shard). Every rank reads for itself. Raises UsageError
+    (AP880, AP881)."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -180,7 +176,7 @@ def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> N
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the index entry of each tensor, by key."""
+    """Return the index's entry (shape, dtype, chunks) of each tensor in a checkpoint, by key."""
     return {
         key: value
         for key, value in metadata.state_dict_metadata.items()
@@ -217,7 +213,7 @@ def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> U
 
 
 def _check(metadata: Any) -> None:
-    """Raise UnpicklingError for an index of wrong types, or with files outside of its folder."""
+    """Raise UnpicklingError if the index has fields of wrong types, or files outside its folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError(f"the index is a {type(metadata).__name__}")
     for info in metadata.storage_data.values():

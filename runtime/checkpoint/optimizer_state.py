@@ -26,11 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...planner.errors import UsageError
 
 TAG = "!"
-"""Key of a JSON object that encodes a value other than a dict with string keys."""
+"""Key that marks a JSON object which encodes another Python value than a dict with string keys."""
 
 
 def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """Encode ``value`` for ``json.dumps``; its tensors are appended to ``tensors``.
+    """Encode ``value`` as an object for ``json.dumps``; append the tensors in it to ``tensors``.
 
     ``where`` names the value in errors. Raises UsageError (AP882) for a type without an encoding.
 
@@ -70,7 +70,7 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that ``encode`` turned into ``value`` and ``tensors``.
+    """Return the original value, given ``encode``'s result ``value`` and its list ``tensors``.
 
     >>> decode(encode({"epochs": (1, 2), 3: None}, [], "data"), [])
     {'epochs': (1, 2), 3: None}
@@ -100,7 +100,7 @@ def decode(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or string as its built-in type, without the subclass (an enum's, numpy's)."""
+    """Convert a number or string of a subclass (an enum's, a numpy scalar) to its built-in type."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -121,7 +121,7 @@ PER_GROUP = frozenset(
 
 Path = tuple[str | int, ...]
 ByNames = list[tuple[Any, list[str]]]
-"""Values, each with the names of the parameters that it applies to."""
+"""Values of parameter groups, each with the names of the parameters in its groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class NamedOptimizer:
     names: Mapping[int, str]
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Return each group's options, encoded for JSON, and its parameters' names."""
+        """Return each parameter group's options, encoded for JSON, and its parameters' names."""
         return [
             (
                 {
@@ -146,7 +146,7 @@ class NamedOptimizer:
         ]
 
     def group_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return a group's parameter names. Raise UsageError (AP883) for an unknown parameter."""
+        """Return the names of a group's parameters. Raise UsageError (AP883) if one has no name."""
         names = [self.names.get(id(each)) for each in group["params"]]
         if None in names:
             raise UsageError(
@@ -181,11 +181,9 @@ class NamedOptimizer:
                 yield name, key, value
 
     def options_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the saved options for each group, found by the names of its parameters.
-
-        Raises UsageError (AP884) where one group holds parameters that were saved with
-        different options.
-        """
+        """Return the options to load into each of this optimizer's groups, taken from the ``saved``
+        groups that hold its parameters, by name. Raises UsageError (AP884) where one group holds
+        parameters that were saved with different options."""
         options = {
             name: {key: decode(value, []) for key, value in group["options"].items()}
             for group in saved
@@ -201,7 +199,7 @@ class NamedOptimizer:
         return taken
 
     def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the options of each group to the result of ``options_to_load``."""
+        """Set the options of each group to ``options``, a result of ``options_to_load``."""
         for group, found in zip(self.optimizer.param_groups, options, strict=True):
             for key, value in found.items():
                 if isinstance(group.get(key), Tensor):
@@ -213,7 +211,8 @@ class NamedOptimizer:
 def empty_state(
     parameter: Tensor, key: str, stored: TensorStorageMetadata, optimizer: Optimizer
 ) -> Tensor:
-    """Make zeros to load a stored state into, sharded like a ``parameter`` of the same shape."""
+    """Make a zero tensor into which a stored optimizer state can be loaded; a state of the shape of
+    its ``parameter`` is sharded like it."""
     dtype, size = stored.properties.dtype, stored.size
     parameter = parameter.detach()
     if key != "step" and size == parameter.shape:
@@ -230,10 +229,9 @@ def empty_state(
 
 
 def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[Any, dict[Path, Any]]:
-    """Return a scheduler's state without its lists per group, and the lists by their path.
-
-    ``PER_GROUP`` names the lists; each is returned as a ``ByNames``.
-    """
+    """Return a scheduler's state without its lists that have a value per parameter group, and these
+    lists (``PER_GROUP`` names them) by their path in the state. In the lists that are returned,
+    each value has the names of its group's parameters (``ByNames``)."""
     names = [named.group_names(group) for group in named.optimizer.param_groups]
     found: dict[Path, Any] = {}
 
@@ -257,7 +255,8 @@ def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[An
 def put_group_values(
     state: Any, path: Sequence[str | int], values: ByNames, named: NamedOptimizer
 ) -> None:
-    """Insert a list with one value for each group of ``named`` into a state at ``path``."""
+    """Insert at ``path`` of a scheduler's state a list with one value per parameter group of
+    ``named``, found in ``values`` by the groups' parameter names."""
     by_name = {name: value for value, names in values for name in names}
     found = []
     for group in named.optimizer.param_groups:
@@ -269,7 +268,7 @@ def put_group_values(
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a one-element tensor (a learning rate); other values unchanged."""
+    """Convert a one-element tensor (a learning rate may be one) to a number; keep other values."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -37,23 +37,21 @@ GENERATORS = "generators"
 
 
 class Stateful(Protocol):
-    """An object that can be a part of a checkpoint."""
+    """Interface of an object whose state a checkpoint can hold, as an entry called a part."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Generators:
-    """Part of a checkpoint with the states of this process's random generators.
-
-    A plan's forward draws no numbers from these generators, but a script's data may.
-    """
+    """Part of a checkpoint that holds the states of this process's random generators. A plan's
+    forward draws no numbers from these generators, but a script's data may."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of Python, of torch, of numpy if it is imported, and of the GPU."""
+        """Return the random generators' states: of Python, torch, the GPU, numpy (if imported)."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             kind, key, *rest = sys.modules["numpy"].random.get_state()
@@ -63,7 +61,7 @@ class Generators:
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Set the generators that this process has to the states in ``state``."""
+        """Restore the generators from ``state``; skip the states of generators missing here."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state and "numpy" in sys.modules:
@@ -75,7 +73,8 @@ class Generators:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """State of a part on one rank: JSON, the tensors' digest, and a scheduler's group values."""
+    """Encoded state of a part on one rank: its JSON, a digest of its tensors, and the values that a
+    scheduler has per parameter group."""
 
     text: str
     digest: str
@@ -86,7 +85,7 @@ class _Encoded:
 def save_parts(
     parts: Mapping[str, Stateful], names: Mapping[int, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the JSON entries of all parts, and the tensors that this rank writes. Collective.
+    """Return the JSON entries of all parts, and the tensors that this rank is to write. Collective.
 
     ``names`` maps ``id(parameter)`` to its name: schedulers' values are stored by these names.
 
@@ -148,7 +147,8 @@ def _gathered(mine: Mapping[str, _Encoded]) -> list[Mapping[str, _Encoded]]:
 
 
 def _entry(states: list[_Encoded], ranks: list[_Encoded]) -> dict[str, Any]:
-    """Return a part's JSON entry: ``states`` (one, or one per rank) and all ranks' group values."""
+    """Return a part's JSON entry, made of the distinct ``states`` (one, or one per rank) and of the
+    values per parameter group of all ``ranks``."""
     merged: dict[Path, list[Any]] = {}
     for each in ranks:
         for path, values in each.per_group:
@@ -161,7 +161,7 @@ def _entry(states: list[_Encoded], ranks: list[_Encoded]) -> dict[str, Any]:
 
 
 def merge_groups(values: list[Any]) -> list[Any]:
-    """Merge pairs of a value and names: equal values get the names of all their pairs.
+    """Merge pairs (value, names): pairs of equal values become one pair with the names of them all.
 
     >>> merge_groups([(0.1, ["a"]), (0.2, ["b"]), (0.1, ["c", "a"])])
     [[0.1, ['a', 'c']], [0.2, ['b']]]
@@ -177,11 +177,9 @@ def merge_groups(values: list[Any]) -> list[Any]:
 
 
 def part_tensors(name: str, entry: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Return the index of the saved state that this rank loads, and the keys of its tensors.
-
-    Raises UsageError (AP887) where each rank saved a state of its own, and the number of ranks has
-    changed.
-    """
+    """Return the index of the saved state of part ``name`` that this rank loads, and its tensors'
+    keys. Raises UsageError (AP887) where each rank saved a state of its own, and the number of
+    ranks has changed."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     count = len(entry["states"])
     rank = dist.get_rank() if dist.is_initialized() and count > 1 else 0
@@ -205,7 +203,7 @@ def load_part(
     tensors: list[Tensor],
     names: Mapping[int, str],
 ) -> None:
-    """Load the state of ``rank`` in the checkpoint's ``entry`` into ``part``."""
+    """Load into ``part`` the state that the checkpoint's ``entry`` has for ``rank``."""
     state = decode(entry["states"][rank], tensors)
     for path, values in entry["per_group"]:
         if isinstance(part, LRScheduler):

@@ -40,7 +40,7 @@ from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
 
 @contextmanager
 def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of ``kinds`` inside the context into UsageError AP861, which names the file."""
+    """Convert exceptions of classes ``kinds`` in the context to UsageError AP861 about ``path``."""
     try:
         yield
     except AutoparallelError:
@@ -57,15 +57,15 @@ def reading_file(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 
 INDEX = ".metadata"
-"""File in which torch lists the content of a checkpoint."""
+"""Name of the file in which torch lists a checkpoint's tensors."""
 
 MODEL = "model."
 OTHERS = ("optimizer.", "optim.")
-"""Key prefixes that mark a checkpoint of a training run, not of weights alone."""
+"""Prefixes of optimizer keys: a checkpoint with such keys is of a training run."""
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint in it, or None."""
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in that folder, or None."""
     if (Path(path) / INDEX).exists():
         return Path(path)
     found = complete_checkpoints(Path(path))
@@ -73,10 +73,9 @@ def find_checkpoint(path: str | Path) -> Path | None:
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, by the model's own names.
-
-    A read loads only the stored chunks that overlap the box, one after the other.
-    """
+    """Reader of the model's weights in a checkpoint, by the model's own names. To read a box (a
+    range of indices in each dimension), only the stored chunks that overlap it are loaded, one
+    after the other."""
 
     def __init__(self, path: Path) -> None:
         """Read the index of folder ``path``. Raise UsageError AP861 if it is damaged."""
@@ -117,7 +116,7 @@ class CheckpointWeights:
 
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
-    """Map names of weights to keys, which have a prefix in a checkpoint of a training run."""
+    """Map the names of a checkpoint's weights to their keys; a training run's have a prefix."""
     tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
@@ -125,7 +124,8 @@ def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
 
 
 class _IntoTensor(TensorsOnly):
-    """Load planner that reads the chunks of one tensor into their boxes of ``part``."""
+    """Load planner that reads the stored chunks of one tensor into ``part``, the memory for a box
+    of the tensor that the chunks overlap."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _IntoTensor(TensorsOnly):
         return self._part[tuple(slice(start, start + length) for start, length in bounds)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the tensor was read into its place."""
+        """Do nothing: the chunk was read directly into its memory."""
 
 
 TORCH_ENDINGS = (".pt", ".pth", ".bin")
@@ -146,11 +146,11 @@ FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model.pt")
 ``.index.json`` appended, the index of a model in several files."""
 
 CONTAINERS = ("state_dict", "model_state_dict", "model")
-"""Keys under which a file of ``torch.save`` may hold the weights beside other things."""
+"""Keys of a ``torch.save`` dict under which the weights may be, if it also holds other objects."""
 
 
 LISTED = 5
-"""Number of names that an error or a summary lists."""
+"""Largest number of tensor names that an error or a summary lists."""
 
 
 def few_names(names: Collection[str], most: int = LISTED) -> str:
@@ -164,12 +164,12 @@ def few_names(names: Collection[str], most: int = LISTED) -> str:
 
 
 class WeightFiles(Protocol):
-    """Named tensors in a file or folder ``place``."""
+    """Interface to the named tensors in a weight file or folder, whose path is ``place``."""
 
     place: str
 
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors."""
+        """The names of all tensors in the file or folder."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, read without its data."""
@@ -178,7 +178,8 @@ class WeightFiles(Protocol):
         """The dtype of a tensor as it is stored."""
 
     def read(self, name: str, region: Region) -> Tensor:
-        """The box ``region`` of a tensor, on the CPU, in the stored dtype."""
+        """Read the box ``region`` (start and stop in each dimension) of a tensor: on the CPU, in
+        the stored dtype."""
 
 
 def open_weights(path: str | Path) -> WeightFiles:
@@ -252,7 +253,7 @@ def _open_index(index: Path) -> WeightFiles:
 
 
 class SafetensorsFile:
-    """One safetensors file, mapped into memory: a read touches only the bytes of the box."""
+    """Reader of one safetensors file, mapped into memory: touches only the bytes that are read."""
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
@@ -279,7 +280,8 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """One file of ``torch.save``, mapped into memory and loaded with ``weights_only=True``."""
+    """Reader of one file of ``torch.save``, mapped into memory, loaded with
+    ``weights_only=True``."""
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
@@ -304,7 +306,7 @@ class TorchFile:
 
 
 def _load_mapped(path: Path) -> Any:
-    """Load a file of ``torch.save``; only torch's format since 1.6, a zip file, can be mapped."""
+    """Load a file of ``torch.save``, mapped into memory if it has torch's zip format (1.6)."""
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -322,7 +324,7 @@ def _tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 class ShardedFiles:
-    """Weights in several files with an index; each file is opened at the first read from it."""
+    """Reader of weights in several files with an index; opens a file when first read."""
 
     def __init__(self, index: Path, files: Mapping[str, str]) -> None:
         self.place = str(index)
@@ -360,7 +362,8 @@ ENDINGS = {"safetensors": ".safetensors", "pt": ".pt"}
 
 
 def split_by_size(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:
-    """Split the names, in order, into lists of at most ``most_bytes``; a larger tensor is alone.
+    """Split the names, in order, into lists whose tensors have at most ``most_bytes`` together; a
+    tensor larger than that gets a list of its own.
 
     >>> split_by_size({"a": 3, "b": 2, "c": 9, "d": 1}, most_bytes=5)
     [['a', 'b'], ['c'], ['d']]
@@ -384,7 +387,8 @@ def write_shards(
     kind: str,
     most_bytes: int,
 ) -> list[Path]:
-    """Write the tensors as ``kind`` (safetensors or pt), with an index; return the tensor files."""
+    """Write the tensors into files of format ``kind`` (safetensors or pt) of at most
+    ``most_bytes``, with an index; return the tensor files."""
     ending = ENDINGS[kind]
     parts = split_by_size(sizes, most_bytes)
     files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]

@@ -37,7 +37,8 @@ from .writer_claim import claim_folder
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One rank's part of a checkpoint. ``document`` is rank 0's JSON, and None on other ranks."""
+    """Copy of the data that one rank writes into a checkpoint; ``document`` is the JSON (None
+    except on rank 0)."""
 
     folder: Path
     step: int
@@ -67,7 +68,7 @@ class PendingSave:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Tell whether ``wait`` would return, or raise, at once."""
+        """Tell whether the save has ended: ``wait`` would return, or raise its error, at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -84,7 +85,7 @@ class PendingSave:
 
 
 class CheckpointWriter:
-    """Writer of the checkpoints of one training run, one at a time."""
+    """Writer of the checkpoints of one training run; at most one save runs at a time."""
 
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
@@ -125,7 +126,8 @@ class CheckpointWriter:
             self._pending.wait()
 
     def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
-        """Return the group to write with: the control group, or another if ``asynchronous``."""
+        """Return the gloo group for the save's messages: the control group, or, if
+        ``asynchronous``, a group used by saves alone."""
         if not asynchronous or not dist.is_initialized():
             return control_group()
         if self._group is None:
@@ -133,7 +135,8 @@ class CheckpointWriter:
         return self._group
 
     def _end(self) -> None:
-        """Wait at process exit; exit with the error's code, since atexit ignores exceptions."""
+        """Wait for a running save at process exit; if it failed, exit with its error's code, since
+        ``atexit`` ignores exceptions."""
         try:
             self.wait()
         except AutoparallelError as error:
@@ -204,7 +207,8 @@ def _write_tensors(
 
 
 def _publish_here(temporary: Path, path: Path) -> None:
-    """Rename the checkpoint on a host without rank 0's disk; one of the host's ranks succeeds."""
+    """Rename the finished checkpoint on a host that does not share rank 0's disk. All ranks of the
+    host call it; the first one's rename succeeds, the others' are ignored."""
     try:
         publish(temporary, path)
     except FileNotFoundError:

@@ -28,7 +28,8 @@ STOPPED_SECONDS = 60.0
 
 
 def claim_folder(folder: str | Path, *, takes_over: bool = False) -> Callable[[], None]:
-    """Claim a folder of checkpoints for this process, and return the function that ends the claim.
+    """Claim a folder, so that no other run writes checkpoints into it; return the function that
+    ends the claim.
 
     The folder is made if missing. ``takes_over`` replaces the claim of another process: an earlier
     attempt of the same run. If this process has claimed the folder already, nothing is done.
@@ -54,7 +55,7 @@ _CLAIMED: set[Path] = set()
 
 
 class FolderClaim:
-    """The claim of this process to a folder, until ``release`` or the end of the process."""
+    """This process's exclusive right to write checkpoints into a folder, until ``release``."""
 
     def __init__(self, folder: Path, *, takes_over: bool) -> None:
         """Claim the folder: see ``claim_folder``."""
@@ -126,7 +127,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any], path: Path) -> bool:
-    """Return whether the process of a claim lives, as far as this host can see."""
+    """Return whether the process that claimed a folder is alive, as far as this host can tell."""
     if holder.get("host") == socket.gethostname():
         try:
             process = psutil.Process(int(holder["process"]))

@@ -33,8 +33,8 @@ from .rank_batch import ShareBatch, check_batch, whole_batch
 from .variants import SmallerBatch, smaller_batch
 
 NOTHING, GLOBAL, SHARE, ALL_ROWS = range(4)
-"""Forms of a rank's batch: none, the global batch, a part of its rows, or all of its rows as this
-rank's part."""
+"""Forms in which a rank gets a batch: not at all, as the global batch, as its share of the rows, or
+as a share that has all rows."""
 
 _CHUNK = 1 << 20
 _INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -43,7 +43,7 @@ _INDEX, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB1331
 def content_hash(tensor: Tensor) -> Tensor:
     """Return a 64-bit hash of a tensor's content, as a scalar on its device, without synchronizing.
 
-    A sum over the elements' bits, each mixed with its position (splitmix64's constants).
+    It is the sum of each element's bits mixed with its position, by splitmix64's constants.
 
     >>> a, b = torch.tensor([1, 2]), torch.tensor([2, 1])
     >>> bool(content_hash(a) == content_hash(a.clone())), bool(content_hash(a) == content_hash(b))
@@ -67,7 +67,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Batch of a rank for one step: its form (``how``), the global batch's rows, and the inputs."""
+    """The batch that a rank is given for a step: in which form (``how``: ``GLOBAL`` etc.), the
+    number of rows of the global batch, the rows that the rank reads (``held``), and its inputs."""
 
     how: int
     global_rows: int
@@ -76,13 +77,13 @@ class Given:
 
 
 class BatchCheck:
-    """Comparison of all ranks' batches: ranks that read the same rows must have equal inputs."""
+    """Check that ranks which read the same rows of a batch were given equal inputs."""
 
     def __init__(
         self, names: Sequence[str], device: torch.device, progress: Progress | None = None
     ) -> None:
-        """Compare the inputs ``names`` of the model by collectives on ``device``; ``progress`` is
-        told of waits, for a watchdog."""
+        """Compare the model's inputs ``names`` by collectives on ``device``; ``progress`` is called
+        before each wait, to inform a watchdog."""
         self._progress = progress
         self._names = tuple(sorted(names))
         self._device = device
@@ -90,7 +91,8 @@ class BatchCheck:
         self._running: tuple[Arrival, int] | None = None
 
     def see(self, given: Given) -> None:
-        """Begin to compare the batches of a step; call it before each step, on every rank.
+        """Start to compare the ranks' batches of a step (``given``: this rank's). Every rank calls
+        it before each step; steps 1, 2, 4, 8 and so on are compared.
 
         Raises UsageError AP830 where the batches of a step differ, and AP831 where some ranks
         are given the global batch and others their rows of it.
@@ -110,12 +112,12 @@ class BatchCheck:
             self.read()
 
     def forget(self) -> None:
-        """Undo the last ``see``, whose step did not run."""
+        """Undo the last call of ``see``, because the step was not run."""
         self.read()
         self._num_steps -= 1
 
     def read(self) -> None:
-        """Wait for the comparison that is under way, if any, and raise its error."""
+        """Wait for the comparison that runs in the background, if any, and raise its error."""
         if self._running is None:
             return
         (arrival, step), self._running = self._running, None
@@ -187,13 +189,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class RankInputs(dict[str, Tensor]):
-    """Inputs of a rank by name, with the rows of the global batch (None: not stated)."""
+    """Dict of a rank's inputs by name; ``global_rows`` is the global batch's rows, if known."""
 
     global_rows: int | None = None
 
 
 def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
-    """Return ``inputs`` with the ``global_rows`` that the batch, or a tensor of it, states."""
+    """Return ``inputs`` as ``RankInputs``, with the ``global_rows`` attribute that ``batch`` or one
+    of the tensors has."""
     found = RankInputs(inputs)
     marks = [batch, *found.values()]
     found.global_rows = next(
@@ -203,11 +206,9 @@ def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInput
 
 
 def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
-    """Return the tensors of a batch by their names in the program.
-
-    Raises UsageError AP130 where the batch lacks a tensor, AP920 where a part of it that is no
-    tensor differs from the example batch.
-    """
+    """Return the tensors of a batch by their names in the program. Raises UsageError AP130 where
+    the batch lacks a tensor, AP920 where an object in it that is not a tensor differs from the
+    example batch's."""
     named = {}
     if isinstance(batch, Tensor):
         batch = (batch,)
@@ -230,7 +231,8 @@ def named_inputs(batch: Any, program: Program) -> dict[str, Tensor]:
 
 @contextmanager
 def _lacking(path: LeafPath) -> Iterator[None]:
-    """Raise UsageError AP130 if the code inside the context finds nothing at ``path``."""
+    """Convert lookup errors raised in the context to UsageError AP130: the batch has nothing at
+    ``path``."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -242,11 +244,11 @@ def _lacking(path: LeafPath) -> Iterator[None]:
 
 
 class DataSource(Protocol):
-    """The batches of a run on one rank.
+    """Interface to the batches of a training run on one rank.
 
-    ``place`` is the ``(rank, world)`` to load data for, None where the rank needs no data;
-    ``teller`` is the rank that tells the others the rows of each batch, None where all ranks read
-    data.
+    ``place`` is the pair ``(rank, world)`` by which a sampler divides the data for this rank, None
+    where the rank needs no data. ``teller`` is the rank that tells the ranks without data how many
+    rows each batch has; None where all ranks read data.
     """
 
     place: tuple[int, int] | None
@@ -258,10 +260,9 @@ class DataSource(Protocol):
 
 
 class StepBatches:
-    """The batches of a run on one rank, in the order of its steps.
-
-    ``place`` is the ``(rank, world)`` to load data for; None where the rank needs no data.
-    """
+    """The batches of a run on one rank, in the order of its steps. ``place`` is the pair
+    ``(rank, world)`` by which a sampler divides the data for this rank; None where the rank needs
+    no data."""
 
     def __init__(
         self,
@@ -272,8 +273,8 @@ class StepBatches:
         device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        """Make the batches. ``program`` is at the plan's micro-batch size; ``progress`` is told of
-        waits for other ranks."""
+        """Make the batches. ``program`` must have the plan's micro-batch size; ``progress`` is
+        called before each wait for other ranks."""
         self._program, self._plan, self._rank = program, plan, rank
         self._device = device
         counts = plan.num_microbatches > 1 or bool(plan.slices)
@@ -290,7 +291,7 @@ class StepBatches:
 
     @property
     def global_rows(self) -> int:
-        """The number of rows of a planned batch."""
+        """The number of rows in a global batch of the planned size."""
         return self._plan.model.global_batch
 
     @property
@@ -307,28 +308,26 @@ class StepBatches:
         return sources[0] if len(sources) not in (0, dist.get_world_size()) else None
 
     def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
-        """Return the rows of the global batch that a rank's inputs belong to."""
+        """Return the number of rows of the global batch from which a rank's ``inputs`` come."""
         return self._recognize(inputs)[1]
 
     def batch(self, rows: int) -> SmallerBatch:
-        """Return the plan, and the rows of each stage, for a global batch of ``rows`` rows.
-
-        Raises UsageError AP836 where the plan cannot run it.
-        """
+        """Return the plan for a global batch of ``rows`` rows, and the rows that each stage's ranks
+        read. Raises UsageError AP836 where the plan cannot run it."""
         if rows not in self._batches:
             made = smaller_batch(self._program, self._plan, rows)
             self._batches[rows] = made
         return self._batches[rows]
 
     def held(self, rows: int) -> HeldRows | None:
-        """Return the rows that this rank reads of a global batch of ``rows``; None if none."""
+        """Return which rows of a global batch of ``rows`` rows this rank reads, or None."""
         if rows not in self._held:
             found = self.batch(rows)
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
     def announce(self, rows: int) -> None:
-        """Announce that the next batch given in shares has ``rows`` rows in all."""
+        """Record that the next global batch, given to ranks in shares, has ``rows`` rows."""
         self._last = rows
         self._announced[rows] = None
 
@@ -341,10 +340,11 @@ class StepBatches:
         return mark_inputs({} if is_empty else named_inputs(batch, self._program), batch)
 
     def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
-        """Return a step's inputs as its executors read them, and the rows of the global batch.
+        """Return the inputs of a step as the stages' executors read them (a share as
+        ``ShareBatch``), and the number of rows of the global batch.
 
-        Raises UsageError AP830 and AP831 where ranks have batches that do not belong together,
-        AP835 for a share of an unknown number of rows.
+        Raises UsageError AP830 and AP831 where the ranks' batches do not belong together, AP835 for
+        a share of a global batch of unknown size.
         """
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
@@ -362,8 +362,8 @@ class StepBatches:
         return inputs, rows
 
     def whole(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Return the global batch on every rank, assembled from the rows of all ranks; None if it
-        has not the planned number of rows. Collective over all ranks."""
+        """Assemble the global batch from all ranks' rows, on every rank; return None if it does not
+        have the planned number of rows. Collective over all ranks."""
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
         has_all = bool(inputs) and (not is_share or (held is not None and held.is_whole))
@@ -381,12 +381,13 @@ class StepBatches:
         return {name: tensor.to(self._device) for name, tensor in whole.items()}
 
     def forget(self) -> None:
-        """Undo the last ``take``, whose step did not run."""
+        """Undo the last call of ``take``, because the step was not run."""
         self._check.forget()
         self._is_share = self._was_share
 
     def check_shapes(self, batch: Mapping[str, Tensor], rows: int) -> None:
-        """Raise UsageError AP130 unless ``batch`` has the shapes for ``rows`` rows in all."""
+        """Raise UsageError AP130 unless the inputs in ``batch`` have the shapes that a global batch
+        of ``rows`` rows requires."""
         if not batch and self.held(rows) is None:
             return
         if rows not in self._specs:
@@ -396,13 +397,14 @@ class StepBatches:
 
     @cached_property
     def _dims(self) -> dict[str, int]:
-        """The dimension that counts rows, of each input that has rows."""
+        """The batch dimension of each input that has one, by the input's name."""
         graph = self._program.graph
         dims = {name: graph.batch_dims.get(name, (None,))[0] for name in self._program.inputs}
         return {name: dim for name, dim in dims.items() if dim is not None}
 
     def _recognize(self, inputs: Mapping[str, Tensor]) -> tuple[bool, int]:
-        """Return whether inputs are a share of a batch, and the rows of the global batch."""
+        """Return whether ``inputs`` are this rank's share of a batch, and the global batch's number
+        of rows."""
         told = getattr(inputs, "global_rows", None)
         if told is not None or not inputs:
             return True, self._last if told is None else told
@@ -420,7 +422,7 @@ class StepBatches:
         return False, given if is_smaller else planned
 
     def _num_rows(self, inputs: Mapping[str, Tensor]) -> int | None:
-        """Return the number of rows of a rank's inputs; None if no input has rows."""
+        """Return the number of rows of a rank's inputs; None if no input has a batch dimension."""
         for name, dim in self._dims.items():
             if name in inputs and inputs[name].dim() > dim:
                 size = self._program.graph[name].spec.shape[dim]
@@ -428,7 +430,8 @@ class StepBatches:
         return None
 
     def _told_before(self, given: int) -> int:
-        """Return the global rows of a smaller batch whose share no longer states them."""
+        """Find the rows of the global batch of which this rank got a share of ``given`` rows, among
+        the sizes announced before; raise UsageError AP835 if several or none fit."""
         planned = self.held(self.global_rows)
         assert planned is not None
         fitting = []

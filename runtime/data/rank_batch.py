@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 
 class ShareBatch(dict[str, Tensor]):
-    """Inputs by name: this rank has their rows ``held``, and all rows of the inputs in ``whole``.
-
-    ``dims`` maps each input that has rows to the dimension that counts them.
-    """
+    """Dict of inputs by name with only the rows ``held`` by this rank; ``whole`` has inputs with
+    all rows. ``dims`` maps each input that has rows to its batch dimension."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], held: HeldRows, dims: Mapping[str, int]
@@ -41,7 +39,7 @@ class ShareBatch(dict[str, Tensor]):
         self.whole: dict[str, Tensor] = {}
 
     def held_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """Return the spec of this rank's rows of a micro-batch; ``spec`` is for all its rows."""
+        """Return ``spec``, an input's micro-batch, with only the rows that this rank has."""
         if name not in self.dims:
             return spec
         shape = list(spec.shape)
@@ -52,10 +50,8 @@ class ShareBatch(dict[str, Tensor]):
 def whole_batch(
     shares: Sequence[tuple[HeldRows, Mapping[str, Tensor]]], dims: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Return the global batch, assembled from all ranks' shares with the rows that each has.
-
-    ``dims``: see ``ShareBatch``.
-    """
+    """Assemble the global batch from ``shares``: for each rank the rows that it has, and its
+    inputs. ``dims`` maps each input that has rows to its batch dimension."""
     ordered = sorted(shares, key=lambda share: share[0].part)  # a part without rows is not first
     whole = dict(ordered[0][1])
     for name, dim in dims.items():
@@ -74,10 +70,9 @@ def gather_whole(
     communicator: Communicator,
     device: torch.device,
 ) -> None:
-    """Gather into ``batch.whole`` the inputs of which every rank of a stage needs all rows.
-
-    Collective over the stage. ``part`` is this rank's index among the parts of the stage's rows.
-    """
+    """Gather into ``batch.whole``, with all rows, the inputs that every rank of a stage needs
+    whole. Collective over the stage. ``part`` is this rank's index in the stage's division of the
+    rows."""
     own = rows.held(part, batch.held.num_microbatches)
     for name in rows.whole if len(rows.sizes) > 1 else ():
         dim = rows.inputs[name]
@@ -88,7 +83,8 @@ def gather_whole(
 
 
 def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
-    """Return the rows ``own`` of a tensor with rows ``held``, as (micro-batch, rows) at ``dim``."""
+    """Cut the rows ``own`` of each micro-batch from a tensor that has rows ``held``; dimension
+    ``dim`` of the result is split into (micro-batch, row)."""
     count = held.num_microbatches
     per_row = tensor.shape[dim] // held.size
     by_microbatch = _unflattened(tensor, dim, (count, held.rows * per_row))
@@ -98,8 +94,8 @@ def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
 def _gathered(
     tensor: Tensor, dim: int, rows: StageRows, per_row: int, communicator: Communicator
 ) -> Tensor:
-    """Gather the parts of (…, micro-batch, rows, …) side by side, with the micro-batches in
-    order."""
+    """All-gather a tensor of shape (…, micro-batch, rows, …) along its rows; return all rows in
+    order of micro-batches, with both dimensions merged into ``dim``."""
     sizes, most = rows.sizes, max(rows.sizes)
     missing = most * per_row - tensor.shape[dim + 1]
     if missing:
@@ -125,10 +121,11 @@ def step_inputs(
     num_microbatches: int,
     queue: DeviceQueue,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the inputs of a step by unit, on the device: unit ``m * len(programs) + j`` is slice
-    ``j`` of micro-batch ``m``, which ``programs[j]`` runs.
+    """Return the inputs of a step, on the device, by number of the computation: number
+    ``m * len(programs) + j`` is slice ``j`` of micro-batch ``m``, which ``programs[j]`` computes.
 
-    All inputs are copied at once, before the first is needed. Raises as ``local_inputs`` does.
+    All inputs are copied to the device at once, before the first is needed. Raises as
+    ``local_inputs`` does.
     """
     units = [(m, program) for m in range(num_microbatches) for program in programs]
     found = [local_inputs(batch, program, m, num_microbatches) for m, program in units]
@@ -143,11 +140,9 @@ def local_inputs(
     num_microbatches: int,
     device: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """Return this rank's parts of the stage's inputs of micro-batch ``microbatch``.
-
-    Floating inputs are cast to the dtype they were captured in. Raises UsageError (AP130)
-    where the batch lacks an input or has another shape than the plan.
-    """
+    """Return this rank's part of each input that the stage reads in micro-batch ``microbatch``.
+    Floating inputs are cast to the dtype they were captured in. Raises UsageError (AP130) where the
+    batch lacks an input or has another shape than the plan."""
     inputs = {}
     for name, held in program.inputs.items():
         if name not in batch:
@@ -162,7 +157,8 @@ def local_inputs(
 def _within(
     region: Region, whole: tuple[int, ...], shape: Sequence[int], batch: Mapping[str, Tensor]
 ) -> Region:
-    """Convert a box of a whole micro-batch to a box of the rows that this rank has of it."""
+    """Convert ``region``, index ranges in an input's whole micro-batch, to index ranges in the rows
+    of the micro-batch that this rank has."""
     if tuple(shape) == whole:
         return region
     assert isinstance(batch, ShareBatch)
@@ -181,7 +177,7 @@ def batch_rows(
     microbatch: int,
     num_microbatches: int,
 ) -> Tensor:
-    """Return an input's rows of one micro-batch: all rows, or the rows that this rank has."""
+    """Return an input's rows of one micro-batch: all, or in a ``ShareBatch`` the rank's share."""
     if isinstance(batch, ShareBatch):
         if name in batch.whole:
             return microbatch_rows(name, batch.whole[name], spec, microbatch, num_microbatches)
@@ -190,7 +186,8 @@ def batch_rows(
 
 
 def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec, Region]:
-    """Return the spec of an input's micro-batch, and this rank's box of it."""
+    """Return the spec of an input's whole micro-batch, and the index ranges of it that this rank
+    reads."""
     spec, share = held.spec, program.share
     region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)
     if share is None or not held.layout[0].is_shard:
@@ -206,11 +203,9 @@ def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec,
 def check_batch(
     batch: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], num_microbatches: int
 ) -> None:
-    """Raise UsageError (AP130) unless the batch has the plan's shapes.
-
-    ``specs`` has the shapes in one micro-batch of all inputs of the model: every rank checks all
-    inputs, so that all ranks refuse a batch before any of them has sent a message.
-    """
+    """Raise UsageError (AP130) unless the batch has the plan's shapes. ``specs`` has, for every
+    input of the model, its shape in one micro-batch: every rank checks all inputs, so that all
+    ranks refuse a batch before any of them has sent a message."""
     for name, spec in specs.items():
         if name not in batch:
             raise _missing(name, batch)
@@ -228,7 +223,8 @@ def _missing(name: str, batch: Mapping[str, Tensor]) -> UsageError:
 def microbatch_rows(
     name: str, tensor: Tensor, spec: TensorSpec, microbatch: int, num_microbatches: int
 ) -> Tensor:
-    """Return the rows of one micro-batch; a tensor with no batch dimension is returned whole."""
+    """Return the rows of one micro-batch of ``tensor``; a tensor without a batch dimension is
+    returned whole."""
     if tuple(tensor.shape) == spec.shape:
         return tensor
     if tensor.dim() == len(spec.shape):
@@ -255,7 +251,8 @@ def local_part(
     dtype: str,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the box ``region`` of ``tensor``, contiguous, in ``dtype`` if it is floating."""
+    """Cut the index ranges ``region`` from ``tensor``; return them on ``device``, in ``dtype`` if
+    floating."""
     part = tensor
     if region != whole_region(tensor.shape):
         part = tensor[region_slices(region)]

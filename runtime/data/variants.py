@@ -51,10 +51,9 @@ from ...planner.shares import share_of, why_not
 
 
 class BatchShape(NamedTuple):
-    """Rows of a global batch, and the length of its bucket (None: the planned length).
-
-    ``capture`` numbers the captures of the model, whose code may have changed since planning.
-    """
+    """Number of rows of a global batch, and the sequence length it is padded to (None: the
+    planned). ``capture`` is the number of the traced program: the model is captured again when its
+    code changes."""
 
     rows: int
     length: int | None = None
@@ -63,11 +62,9 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One form of a plan's step. ``program`` has whole sequences and the rows of a micro-batch.
-
-    ``slices`` of a micro-batch run one after another: one slice, of whole sequences or of a bucket,
-    or the plan's slices.
-    """
+    """One form of a plan's step, for one shape of batches. ``program`` has whole sequences and the
+    rows of a micro-batch. ``slices`` are the parts of the sequences that each micro-batch is
+    computed in, one after another: a single slice unless the plan slices sequences."""
 
     shape: BatchShape
     program: Program
@@ -76,25 +73,25 @@ class Variant:
     slices: tuple[SequenceSlice, ...]
 
     def crossing(self) -> list[tuple[Boundary, ...]]:
-        """Return the values that cross stages, for each slice."""
+        """Return for each slice the values that are sent from one stage to another."""
         found = [boundaries(each.graph, each.blocks, each.plan) for each in self.slices]
         count = len(self.plan.stages)
         return [with_replicas(each, count) for each in found] if self.schedule.parts else found
 
 
 def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
-    """Return the pairs (source, target) of stages between which a value is sent."""
+    """Return the pairs (source, target) of stages where the source sends a value."""
     found = boundaries(program.graph, program.blocks, plan)
     return frozenset((b.source_stage, b.target_stage) for b in found)
 
 
 def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
-    """Return the variant of the batch that ``plan`` is for: the planned or a smaller batch.
+    """Return the form of a step by ``plan``, which may be the plan of a smaller batch than planned.
 
-    ``capture`` is the number of the program among the captures of the model.
+    ``capture`` is the number of ``program`` among the programs captured from the model.
 
     Raises PlanError AP547 and AP548 where replicas or slices would not give the same result, and
-    UsageError AP158 where an asynchronous schedule cannot run it.
+    UsageError AP158 where an asynchronous schedule cannot run the model.
     """
     check_asynchronous(plan, program.graph, program.blocks)
     program = program.with_batch_size(plan.microbatch_size)
@@ -119,11 +116,9 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
 
 
 def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """Return the planned variant at each of ``lengths``, which must be in ascending order.
-
-    Raises PlanError AP560 where a shorter batch would train another way, and UsageError AP561 for
-    impossible lengths.
-    """
+    """Return variants of the ``planned`` step for sequences of each of ``lengths``, which must
+    ascend. Raises PlanError AP560 where shorter sequences would give other training results, and
+    UsageError AP561 for impossible lengths."""
     if not lengths:
         return ()
     program, whole = planned.program, planned.slices[0]
@@ -146,7 +141,8 @@ def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, 
 
 
 def bucket_of(lengths: Sequence[int], length: int | None) -> int | None:
-    """Return the shortest bucket for a batch of ``length``; None if only whole sequences fit it.
+    """Return the smallest of ``lengths`` that a batch of sequence length ``length`` fits into; None
+    if none does or ``length`` is None.
 
     >>> bucket_of((4, 6), 3), bucket_of((4, 6), 6), bucket_of((4, 6), 7), bucket_of((4, 6), None)
     (4, 6, None, None)
@@ -162,10 +158,9 @@ def stage_programs(
     communicator: Communicator,
     draws: Draws | None = None,
 ) -> tuple[StageProgram, ...]:
-    """Return a rank's programs of a stage, one for each slice, without carried values as inputs.
-
-    ``draws`` are the random draws of the stage's programs of another variant, if it has one.
-    """
+    """Return a rank's programs of a stage, one for each slice of the sequences. Values that one
+    slice hands to the next are left out of the programs' inputs. ``draws`` is the random-number
+    state to share with the stage's programs of another variant."""
     index, found = variant.schedule.part(stage), []
     is_first = draws is None and not variant.plan.slices
     draws = Draws() if draws is None else draws
@@ -199,17 +194,15 @@ def _refused(what: str, why: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class SmallerBatch:
-    """Plan of a batch, and the rows that the ranks of each stage read."""
+    """The plan for a smaller global batch than planned, and the rows that each stage reads."""
 
     plan: Plan
     rows: tuple[StageRows | None, ...]
 
 
 def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
-    """Return the plan and rows of a batch of ``rows`` rows.
-
-    Raises UsageError AP836 where the plan cannot run such a batch.
-    """
+    """Return the plan for a global batch of ``rows`` rows, and the rows that each stage reads.
+    Raises UsageError AP836 where the plan cannot run such a batch."""
     why = _why_none(program.graph, plan)
     uneven = why or _why_not_uneven(program, plan)
     crossing = crossing_pairs(program, plan)
@@ -258,7 +251,7 @@ def _even(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 
 
 def _divides(program: Program, graph: Graph, stage: StagePlan) -> bool:
-    """Return whether the plan's layouts divide all values of a stage at the graph's batch size."""
+    """Return whether the stage's layouts split all tensors of ``graph`` evenly."""
     for node in graph:
         layout = stage.layout_of(node.name, program.blocks)
         if layout is None or node.kind not in ("op", "input"):
@@ -295,7 +288,7 @@ def _uneven(program: Program, plan: Plan, count: int, size: int) -> Plan | None:
 
 
 def divide_rows(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Divide ``rows`` into whole numbers in proportion to ``weights``, by largest remainder.
+    """Split ``rows`` into whole numbers proportional to ``weights`` (largest-remainder method).
 
     >>> divide_rows(3, (1, 1)), divide_rows(1, (1, 1, 1)), divide_rows(4, (3, 5))
     ((2, 1), (1, 0, 0), (2, 2))
@@ -317,14 +310,15 @@ def _can_be_scheduled(plan: Plan, crossing: frozenset[tuple[int, int]]) -> bool:
 
 
 class SequencePadding:
-    """Padding of the batches of one model; ``graph`` has the shapes of a micro-batch."""
+    """Padding of batches with short sequences; ``graph`` has a micro-batch's planned shapes."""
 
     def __init__(
         self,
         graph: Graph,
         check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
     ) -> None:
-        """Make the padding; ``check`` is called with the length of the first padded batch."""
+        """Make the padding; ``check`` is called with the length and paddings of the first short
+        batch."""
         self._graph, self._check = graph, check
         self._is_checked = False
         self._found: tuple[int, Mapping[str, Padding]] | None = None
@@ -337,10 +331,8 @@ class SequencePadding:
         return self._found[0]
 
     def length(self, batch: Mapping[str, Tensor]) -> int | None:
-        """Return the sequence length of a batch that is shorter than planned, else None.
-
-        Raises as ``__call__`` does.
-        """
+        """Return the sequence length of a batch; None if its sequences have the planned length.
+        Raises as ``__call__`` does."""
         if not any(self._is_shorter(name, tensor) for name, tensor in batch.items()):
             return None
         if self._found is None:
@@ -363,9 +355,9 @@ class SequencePadding:
     def __call__(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the batch with sequences padded to the planned length.
 
-        Raises PlanError AP560 where a padded batch would train another way than a shorter batch,
-        and UsageError AP130 where its inputs are of several lengths. A batch that has other shapes
-        for another reason is returned unchanged.
+        Raises PlanError AP560 where padding would change the training result, and UsageError AP130
+        where its inputs differ in length. A batch whose shapes differ from the plan's in another
+        way is returned unchanged.
         """
         if self.length(batch) is None:
             return batch
@@ -377,7 +369,7 @@ class SequencePadding:
         }
 
     def _is_shorter(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a dimension other than the rows' is shorter than planned."""
+        """Return whether input ``name`` is shorter than planned in a non-batch dimension."""
         known = self._graph.by_name.get(name)
         if known is None or tensor.dim() != len(known.spec.shape):
             return False

@@ -53,9 +53,10 @@ from .rendezvous import (
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
-"""Silence of an agent after which its host counts as lost, as in torch's rendezvous."""
+"""Time without a heartbeat of an agent after which its host counts as lost; torch's rendezvous uses
+the same."""
 LEAVING_SECONDS = 3.0
-"""Time for which the host that keeps the store stays after the other hosts."""
+"""Time for which the host that serves the store stays up after the other hosts have ended."""
 JOB, ROUNDS, BEATS = "autoparallel/job", "autoparallel/rounds", "autoparallel/beats"
 
 
@@ -68,7 +69,8 @@ def launch_on_hosts(
     max_restarts: int,
     finishes: bool = False,
 ) -> Any:
-    """Run ``job`` on ``num_local`` ranks of this host, and as many of every other host.
+    """Run ``job`` on ``num_local`` ranks of this host, and on as many ranks of each other host;
+    return the value of this host's first rank.
 
     If ``finishes``, a first SIGTERM to any host ends the ranks of all hosts when they have finished
     their step.
@@ -145,7 +147,7 @@ def _without_store(hosts: Hosts, why: str) -> MachineError:
 
 
 def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
-    """Raise UsageError AP157 where another host was given another run, or another --nnodes."""
+    """Raise UsageError AP157 if another host was given another job, or another --nnodes."""
     own = json.dumps(
         {"hosts": [hosts.least, hosts.most], "entry": job.entry, "run": job.arguments},
         sort_keys=True,
@@ -169,7 +171,7 @@ def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
 
 
 class HostAgent(SimpleElasticAgent):
-    """torch's elastic agent for the ranks of one host; ``error`` is its last failure."""
+    """torch's elastic agent, which starts and watches one host's ranks; ``error``: last failure."""
 
     def __init__(
         self,
@@ -179,7 +181,8 @@ class HostAgent(SimpleElasticAgent):
         store: Any,
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Make the agent, which waits for answers of ``store`` inside of ``asking()``."""
+        """Make the agent; its requests to ``store`` are made in the context ``asking()``, which
+        watches for missing answers."""
         super().__init__(spec)
         self._asking = asking
         self.error: AutoparallelError | None = None
@@ -191,19 +194,18 @@ class HostAgent(SimpleElasticAgent):
         self._peers: Peers | None = None
 
     def value(self) -> Any:
-        """Return the value of the function on this host's first rank."""
+        """Return the value that the job's function returned on this host's first rank."""
         first = self._worker_group.workers[0].global_rank
         return json.loads((self._folder() / RESULT.format(first)).read_text())
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the ranks; return whether this was the first."""
+        """Pass the first SIGTERM on to the ranks; return False for any later SIGTERM."""
         return self._workers is not None and self._workers.ask()
 
     def end_without_store(self, hosts: Hosts) -> None:
-        """End the ranks and this process, whose main thread waits for the store forever.
-
-        Prints the error of a rank that failed by itself, else MachineError AP416.
-        """
+        """End the ranks and this process when the store is gone, for whose answer the main thread
+        would wait forever. Prints the error of a rank that failed by itself, else MachineError
+        AP416."""
         error = self.error
         if self._workers is not None:
             failed = {rank: code for rank, code in self._workers.codes().items() if code}
@@ -275,7 +277,8 @@ class HostAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, error: AutoparallelError, *, counts: bool = True) -> None:
-        """Record ``error``, and set the restarts left: one less, if the failure ``counts``."""
+        """Record ``error``, and set how many restarts are left: none if a restart cannot help, one
+        less if the failure ``counts``, else as many as before."""
         self.error = error
         most = self._worker_group.spec.max_restarts
         if not can_mend(error):
@@ -287,7 +290,8 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Return whether ranks failed because a host is gone; wait until its silence shows it."""
+        """Return whether ranks failed because a host is gone, after a wait for overdue
+        heartbeats."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
@@ -310,7 +314,8 @@ class HostAgent(SimpleElasticAgent):
 
 
 class Peers:
-    """Heartbeats of the agents of a round's other hosts: each a growing number in the store."""
+    """Heartbeats between the agents of hosts that run together: each agent increments a number of
+    its own in the store and reads the others'."""
 
     def __init__(self, store: Any, rank: int, num_hosts: int, clock: Callable[[], float]) -> None:
         self._store, self._rank, self._clock = store, rank, clock
@@ -319,7 +324,7 @@ class Peers:
         self._heard = {peer: ("", clock()) for peer in range(num_hosts) if peer != rank}
 
     def lost(self) -> tuple[int, ...]:
-        """Send this host's heartbeat; return the hosts not heard for ``LOST_SECONDS``."""
+        """Send this host's heartbeat; return the hosts that have sent none for ``LOST_SECONDS``."""
         now = self._clock()
         if now - self._sent < BEAT_SECONDS:
             return self._silent(now)

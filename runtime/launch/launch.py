@@ -36,7 +36,7 @@ from .process import FAILURE, RESULT, Job, call_entry, current_worker
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 10.0
-"""Time for the other workers to report errors of their own after the first failure."""
+"""Time in which, after the first failure, the other workers may report errors of their own."""
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -98,7 +98,8 @@ def launch(
 def _restarting(
     start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
 ) -> Any:
-    """Call ``start`` again after errors that a restart can mend, ``max_restarts`` times at most."""
+    """Call ``start``, and call it again after errors that a restart can fix, ``max_restarts`` times
+    at most."""
     for restarts in range(max_restarts + 1):
         try:
             return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
@@ -110,7 +111,7 @@ def _restarting(
 
 
 def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
-    """Start all ranks once, in a folder of their own; return the value of the first rank."""
+    """Start all ranks once, in a new temporary folder; return the value of the first rank."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(replace(job, folder=folder))))
@@ -123,7 +124,8 @@ def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that sets gloo's interface to loopback, unless the user chose another."""
+    """Return the environment variable that makes gloo use the loopback interface, or {} if the user
+    has chosen an interface."""
     if "GLOO_SOCKET_IFNAME" in environment:
         return {}
     names = [name for _, name in socket.if_nameindex()]
@@ -131,10 +133,8 @@ def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Workers:
-    """The worker processes of one launch on this machine, with the ranks from ``first_rank`` on.
-
-    ``failures`` has the reports of failed workers, by default in the folder of the job.
-    """
+    """The worker processes of one launch on this machine; their ranks count up from ``first_rank``.
+    ``failures`` has the reports of failed workers, by default in the folder of the job."""
 
     def __init__(
         self,
@@ -178,7 +178,8 @@ class Workers:
         return {number: process.pid for number, process in enumerate(self._processes)}
 
     def codes(self) -> dict[int, int | None]:
-        """Return exit codes by rank: None while running, 0 for a lost rank if the others go on."""
+        """Return the workers' exit codes by rank: None while running; 0 for a lost rank if the run
+        goes on without it."""
         found = (process.poll() for process in self._processes)
         codes = dict(zip(self._ranks, found, strict=True))
         lost = {rank: code for rank, code in codes.items() if code is not None and code < 0}
@@ -190,7 +191,7 @@ class Workers:
         return {**codes, **dict.fromkeys(lost, 0)}
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the workers; return whether this was the first."""
+        """Pass the first SIGTERM on to the workers; return False for any later SIGTERM."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
             for process in self._processes:
@@ -223,7 +224,7 @@ class Workers:
         return process
 
     def _wait(self, timeout_seconds: float) -> dict[int, int]:
-        """Wait until all workers ended well or any failed; return the failed ranks' exit codes."""
+        """Wait until all workers succeed or one fails; return the failed ranks' exit codes."""
         first_end: float | None = None
         while True:
             codes = self.codes()
@@ -244,10 +245,9 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def others(self, failed: dict[int, int]) -> dict[int, int]:
-        """Give the other workers a moment to fail by themselves; return all failed ranks' codes.
-
-        Failed ranks that left no report are reported to the others here.
-        """
+        """After the first failure, give the other workers a moment to report errors of their own;
+        return the exit codes of all failed ranks. A failed rank that left no report is reported to
+        the others here."""
         first = set(failed)
         deadline = time.monotonic() + GRACE_SECONDS
         known = {**self._failures.read(), **self._told.read()}
@@ -259,7 +259,7 @@ class Workers:
         return {**failed, **later}
 
     def end(self) -> None:
-        """End running workers and their children, by SIGTERM, then by SIGKILL."""
+        """End the running workers and their child processes, first by SIGTERM, then by SIGKILL."""
         for sign, seconds in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
             for process in self._processes:
                 if process.poll() is None:
@@ -277,10 +277,8 @@ class Workers:
                 process.stdin.close()
 
     def _show_waits(self, failed: Mapping[int, int]) -> None:
-        """Print the errors of ranks that waited for another rank, one after the other.
-
-        The workers do not print them: lines of several workers at once would mix.
-        """
+        """Print the errors of the ``failed`` ranks that only waited for another rank, one after the
+        other. The workers do not print them: lines of several workers at once would mix."""
         for rank, report in sorted(self._told.read().items()):
             if rank in failed and (report.is_consequence or report.error["kind"] == "HangError"):
                 _write_lines(str(report.exception()).splitlines(), rank)
@@ -333,7 +331,7 @@ class Workers:
 
 
 def _ending(code: int) -> str:
-    """Describe the end of a process that left no error."""
+    """Describe by its exit ``code`` how a process ended that left no error."""
     return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
@@ -357,10 +355,8 @@ def _write_lines(lines: Iterable[str], rank: int) -> None:
 
 @contextmanager
 def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Raise SystemExit at SIGTERM and SIGHUP inside the context, so that the workers end too.
-
-    A SIGTERM is ignored if ``ask()`` returns true: the workers then end by themselves.
-    """
+    """Raise SystemExit at SIGTERM and SIGHUP inside the context, so that its cleanup ends the
+    workers. A SIGTERM is ignored if ``ask()`` returns true: the workers then end by themselves."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGTERM or ask is None or not ask():
@@ -378,8 +374,8 @@ def signals_raise(ask: Callable[[], bool] | None = None) -> Iterator[None]:
 
 
 MENDABLE = ("AP801", "AP802", "AP820", "AP821", "AP826")
-"""Error codes that a restart may mend: a rank that failed or died, hangs, or lost another rank, and
-a lost host."""
+"""Codes of errors after which a restart may succeed: a rank failed, died, hangs, or lost another
+rank; a host is lost."""
 
 
 def can_mend(error: AutoparallelError) -> bool:

@@ -34,15 +34,15 @@ from ..messages.watchdog import Watchdog, on_termination
 from .process import Worker
 
 GLOO_ENDS_SECONDS = 0.1
-"""Wait for gloo's threads at the end of a process."""
+"""Time to wait, at the end of a process, for gloo's threads to become idle."""
 
 EIGHT_BIT_CAPABILITY = (8, 9)
-"""Lowest compute capability with units for 8-bit products (L40S)."""
+"""Lowest CUDA compute capability (the L40S's) with hardware for 8-bit matrix products."""
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Join the process group as a launched worker of ``cluster``, and let the worker's watchdog
-    follow its device. Raises as ``join`` does."""
+    """Join the process group as a worker of ``cluster``, and let its watchdog follow the progress
+    of its device; return the device. Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
     device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
     worker.watchdog.follow(queue_of(device))
@@ -57,7 +57,8 @@ def join(
 ) -> torch.device:
     """Join the process group, unless the caller has; return this rank's device.
 
-    The ranks meet at the store that ``meet`` (see ``Worker``) or else the environment names.
+    ``meet`` returns arguments of ``init_process_group``; if it returns none, the environment
+    variables of torchrun apply.
 
     Collectives time out a minute after ``timeout_seconds`` (in the caller's groups at the
     earliest): a watchdog, which can name the rank that did not come, ends the process first.
@@ -110,7 +111,7 @@ def _end_after_gloo() -> None:
 
 
 def check_none_idle(plan: Plan) -> None:
-    """Raise MachineError AP412 where some of the processes would have nothing to do."""
+    """Raise MachineError AP412 if the plan leaves some of the processes without work."""
     needed, found = num_processes(plan), dist.get_world_size()
     if found > needed:
         raise MachineError(
@@ -123,13 +124,13 @@ def check_none_idle(plan: Plan) -> None:
 
 
 def num_processes(plan: Plan) -> int:
-    """Return the number of processes that the plan is for."""
+    """Return the number of processes that the plan needs."""
     return 1 + max(rank for stage in plan.stages for rank in stage.devices)
 
 
 def check_device(device: torch.device, precision: Precision) -> None:
     """Raise MachineError AP413 for bf16 if ``device`` is a GPU that only emulates it, for fp8 if
-    ``device`` has no units for it or torchao is not installed."""
+    ``device`` has no hardware for it or torchao is not installed."""
     if precision == "fp8":
         _check_eight_bits(device)
         load_torchao(emulate=False)
@@ -161,7 +162,7 @@ def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> Non
 
 
 def _check_eight_bits(device: torch.device) -> None:
-    """Raise MachineError AP413 where ``device`` has no units for 8-bit products."""
+    """Raise MachineError AP413 if ``device`` has no hardware for 8-bit matrix products."""
     name, why = f"a device of type {device.type}", "it has no units for 8-bit products"
     if device.type == "cuda":
         major, minor = capability = torch.cuda.get_device_capability(device)
@@ -175,8 +176,8 @@ def _check_eight_bits(device: torch.device) -> None:
 
 
 def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
-    """Raise an error if ``plan`` is not of this model, there are too few processes, or ``device``
-    only emulates the plan's precision."""
+    """Raise an error if ``plan`` was made for another model, if there are too few processes, or if
+    ``device`` only emulates the plan's precision."""
     check_device(device, plan.model.precision)
     check_model(program, plan)
     needed = num_processes(plan)
@@ -191,7 +192,7 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
 
 
 def check_model(program: Program, plan: Plan) -> None:
-    """Raise PlanError AP550 where ``plan`` is not of this model."""
+    """Raise PlanError AP550 if ``plan`` was made for another model than ``program``."""
     found = program.graph.fingerprint
     if plan.model.fingerprint != found:
         raise PlanError(
@@ -204,19 +205,17 @@ def check_model(program: Program, plan: Plan) -> None:
 
 
 SAME_SECONDS = 2.0
-"""Time within which SIGTERMs count as one: a scheduler sends them to every process of a job, and
-torchrun to its ranks."""
+"""Time within which several SIGTERMs count as one: a scheduler sends one to every process of a job,
+and torchrun another to its ranks."""
 
 
 class Stop:
-    """Context manager around the steps of a run that turns a SIGTERM into an agreed last step.
-
-    A thread calls ``ask`` at each SIGTERM; the main thread of every rank calls ``is_agreed`` after
-    each step.
-    """
+    """Context manager around a run's steps that, after a SIGTERM, lets all ranks end after the same
+    step. A thread calls ``ask`` at each SIGTERM; the main thread of every rank calls ``is_agreed``
+    after each step."""
 
     def __init__(self, watchdog: Watchdog, *, is_behind: bool) -> None:
-        """Make the context; ``is_behind``: hosts run ahead of their devices."""
+        """Make the context. ``is_behind``: devices execute asynchronously, behind their hosts."""
         self._watchdog, self._is_behind = watchdog, is_behind
         self._asked_seconds: float | None = None
         self._vote: tuple[Tensor, dist.Work | None] | None = None
@@ -232,14 +231,16 @@ class Stop:
         self._termination.__exit__(*error)
 
     def ask(self) -> bool:
-        """Record a SIGTERM; return whether the run goes on to the end of its step."""
+        """Record a SIGTERM; return whether the process may finish its step (False at a repeated
+        SIGTERM)."""
         now = time.monotonic()
         if self._asked_seconds is None:
             self._asked_seconds = now
         return now - self._asked_seconds < SAME_SECONDS
 
     def is_agreed(self) -> bool:
-        """Return whether all ranks end the run after this step. Collective over all ranks."""
+        """Return whether all ranks agree to end the run after this step. Collective over all
+        ranks."""
         mine = torch.tensor(int(self._asked_seconds is not None))
         if not dist.is_initialized():
             return bool(mine)

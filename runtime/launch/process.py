@@ -45,22 +45,20 @@ from ..messages.watchdog import Watchdog, print_error
 
 POLL_SECONDS = 0.02
 MEETING_SECONDS = 300.0
-"""Time limit for the ranks of an agent to meet."""
+"""Time limit for the ranks of torchrun's agent to find each other in its store."""
 ROOM = "autoparallel/meeting"
 
 
 def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` to meet at the new file ``path``."""
+    """Return arguments with which ``init_process_group`` uses a store in the new file ``path``."""
     from torch._C._distributed_c10d import FileStore
 
     return {"store": FileStore(path, world_size), "rank": rank, "world_size": world_size}
 
 
 def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` to meet at the store of torchrun's agent.
-
-    The store has a new prefix; the dict is empty without an agent. Collective over all ranks.
-    """
+    """Return arguments with which ``init_process_group`` uses the store of torchrun's agent. The
+    keys get a new prefix; the dict is empty if no agent runs. Collective over all ranks."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -77,7 +75,8 @@ def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def agree_on_name(store: Any, rank: int, world_size: int) -> str:
-    """Return a new name of rank 0's that all current ranks have confirmed through ``store``."""
+    """Agree on a new name, proposed by rank 0 and confirmed by all current ranks through ``store``;
+    return it."""
     token = uuid.uuid4().hex
     if rank != 0:
         store.set(f"{ROOM}/asks/{rank}", token)
@@ -105,8 +104,8 @@ def agree_on_name(store: Any, rank: int, world_size: int) -> str:
 
 
 RESULT, FAILURE, STORE = "result-{}.json", "failure", "store"
-"""Files of the job's folder: the value of a rank's function, the ranks' reports to the launcher,
-and the store that the process group meets at."""
+"""Names of files in a job's folder: of the value that a rank's function returned, of the ranks'
+reports to the launcher, and of the process group's store."""
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "CUDA out of memory",
@@ -129,11 +128,9 @@ CONNECTION_LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """This process as a rank; calls of ``watchdog.progress`` keep it alive in long work.
-
+    """This process in its role as a rank; calls of ``watchdog.progress`` show that it is alive.
     ``meet`` returns the arguments of ``init_process_group``; all ranks call it at once.
-    ``restarts`` counts how often all ranks were started again.
-    """
+    ``restarts`` is the number of times that all ranks were started again."""
 
     rank: int
     world_size: int
@@ -145,11 +142,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The function that every worker of a launch runs. Workers leave their reports in ``folder``
-    and import from ``sys_path``, by default the launcher's.
+    """The function that every worker process of a launch calls, and its settings. Workers write
+    their reports into ``folder`` and import from ``sys_path``, by default the launcher's.
 
-    ``is_alone``: all ranks are on this machine, and meet in the folder too. ``survives``: the run
-    goes on when a signal ends a rank.
+    ``is_alone``: all ranks are on this machine, and find each other through ``folder`` too.
+    ``survives``: the run goes on when a signal ends a rank.
     """
 
     entry: str
@@ -162,7 +159,8 @@ class Job:
 
 
 def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
-    """Convert ``error`` to an AutoparallelError: out of memory, or failed, with the traceback."""
+    """Convert ``error`` of a rank to an AutoparallelError that says "out of memory", or "failed"
+    with the traceback."""
     if isinstance(error, AutoparallelError):
         return error
     text = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -188,11 +186,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
-    """Return ``error``, or an error with this rank's wait if ``error`` only says that another rank
-    is gone.
-
-    In both cases the other ranks are told.
-    """
+    """Return ``error``; if it only says that another rank is gone, return an error that tells for
+    which action this rank waited. In both cases a report is left for the other ranks."""
     ranks, doing = worker.watchdog.ranks, worker.watchdog.last
     told = f"{error.what} {error.why if error.code == 'AP886' else ''}"
     is_consequence = error.code in ("AP801", "AP886") and any(x in told for x in CONNECTION_LOST)
@@ -220,11 +215,11 @@ def current_worker(
     failures: FailureStore | None = None,
     store_path: str | None = None,
 ) -> Worker:
-    """Return this process as the worker that the environment describes.
+    """Return a ``Worker`` for this process, with the rank that the environment variables describe.
 
     Reports of failed ranks go to ``failures``, by default in the store of the environment;
-    ``resting``: see ``Watchdog``. Ranks of one machine meet at the file ``store_path``, others at
-    the store of the environment.
+    ``resting``: see ``Watchdog``. Ranks of one machine use a store in the file ``store_path``,
+    others the store of the environment.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, failures or SharedStore(environment))
@@ -245,10 +240,9 @@ def current_worker(
 
 
 def call_entry(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
-    """Call ``"module:function"`` with the worker and the arguments, under its watchdog.
-
-    Raises only AutoparallelErrors. The process group that the function leaves is destroyed.
-    """
+    """Call the function ``"module:function"`` with the worker and the arguments, under its
+    watchdog. Raises only AutoparallelErrors. A process group that the function has left open is
+    destroyed."""
     module, _, name = entry.partition(":")
     watched: AbstractContextManager[object] = worker.watchdog
     try:
@@ -272,7 +266,7 @@ def _leave() -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process and its children when the launcher is gone, which closes its pipe."""
+    """End this process and its children when the launcher dies, which closes a pipe to them."""
 
     def wait() -> None:
         while os.read(0, 1):

@@ -25,16 +25,16 @@ from ...planner.errors import MachineError, UsageError
 
 RUN = "autoparallel"
 READ_SECONDS = 60.0
-"""Time limit of the store's answers."""
+"""Time limit for an answer of the store."""
 LAST_CALL_SECONDS = 5.0
-"""Time to wait for further hosts when the least number is there."""
+"""Time to wait for further hosts after the least number of hosts has joined."""
 BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The least and largest number of a run's hosts, the endpoint at which they meet, and the time
-    that a host waits for the others."""
+    """Settings of the hosts of a run: their least and largest number, the endpoint where they find
+    each other, and the time that a host waits for the others."""
 
     least: int
     most: int
@@ -43,7 +43,7 @@ class Hosts:
 
     @property
     def is_elastic(self) -> bool:
-        """Tell whether the run goes on with fewer hosts."""
+        """Tell whether the run may go on with fewer hosts than it started with."""
         return self.least < self.most
 
 
@@ -82,7 +82,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def own_address(endpoint: tuple[str, int]) -> str:
-    """Return the address of this host from which it reaches the endpoint."""
+    """Return the IP address of this host on the network from which it reaches the endpoint."""
     family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -103,10 +103,8 @@ def interface_of(address: str) -> str | None:
 
 
 def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, bool]:
-    """Return the store of all hosts, and whether this process keeps it.
-
-    Raises MachineError AP414 where nobody keeps it within ``join_seconds``.
-    """
+    """Connect to the store of all hosts, or open it here; return it, and whether this process
+    serves it. Raises MachineError AP414 if no process serves it within ``join_seconds``."""
     from torch._C._distributed_c10d import TCPStore
 
     timeout = timedelta(seconds=READ_SECONDS)
@@ -132,7 +130,7 @@ def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, boo
 
 
 def _listen(endpoint: tuple[str, int]) -> socket.socket | None:
-    """Return a socket that listens at the endpoint, or None if another host or process has it."""
+    """Return a socket that listens at the endpoint; None if another process or host owns it."""
     family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,10 +157,8 @@ def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
 def make_handler(
     hosts: Hosts, store: Any, endpoint: tuple[str, int], asking: Callable[[], Any]
 ) -> Any:
-    """Make torch's rendezvous handler of ``hosts`` over ``store``, where the ranks meet too.
-
-    It waits for answers of the store in the context ``asking()``.
-    """
+    """Make torch's rendezvous handler for ``hosts`` over ``store``, which then is the ranks' store
+    too. Its requests to the store are made in the context ``asking()``."""
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -174,7 +170,7 @@ def make_handler(
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     class Handler(DynamicRendezvousHandler):
-        """Rendezvous handler whose ranks meet at the store of the hosts."""
+        """Rendezvous handler whose ranks use the hosts' store for their process group."""
 
         @property
         def use_agent_store(self) -> bool:
@@ -187,7 +183,7 @@ def make_handler(
             )
 
     class Backend(C10dRendezvousBackend):
-        """Backend that keeps the state of the rendezvous in the store of the hosts."""
+        """Rendezvous backend that keeps its state in the store of all hosts."""
 
         def get_state(self) -> Any:
             with asking():
@@ -215,10 +211,8 @@ POLL_SECONDS = 0.5
 
 
 class StoreWatch:
-    """Thread that calls ``give_up`` when the store leaves a request open for ``lost_seconds``.
-
-    A context manager, on while inside. Requests are made inside of ``asking``.
-    """
+    """Thread that calls ``give_up`` when a request to the store is unanswered for ``lost_seconds``;
+    a context manager, active inside. Requests are to be made in the context ``asking()``."""
 
     def __init__(self, lost_seconds: float, give_up: Callable[[], None]) -> None:
         self._most_polls = lost_seconds / POLL_SECONDS
@@ -238,7 +232,7 @@ class StoreWatch:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Count a request to the store as open inside the context."""
+        """Count a request to the store as unanswered while the context is open."""
         question = object()
         with self._lock:
             self._open[question] = 0
@@ -249,8 +243,8 @@ class StoreWatch:
                 del self._open[question]
 
     def _watch(self) -> None:
-        """Count the polls that find a request open, not the seconds: this process may have been
-        stopped meanwhile."""
+        """Poll for unanswered requests. A request's age is counted in polls, not seconds, since
+        this process may have been stopped meanwhile."""
         while not self._stopped.wait(POLL_SECONDS):
             with self._lock:
                 for question in self._open:

@@ -32,10 +32,8 @@ _OF_JOB = (
 
 
 def watch_script(environment: Mapping[str, str], timeout_seconds: float | None = None) -> Worker:
-    """Return this process as a worker, watched from the first call to its end.
-
-    ``timeout_seconds`` replaces the timeout of an earlier call; None leaves it.
-    """
+    """Return a ``Worker`` for this process, under a watchdog from the first call to the process's
+    end. ``timeout_seconds`` replaces the timeout of an earlier call; None keeps that timeout."""
     worker = _watched(tuple((n, environment[n]) for n in _OF_JOB if n in environment))
     if timeout_seconds is not None:
         worker.watchdog.timeout_seconds = timeout_seconds
@@ -48,8 +46,8 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
     stderr = sys.stderr
 
     def say(error: Exception) -> None:
-        """Write to the stderr from before: while torch's own hook runs, ``sys.stderr`` is a buffer,
-        which is lost when another thread ends the process."""
+        """Write ``error`` to the stderr saved earlier: while torch's own hook runs, ``sys.stderr``
+        is a buffer, which is lost when another thread ends the process."""
         print(error, file=stderr, flush=True)
 
     worker = current_worker(dict(job), TIMEOUT_SECONDS, resting=resting, report=say)
@@ -60,15 +58,13 @@ def _watched(job: tuple[tuple[str, str], ...]) -> Worker:
 
 
 _KEPT = ExitStack()
-"""Contexts that stay open until the process ends."""
+"""Context managers that stay open until the process ends."""
 
 
 def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
-    """Install an exception hook that tells the other ranks of an error of the script.
-
-    If the error only says that another rank is gone, this rank's wait is printed after it. The
-    process then ends soon, since nothing may wait for that rank at exit.
-    """
+    """Install an exception hook that reports an uncaught error of the script to the other ranks. If
+    the error only says that another rank is gone, the action in which this rank waited is printed
+    after it. The process is then ended soon: cleanup at exit must not wait for the lost rank."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -103,7 +99,8 @@ _ADVICE = (
 
 
 def advice_for(error: BaseException) -> UsageError | None:
-    """Return UsageError AP944 with advice on an error of torch about sharded tensors, or None."""
+    """Return UsageError AP944, with advice, for an error of torch about sharded tensors, or
+    None."""
     text = str(error)
     if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
         return None

@@ -34,14 +34,14 @@ Span = tuple[int, int]
 
 
 class ThreadTask:
-    """A function that a thread runs; ``wait`` raises its error."""
+    """Handle of a function call in another thread; ``wait`` blocks and raises its error."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, function: Callable[[], object]) -> None:
-        """Run ``function`` in the current thread, and keep its error for ``wait``."""
+        """Call ``function`` in the current thread; store its error, which ``wait`` raises."""
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
@@ -78,10 +78,8 @@ class TaskThread:
 
 class AllReduces:
     """The all-reduces of one rank over the axes of a mesh, in the order in which they are started.
-
-    ``cluster`` has the hosts of the ranks, and the links. Construction is collective over the ranks
-    of each axis.
-    """
+    ``cluster`` describes the ranks' hosts and the links between them. Construction is collective
+    over the ranks of each axis."""
 
     def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:
         self._cluster = cluster
@@ -95,7 +93,7 @@ class AllReduces:
             self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Start the in-place sum of a flat tensor over ``axes``; sums run one by one."""
+        """Start to sum a flat tensor in place over ``axes``; a thread runs sums one by one."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
@@ -117,7 +115,7 @@ class AllReduces:
 
 
 class _Arriving(NamedTuple):
-    """A message that this rank receives; ``spans`` are its places in the tensor."""
+    """A message that this rank receives; it fills the element ranges ``spans`` of the tensor."""
 
     sender: int
     tag: int
@@ -133,15 +131,16 @@ class _Leaving(NamedTuple):
 
 
 class TableMessages:
-    """A collective on flat tensors of ``numel`` elements, in place, by the messages of a table.
+    """An in-place collective on flat tensors of ``numel`` elements, run as the point-to-point
+    messages that a table lists in rounds.
 
-    The parts of a tensor have nearly equal sizes, and empty parts are not sent. Parts that a rank
+    A tensor is cut into parts of nearly equal size; empty parts are not sent. Parts that a rank
     does not hold at the start must be 0 there, or are not added to. ``rounds`` are the messages
     that the rank receives and sends.
     """
 
     def __init__(self, table: Table, numel: int, group: Any) -> None:
-        """Make this rank's rounds of ``table``; ``group`` is a ``ProcessGroupGloo``."""
+        """Prepare the messages of this rank in ``table``; ``group`` is a ``ProcessGroupGloo``."""
         self._group, rank = group, group.rank()
         assert table.num_ranks == group.size()
         bounds = [part * numel // table.num_parts for part in range(table.num_parts + 1)]
@@ -156,7 +155,7 @@ class TableMessages:
     def _run_round(
         self, tensor: Tensor, arriving: Sequence[_Arriving], leaving: Sequence[_Leaving]
     ) -> None:
-        """Run a round: all messages are in flight at once, and have the values from before it."""
+        """Send and receive all messages of a round at once, with the values from before it."""
         buffers, offset, works = [], 0, []
         scratch = self._scratch(tensor, sum(_size(m.spans) for m in arriving if not m.in_place))
         for message in arriving:
@@ -178,7 +177,7 @@ class TableMessages:
                 _put(tensor, message, buffer)
 
     def _scratch(self, tensor: Tensor, numel: int) -> Tensor:
-        """Return a buffer for arriving messages: the last round's, if it is large enough."""
+        """Return a buffer for received messages: the previous round's, if it is large enough."""
         if self._buffer is None or self._buffer.numel() < numel:
             self._buffer = tensor.new_empty(numel)
         return self._buffer
@@ -187,7 +186,7 @@ class TableMessages:
 def _own_round(
     messages: Sequence[Message], rank: int, bounds: Sequence[int]
 ) -> tuple[tuple[_Arriving, ...], tuple[_Leaving, ...]]:
-    """Return the messages of a round that this rank receives and sends; the tag is a message's
+    """Return the messages that this rank receives and sends in a round. A message's tag is its
     index in the round, so that two messages between the same ranks are not confused."""
     sent = {part for message in messages if message.sender == rank for part in message.parts}
     arriving, leaving = [], []
@@ -204,7 +203,7 @@ def _own_round(
 
 
 def _spans(parts: Sequence[int], bounds: Sequence[int]) -> tuple[Span, ...]:
-    """Return the element ranges of ``parts``, neighbours joined and empty ranges left out.
+    """Return the element ranges of ``parts``, adjacent ranges joined and empty ranges left out.
 
     >>> _spans((0, 1, 3), (0, 2, 4, 6, 7)), _spans((1,), (0, 2, 2))
     (((0, 4), (6, 7)), ())

@@ -34,7 +34,7 @@ _reduce_scatter: Callable[..., Any] = (
 
 @dataclass(frozen=True, slots=True)
 class _Scattered:
-    """Handle of a reduce-scatter; ``wait`` sums the parts received from all ranks."""
+    """Handle of a running reduce-scatter; ``wait`` sums the parts received from all ranks."""
 
     work: Any
     received: Tensor
@@ -136,10 +136,8 @@ class ProcessCommunicator:
         return torch.cat(received.unbind(0), concat_dim)
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
-        """Exchange ``tensor`` with the rank at the opposite position of ``axis``.
-
-        It is an all-to-all in which each rank sends to one other rank.
-        """
+        """Exchange ``tensor`` with the rank at the opposite position of ``axis`` (``i`` with
+        ``n - 1 - i``), by an all-to-all in which each rank sends to that rank only."""
         size = self.size(axis)
         if size == 1:
             return tensor.detach()
@@ -154,7 +152,8 @@ class ProcessCommunicator:
 
 
 def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """Stack ``size`` equal chunks along ``dim`` in a new leading dimension, contiguous."""
+    """Return ``size`` equal chunks of a tensor along ``dim``, stacked in a new first dimension,
+    contiguous."""
     if tensor.shape[dim] % size:
         raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} is not divisible by {size}")
     return torch.stack(tensor.chunk(size, dim))
@@ -169,18 +168,16 @@ _COLLECTIVE_FILES = (distributed_c10d.__file__, _functional_collectives.__file__
 
 
 class BackwardPosition:
-    """Name of the block of a stage whose backward autograd began last."""
+    """Holder of the name of the block in a stage whose backward autograd has started last."""
 
     def __init__(self) -> None:
         self.block = ""
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """Return text for the block and collective that a thread is in; "" if it is in neither.
-
+    """Describe the block and the collective that a thread's stack is in; return "" if in neither.
     The innermost block and collective count. The collective has the name of the function of
-    ``torch.distributed`` that was called, or, for a stage's collective, its name and mesh axis.
-    """
+    ``torch.distributed`` that was called, or, for a stage's collective, its name and mesh axis."""
     block = collective = ""
     is_backward = False
     for each in _outwards(frame):
@@ -211,7 +208,7 @@ _SHARDED = {
 
 
 def _block_of(group: Any) -> str:
-    """Return the names of the blocks whose parameters ``fully_shard`` keeps in a group."""
+    """Return the names of the blocks whose parameters form a parameter group of ``fully_shard``."""
     names = (getattr(module, "block_name", "") for module in group.modules)
     return ", ".join(name for name in names if name)
 

@@ -43,7 +43,7 @@ class HostCopy(NamedTuple):
 
 
 class DeviceQueue(Protocol):
-    """The queue of one device. ``runs_behind``: calls return before their work is done."""
+    """The work queue of one device. ``runs_behind``: calls return before their work is done."""
 
     @property
     def device(self) -> torch.device: ...
@@ -51,10 +51,8 @@ class DeviceQueue(Protocol):
     def runs_behind(self) -> bool: ...
 
     def mark(self, event: Event | None = None) -> Event:
-        """Return an event that is reached when all work queued so far is done.
-
-        ``event``: an earlier event of this queue, to be reused in place of a new one.
-        """
+        """Record an event in the queue, which is reached when all work queued so far is done.
+        ``event`` is an earlier event of this queue to record again, instead of a new one."""
 
     def moment(self) -> Any:
         """Return a timestamp of the queue at its current end, for ``seconds``."""
@@ -66,17 +64,18 @@ class DeviceQueue(Protocol):
         """Return ``parts`` on the device. Tensors in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """Start a host copy of ``tensor`` after ``work`` has filled it; None if in host memory."""
+        """Start to copy ``tensor`` to host memory after ``work``; return None if it is a host
+        tensor."""
 
 
 class _Passed:
-    """Event that has always been reached."""
+    """Event that counts as reached at all times."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return at once: the host's work is always done."""
 
 
 PASSED = _Passed()
@@ -175,7 +174,7 @@ def packed_copies(
     empty: Callable[[int, torch.dtype], Tensor],
     copy: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, ...]:
-    """Copy all tensors by one call of ``copy`` per dtype, on their values in one flat tensor.
+    """Copy tensors by one call of ``copy`` per dtype, on a flat tensor that has all their values.
 
     ``empty(num_elements, dtype)`` allocates that flat tensor. Tensors that share their memory are
     copied once.
@@ -203,7 +202,7 @@ def _memory(part: Tensor) -> tuple[Any, ...]:
 
 
 def _slots(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a flat tensor into consecutive pieces in the shapes of ``like``."""
+    """Split a flat tensor into consecutive views that have the shapes of ``like``."""
     sizes = [each.numel() for each in like]
     pieces = torch.split(whole, sizes) if sizes else ()
     return [piece.view(each.shape) for piece, each in zip(pieces, like, strict=True)]

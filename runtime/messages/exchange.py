@@ -45,12 +45,12 @@ Direction = Literal["forward", "backward"]
 
 
 Sent = tuple[Direction, int, int]
-"""Key of the messages that a stage sends after one action: direction, stage, and micro-batch (or
-slice of a micro-batch)."""
+"""Key of the messages that a stage sends together, after one forward or backward: direction, stage,
+and micro-batch (or slice of one)."""
 
 
 class StagePlace(Protocol):
-    """The place of a stage: its mesh and the global ranks of its devices, in row-major order."""
+    """A stage's location: its mesh, and its devices' global ranks in row-major order."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -60,10 +60,9 @@ class StagePlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One message: ``slices`` of this rank's part of a boundary's value, to or from ``peer``.
-
-    Empty ``slices`` mean the whole part.
-    """
+    """Point-to-point message that is a part of a value sent between stages: the ``slices`` of this
+    rank's part of the value, to or from rank ``peer``. Empty ``slices`` mean this rank's whole
+    part."""
 
     peer: int
     slices: tuple[slice, ...]
@@ -71,10 +70,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """One boundary in one direction as this rank sees it: its part of the value, and its messages.
-
-    ``sender`` is the stage that the value comes from, ``taker`` the stage that it goes to.
-    """
+    """A value sent between two stages (or its gradient) as this rank sends or receives it: the
+    shape of this rank's part, and the messages that carry it. ``sender`` is the sending stage,
+    ``taker`` the receiving stage."""
 
     key: str
     direction: Direction
@@ -87,11 +85,9 @@ class _Port:
 
 @dataclass(slots=True)
 class _Arriving:
-    """A value that is being received: ``whole`` is the memory for this rank's part of it.
-
-    ``works`` are the receives of its messages, each with the sending rank. ``copies`` are pieces
-    that arrive in a buffer and are then copied to these slices of ``whole``.
-    """
+    """A value that is being received: ``whole`` is the memory for this rank's part of it. ``works``
+    are the pending receives, each with the sending rank. ``copies`` are pairs of slices of
+    ``whole`` and a buffer, which is copied there when it has arrived."""
 
     port: _Port
     whole: Tensor
@@ -100,7 +96,8 @@ class _Arriving:
 
 
 class Exchange:
-    """Messages of one rank. Every rank of the world makes its own exchange, at the same time."""
+    """Point-to-point messages between the stages of this rank and stages on other ranks. Every rank
+    of the world makes its own exchange, at the same time."""
 
     def __init__(
         self,
@@ -114,11 +111,9 @@ class Exchange:
         progress: Progress | None = None,
     ) -> None:
         """Make the messages. ``boundaries`` has, for each slice of the sequences (one if they are
-        whole), at least the boundaries of the rank's own stages. Each message is of a slice: slice
-        ``j`` of micro-batch ``m`` counts as micro-batch ``m * num_slices + j``.
-
-        ``lanes``: see ``Lanes``; by default new lanes.
-        """
+        whole), the values sent between stages, at least of this rank's stages. Slice ``j`` of
+        micro-batch ``m`` has the number ``m * num_slices + j``, which ``microbatch`` means in the
+        other methods. ``lanes`` are the connections to other ranks, by default new connections."""
         self._progress = progress
         self._rank = rank
         self._device = device
@@ -150,25 +145,23 @@ class Exchange:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Reset every lane to the first message of the schedule."""
+        """Expect from every other rank the first message of the schedule again."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
 
     def peers(self, stage: int) -> tuple[int, ...]:
-        """Return the other ranks that compute ``stage``, a stage of this rank."""
+        """Return the other ranks that hold a part of ``stage``, one of this rank's stages."""
         return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
-        """Post the receives of values that ``stage`` needs from other stages."""
+        """Start to receive the values that ``stage`` needs from other stages in a micro-batch."""
         for peer, sent in self._wanted(direction, stage, microbatch):
             for each in self._up_to(peer, sent):
                 self._post_all(peer, each)
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Wait for the posted receives; return this rank's part of every value, by key.
-
-        Gradients of a value that went to several stages are summed.
-        """
+        """Wait for the receives that ``post`` has started; return this rank's part of each value,
+        by key. Gradients of a value that went to several stages are summed."""
         received: dict[str, Tensor] = {}
         arriving = self._posted.pop((direction, stage, microbatch), {})
         for _, posted in sorted(arriving.items()):
@@ -188,12 +181,9 @@ class Exchange:
     def send(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Send this rank's parts of the values of ``stage``; wait only if too many sends are
-        pending.
-
-        ``values`` holds the rank's part of every value by key; a missing gradient is sent as zeros.
-        The values must not be written to afterwards.
-        """
+        """Send this rank's parts of the values that ``stage`` has computed; wait only if too many
+        sends are pending. ``values`` has them by key; a missing gradient is sent as zeros. The
+        caller must not write to them afterwards."""
         messages: dict[int, list[Tensor]] = {}
         what = _send(direction, stage, microbatch, len(self._ports))
         sends = self._ports[microbatch % len(self._ports)][0]
@@ -212,15 +202,13 @@ class Exchange:
             self._outbox.add(peer, works, tuple(tensors), what)
 
     def finish(self) -> None:
-        """Wait until all sent messages have gone."""
+        """Wait until all messages that were sent have left this rank."""
         self._outbox.finish()
 
     def share_loss(self, part: Tensor | None, stages: Sequence[int] = (-1,)) -> Tensor:
         """Return the sum of all ranks' parts of the loss on every rank, as a float64 scalar.
-
-        ``part`` is this rank's part, or None; ``stages`` are the stages that compute the loss. The
-        sum runs in the background: only a read of the result waits for it.
-        """
+        ``part`` is this rank's part (None: it has none); ``stages`` are the stages that compute the
+        loss. The sum runs in the background: only a read of the result waits for it."""
         own = torch.zeros((), dtype=torch.float64, device=self._device)
         if part is not None:
             own.copy_(part.detach())
@@ -231,7 +219,8 @@ class Exchange:
         return shared_sum(own, others=others, progress=self._progress)
 
     def sequences(self) -> tuple[dict[Lane, list[str]], dict[Lane, list[str]]]:
-        """Return as text, by lane, the messages that this rank sends and takes in a step."""
+        """Return texts that describe the messages which this rank sends in a step, and the messages
+        which it receives, both by (sender, receiver)."""
         sent: dict[Lane, list[str]] = {}
         taken: dict[Lane, list[str]] = {}
         for direction, stage, unit in sends_of(self._schedule, self._stages, self._rank):
@@ -254,21 +243,23 @@ class Exchange:
         return sent, taken
 
     def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
-        """Yield the rank and the send of each message that a stage needs."""
+        """Yield for each message that ``stage`` needs the sending rank and the send it belongs to
+        (``Sent``)."""
         receives = self._ports[unit % len(self._ports)][1]
         for port in receives.get((direction, stage), ()):
             for piece in port.pieces:
                 yield piece.peer, (direction, port.sender, unit)
 
     def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
-        """Yield the next sends of a lane up to ``wanted``; nothing if that was taken already."""
+        """Yield the next sends of ``peer`` up to and with ``wanted``; none if ``wanted`` was
+        yielded before."""
         expected = self._expected[peer]
         while (peer, wanted) not in self._taken and expected:
             self._taken.add((peer, expected[0]))
             yield expected.popleft()
 
     def _post_all(self, peer: int, sent: Sent) -> None:
-        """Post the receives of all messages of one send of ``peer`` to this rank."""
+        """Start to receive all messages that belong to one send of ``peer`` to this rank."""
         direction, _, microbatch = sent
         tensors: list[Tensor] = []
         filled: list[_Arriving] = []
@@ -290,18 +281,18 @@ class Exchange:
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
     def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
-        """Return the messages of one send of ``peer`` to this rank, in the sender's order."""
+        """Return the messages to this rank of one send of ``peer``, in the sender's order."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
 
 def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """Return the sends of a rank in a step, in the order of the schedule."""
+    """Return the sends of a rank in a step (see ``Sent``), in the order of the schedule."""
     return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
 
 
 def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """Return the receives of a rank's stages in a step, in the order in which they are posted."""
+    """Return the receives of a rank's stages in a step (see ``Sent``), in the order of posting."""
     return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
 
 
@@ -335,7 +326,8 @@ def _make_ports(
     stages: Sequence[StagePlace],
     rank: int,
 ) -> tuple[_PortTable, _PortTable]:
-    """Return the ports at which the rank sends and receives, by direction and stage."""
+    """Return the values that the rank sends, and the values that it receives, as ``_Port``, by
+    direction and stage."""
     sends: _PortTable = {}
     receives: _PortTable = {}
     between: dict[tuple[int, int], list[Boundary]] = {}
@@ -352,7 +344,8 @@ def _make_ports(
 
 
 def directions_of(boundary: Boundary) -> tuple[Direction, ...]:
-    """Return the directions in which a boundary's value or gradient goes."""
+    """Return the directions in which a value between stages travels: forward, and backward if it
+    has a gradient."""
     return ("forward", "backward") if boundary.spec.requires_grad else ("forward",)
 
 
@@ -364,7 +357,7 @@ def _port(
     rank: int,
     is_sender: bool,
 ) -> _Port:
-    """Return the port of ``rank`` for one boundary in one direction."""
+    """Describe one value between stages, in one direction, as ``rank`` sends or receives it."""
     ends: list[tuple[StagePlace, Layout]] = [
         (stages[boundary.source_stage], boundary.source_layout),
         (stages[boundary.target_stage], boundary.target_layout),
@@ -395,7 +388,8 @@ def find_pieces(
     rank: int,
     is_sender: bool,
 ) -> tuple[Piece, ...]:
-    """Return the messages of ``rank`` that bring a value from one stage to another."""
+    """Return the messages that ``rank`` sends (or receives) so that a value of ``shape`` gets from
+    the stage ``places[0]`` with layout ``layouts[0]`` to the stage ``places[1]``."""
     (source, target), (source_layout, target_layout) = places, layouts
     messages = transfers(shape, source_layout, source.mesh, target_layout, target.mesh)
     place, layout = (source, source_layout) if is_sender else (target, target_layout)
@@ -412,7 +406,7 @@ def find_pieces(
 
 
 def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
-    """Describe a message; the text is the same on both sides."""
+    """Describe a message as text that is equal on its sender and its receiver."""
     send = _send(port.direction, port.sender, unit, num_slices)
     shape = tuple(
         len(range(*piece.slices[dim].indices(size))) if piece.slices else size
@@ -422,12 +416,12 @@ def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
 
 
 def _send(direction: Direction, stage: int, unit: int, num_slices: int) -> str:
-    """Format a send as actions print it, for example ``1SEND_F3``."""
+    """Format a send in the notation of the schedule's actions, for example ``1SEND_F3``."""
     return f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{_unit(unit, num_slices)}"
 
 
 def _unit(microbatch: int, num_slices: int) -> str:
-    """Format a micro-batch, or its slice, as actions print it.
+    """Format the number of a micro-batch, or of a slice of it, as in the schedule's actions.
 
     >>> _unit(3, 1), _unit(4, 3), _unit(3, 3)
     ('3', '1.1', '1')

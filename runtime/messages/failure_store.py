@@ -26,23 +26,21 @@ T = TypeVar("T")
 
 # If a rank is lost while a checkpoint is written (AP886), ``lost_rank`` turns the error into AP820.
 CONSEQUENCES = ("AP820", "AP821")
-"""Codes of a rank that ends because another rank has failed."""
+"""Codes of the errors of ranks that end only because another rank has failed."""
 
 GATHER_SECONDS = 4.0
-"""Time that an ending rank waits for the others' reports, to name the rank that failed."""
+"""Time that an ending rank waits for the others' reports, so as to name the failed rank."""
 ANSWER_SECONDS = 1.0
-"""Time limit of the store's answers."""
+"""Time limit for an answer of the store."""
 MOST_FAILURES = 3
-"""Number of failed attempts after which a store is not asked any more."""
+"""Number of failed attempts to reach a store after which it gets no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Report of a rank that ends: its last action, and the ranks whose message it waited for.
-
-    ``cause`` is its own error as text; empty where it waits for another rank or has lost it.
-    Reports to the launcher also have the fields of the ``error``, with its class, and the time.
-    """
+    """Report that a rank leaves when it ends: its last action, and the ranks for whose message it
+    waited. ``cause`` is the text of its own error; empty if it only waited for or lost another
+    rank. Reports to the launcher also have the ``error``'s class and fields, and the time."""
 
     rank: int
     doing: str = ""
@@ -69,7 +67,7 @@ class FailureReport:
 
     @property
     def is_consequence(self) -> bool:
-        """Tell whether the rank only ended because another rank has failed."""
+        """Tell whether the rank ended only because another rank had failed."""
         return self.error["code"] in CONSEQUENCES
 
     def exception(self) -> AutoparallelError:
@@ -87,18 +85,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class FailureStore(Protocol):
-    """Store of failure reports. No call takes longer than twice ``ANSWER_SECONDS``; none raises."""
+    """Interface of a store of failure reports. A call takes at most twice ``ANSWER_SECONDS`` and
+    never raises."""
 
     def tell(self, report: FailureReport) -> None: ...
     def read(self) -> dict[int, FailureReport]: ...
     def is_empty(self) -> bool: ...
     def finish(self) -> None:
-        """Wait for the request that is open, before the interpreter ends."""
+        """Wait for the request that is unanswered, if any, before the interpreter ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderStore:
-    """Reports as files of a folder that all ranks see."""
+    """Store of failure reports as files in a folder that all ranks can read."""
 
     folder: Path
     prefix: str = "note"
@@ -122,12 +121,13 @@ class FolderStore:
 
 
 class SharedStore:
-    """Reports in the store at MASTER_ADDR and MASTER_PORT, over a connection of its own.
+    """Store of failure reports in torch's store at MASTER_ADDR and MASTER_PORT, over its own
+    connection.
 
-    No request is made while the store owes an answer, or after ``MOST_FAILURES`` failed attempts to
-    reach it. Where no agent of torchrun keeps the store, rank 0 makes it with the process group; no
-    request is made before. It must be made in the main thread: two threads that import
-    ``torch.distributed`` at once would end the process.
+    No request is made while an earlier request is unanswered, or after ``MOST_FAILURES`` failed
+    attempts to reach it. Where no agent of torchrun keeps the store, rank 0 makes the store with
+    the process group; no request is made before. This object must be made in the main thread: two
+    threads that import ``torch.distributed`` at once would end the process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -213,7 +213,7 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One rank among all: its reports to the others, and their reports."""
+    """A rank's view of all ranks: it leaves a report for the others, and reads their reports."""
 
     rank: int
     world_size: int
@@ -224,7 +224,8 @@ class Ranks:
         return not self.store.is_empty()
 
     def blame(self, report: FailureReport) -> str:
-        """Leave ``report``, wait for the others' reports, and name the ranks that have failed."""
+        """Store ``report``, wait for the other ranks' reports, and return text that names the
+        failed ranks."""
         self.store.tell(report)
         deadline = time.monotonic() + GATHER_SECONDS
         reports = self.store.read()
@@ -237,11 +238,11 @@ class Ranks:
 
 
 def blame(reports: Mapping[int, FailureReport], world_size: int) -> str:
-    """Name the ranks that have failed, from the reports that ``world_size`` ranks have left.
+    """Return text that names the failed ranks, from the reports that ranks have left.
 
-    First the ranks with an error of their own; else the ranks without a report, which are dead,
-    stopped or unreachable; else the ranks that wait for nobody, since the others wait for them. If
-    all ranks wait, the action of each.
+    These are the ranks with an error of their own; if there are none, the ranks without a report
+    (dead, stopped or unreachable); else the ranks that wait for no other rank. If all ranks wait,
+    each one's action is named.
 
     >>> waiting = FailureReport(0, "0B0: waiting for gradients", (1,))
     >>> blame({0: waiting}, 2)

@@ -27,7 +27,8 @@ MARGIN_SECONDS = 60.0
 
 
 def time_limit(timeout_seconds: float | None) -> timedelta | None:
-    """Return the limit of a group under a watchdog that waits for ``timeout_seconds``."""
+    """Return the time limit for collectives of a group, longer than a watchdog's
+    ``timeout_seconds``."""
     return None if timeout_seconds is None else timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
 
 
@@ -41,12 +42,13 @@ def new_group(
 
 
 def gloo_group_beside(group: dist.ProcessGroup) -> Any:
-    """Make a further gloo group of the ranks of ``group``, whose messages stay apart from that
-    group's. Collective over these ranks alone.
+    """Make a second gloo group of the ranks in ``group``, whose messages do not mix with messages
+    of ``group``. Collective over these ranks alone.
 
-    It is not known to ``torch.distributed``, and has only the methods of ``ProcessGroupGloo``.
-    ``new_group(use_local_synchronization=True)`` names a group by the number of groups that a
-    process is in, and hangs where its ranks are in different numbers.
+    The group is not registered in ``torch.distributed``; it has only the methods of
+    ``ProcessGroupGloo``. ``new_group(use_local_synchronization=True)`` is no alternative: it names
+    a group by the number of groups that a process is in, and hangs if the ranks differ in that
+    number.
     """
     distributed: Any = dist.distributed_c10d
     rank, store = dist.get_rank(group), distributed._get_default_store()
@@ -58,7 +60,7 @@ def gloo_group_beside(group: dist.ProcessGroup) -> Any:
 
 
 def share_limit(group: dist.ProcessGroup) -> None:
-    """Give ``group`` the time limit of the default group, if that is longer."""
+    """Raise the time limit of ``group`` to the default group's, if that limit is longer."""
     world = dist.group.WORLD
     limits = [] if world is None else [each.options._timeout for each in _backends(world)]
     if limits:
@@ -66,7 +68,8 @@ def share_limit(group: dist.ProcessGroup) -> None:
 
 
 def allow_seconds(timeout_seconds: float) -> None:
-    """Raise the limits of this process's groups to at least ``time_limit(timeout_seconds)``."""
+    """Raise the time limits of all groups of this process to at least
+    ``time_limit(timeout_seconds)``."""
     limit = time_limit(timeout_seconds)
     assert limit is not None
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
@@ -80,7 +83,7 @@ def _allow(group: Any, limit: timedelta) -> None:
 
 
 def _backends(group: Any) -> Iterator[Any]:
-    """Yield the backends of a group that have a time limit; none if this rank is no member."""
+    """Yield a group's backends (gloo, NCCL) with a time limit; none if this rank is not in it."""
     if not isinstance(group, dist.ProcessGroup):
         return  # torch's placeholder for a group that this rank is not in
     for device in group._device_types:

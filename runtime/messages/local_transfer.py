@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from ...passes.local.stage_cut import Boundary
 
 Key = tuple[Direction, int, int]
-"""Direction, stage that takes the values, micro-batch."""
+"""Key of stored values: direction, receiving stage, micro-batch."""
 
 
 def split_boundaries(
     boundaries: Sequence[Boundary], stages: Sequence[StagePlace]
 ) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
-    """Return the boundaries between stages on different devices, and on the same devices."""
+    """Divide the values sent between stages into values between different devices, and values
+    between stages on the same devices."""
     is_local = [
         set(stages[b.source_stage].devices) == set(stages[b.target_stage].devices)
         for b in boundaries
@@ -42,7 +43,8 @@ def split_boundaries(
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """Change of a value's layout: shape of this rank's new part, and boxes to send and receive."""
+    """Change of a value's layout among the ranks of two stages: the shape of this rank's new part,
+    and the messages that it sends and receives."""
 
     shape: tuple[int, ...]
     sends: tuple[Piece, ...]
@@ -51,7 +53,8 @@ class _Swap:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One boundary in one direction; ``swap`` is None if ranks hold the same part at both ends."""
+    """A value that passes between two stages on the same ranks, in one direction; ``swap`` is its
+    change of layout, None if every rank holds the same part in both stages."""
 
     key: str
     taker: int
@@ -61,7 +64,7 @@ class _Way:
 
 
 class LocalTransfer:
-    """Transfer of values between one rank's stages. Every rank of the world makes an instance."""
+    """Transfer of values between stages on the same ranks. Every rank of the world makes one."""
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class LocalTransfer:
         rank: int,
         device: torch.device,
     ) -> None:
-        """Make the transfer; ``boundaries`` are between stages on the same devices. Collective."""
+        """Make the transfer; ``boundaries`` are the values between stages on the same devices.
+        Collective over all ranks."""
         self._rank = rank
         self._device = device
         self._ways: dict[tuple[Direction, int], list[_Way]] = {}
@@ -118,10 +122,8 @@ class LocalTransfer:
     def give(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Keep the values that ``stage`` has computed for the other stages of this rank.
-
-        A missing gradient counts as zero. The values must not be written to afterwards.
-        """
+        """Store values that ``stage`` has computed, until another stage of this rank takes them. A
+        missing gradient counts as zero. The caller must not write to the values afterwards."""
         for way in self._ways.get((direction, stage), ()):
             value = values.get(way.key)
             if value is None:
@@ -133,14 +135,13 @@ class LocalTransfer:
             kept[way.key] = kept[way.key] + value if way.key in kept else value
 
     def take(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Return the values that the other stages of this rank have made for ``stage``, by key.
-
-        Gradients of a value that went to several stages are summed.
-        """
+        """Return, and forget, the values that other stages of this rank have computed for
+        ``stage``, by key. Gradients of a value that went to several stages are summed."""
         return self._kept.pop((direction, stage, microbatch), {})
 
     def _swapped(self, value: Tensor, swap: _Swap) -> Tensor:
-        """Return this rank's part in the other layout. Collective over the ranks of the stages."""
+        """Return this rank's part of a value in its other layout. Collective over the ranks of the
+        stages."""
         result = value.new_empty(swap.shape)
         operations: list[dist.P2POp] = []
         copies: list[tuple[Tensor, Tensor]] = []

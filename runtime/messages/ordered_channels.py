@@ -35,18 +35,17 @@ from .pending_results import Progress
 from .shared_objects import control_group, gather_values
 
 TAG = 2**30 - 1
-"""Tag that keeps messages apart from a script's own in the default group."""
+"""Message tag that tells these messages from a script's own in the default process group."""
 
 Lane = tuple[int, int]
-"""The sending rank and the receiving rank."""
+"""One direction between two ranks: (sending rank, receiving rank)."""
 
 
 @dataclass(slots=True)
 class Lanes:
-    """The lanes that one process sends or receives on. All exchanges of a trainer share them.
-
-    ``has_groups``: each lane has its own communicator; by default where the backend is not gloo.
-    """
+    """Connections (lanes) of this process, each from one rank to one other; messages of a lane keep
+    their order. All exchanges of a trainer share them. If ``has_groups`` (by default if the backend
+    is not gloo), each lane has its own process group."""
 
     device: torch.device
     has_groups: bool | None = None
@@ -58,7 +57,8 @@ class Lanes:
             self.has_groups = self.device.type != "cpu" or control_group() is not None
 
     def join(self, rank: int, lanes: Set[Lane]) -> None:
-        """Make the communicators of ``lanes`` and of others' lanes. Collective over all ranks."""
+        """Make the process groups of this rank's ``lanes``, and of other ranks'. Collective over
+        all ranks."""
         if not self.has_groups:
             return
         for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
@@ -72,11 +72,11 @@ class Lanes:
                     work.wait()
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Start to send ``tensors``; return a work for each, or a single work for all."""
+        """Start to send ``tensors``; return a ``Work`` for each, or one for all (as NCCL does)."""
         return self._start(dist.isend, tensors, (source, target), target)
 
     def receive(self, tensors: Sequence[Tensor], source: int, target: int) -> Sequence[dist.Work]:
-        """Start to receive into ``tensors``; return works as ``send`` does."""
+        """Start to receive into ``tensors``; return a ``Work`` for each, or one for all."""
         return self._start(dist.irecv, tensors, (source, target), source)
 
     def _start(
@@ -92,11 +92,12 @@ class Lanes:
 T = TypeVar("T")
 
 Messages = Mapping[Lane, Sequence[str]]
-"""Messages of a step as text, in order, by lane."""
+"""Texts that describe a step's messages, in order, by (sending rank, receiving rank)."""
 
 
 def check_lanes(sent: Messages, taken: Messages) -> None:
-    """Raise PlanError AP542 on all ranks if the sides of a lane differ. Collective."""
+    """Raise PlanError AP542 on all ranks if a rank's messages ``sent`` to another differ from the
+    messages which the other expects (``taken``). Collective."""
     if dist.get_world_size() == 1:
         return
     digests = [_merged(found) for found in _gathered((_digests(sent), _digests(taken)))]
@@ -130,12 +131,12 @@ def _only(found: Messages, lane: Lane) -> Messages:
 
 
 def _gathered(own: tuple[T, T]) -> list[tuple[T, ...]]:
-    """Gather two values of every rank: all first values in the order of ranks, then all second."""
+    """Gather a pair of values from every rank; return the first values and the second, by rank."""
     return list(zip(*gather_values(own), strict=True))
 
 
 def _merged(parts: Sequence[Mapping[Lane, T]]) -> dict[Lane, T]:
-    """Merge tables by lane; each lane is in the table of one rank only."""
+    """Merge dicts by lane (sender, receiver) into one; each lane is in one of the dicts only."""
     return {lane: value for part in parts for lane, value in part.items()}
 
 
@@ -148,7 +149,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class PendingSends:
-    """Messages of one rank that may not have gone yet; ``most`` are kept for each receiver."""
+    """Messages of one rank that may not have left yet, at most ``most`` for each receiver."""
 
     most: int
     tell: Progress | None = None
@@ -157,15 +158,13 @@ class PendingSends:
     def add(
         self, peer: int, works: Sequence[dist.Work], tensors: tuple[Tensor, ...], words: str
     ) -> None:
-        """Keep ``tensors``, sent at once, until ``works`` are done; ``words`` name the message.
-
-        Raises RuntimeError if a receiver is lost.
-        """
+        """Keep ``tensors``, whose sends are ``works``, alive until these are done; ``words``
+        describe the message. Raises RuntimeError if a receiver is lost."""
         self._end_all_but(self.most - 1, peer)
         self._held[peer].append(_Sent(works, tensors, words))
 
     def finish(self) -> None:
-        """Wait until all messages have gone. Raises RuntimeError if a receiver is lost."""
+        """Wait until all messages have left. Raises RuntimeError if a receiver is lost."""
         for peer in self._held:
             self._end_all_but(0, peer)
 

@@ -24,20 +24,22 @@ from .device_queue import Waitable, queue_of
 from .watchdog import BETWEEN_STEPS
 
 Progress = Callable[[str, tuple[int, ...]], None]
-"""Callback before each wait; it takes the reason, and the ranks that are waited for."""
+"""Callback before each wait, called with the reason and the ranks that are waited for."""
 
 
 class Pending(Protocol):
-    """A tensor's value, computed or waited for at its first read, on its device or by the host. An
-    object with an attribute ``tensor`` knows all but the value before."""
+    """Interface of a tensor value that is computed, or waited for, when it is first read: by the
+    device (``value``) or by the host. Its attribute ``tensor``, if any, is the tensor without its
+    values."""
 
     def value(self) -> Tensor: ...
     def host_value(self) -> Tensor: ...
 
 
 class Arrival:
-    """A tensor that a collective fills; ``value`` waits for it where it is used: on a GPU the GPU
-    does. ``host_value`` is for reads by the host, which then waits."""
+    """A tensor that a collective is filling. ``value`` waits until it is filled (on a GPU, the GPU
+    waits, not the host). ``host_value`` waits on the host and returns the tensor for reads
+    there."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Arrival:
         tell: Callable[[], None] = lambda: None,
         told: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make an arrival; ``tell`` is called before a wait, ``told`` after it."""
+        """Make an arrival; ``tell`` and ``told`` are called before and after each wait."""
         self._tensor, self._work = tensor, work
         self._tell, self._told = tell, told
         self._copy = queue_of(tensor.device).to_host(tensor, work)
@@ -79,7 +81,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class _WithGraph:
-    """A tensor with an autograd graph, whose memory ``arrival`` fills."""
+    """A tensor with an autograd graph; a collective fills its memory until ``arrival`` is done."""
 
     tensor: Tensor
     arrival: Arrival
@@ -100,7 +102,7 @@ NEEDS_NO_VALUE = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
     Tensor.size,
     Tensor.is_floating_point,
 }
-"""Functions that need not wait for the value of the tensor in their first argument."""
+"""Functions that need only a tensor's shape, dtype or graph: they do not wait for values."""
 
 READ_BY_HOST = {
     Tensor.item,
@@ -110,15 +112,12 @@ READ_BY_HOST = {
     Tensor.__format__,
     Tensor.__int__,
 }
-"""Functions that convert a tensor to Python numbers or text."""
+"""Functions that convert a tensor's values to Python numbers or text, on the host."""
 
 
 class ArrivingTensor(Tensor):
-    """A tensor whose value comes later: the first use of any kind waits for it, except uses in
-    ``NEEDS_NO_VALUE``.
-
-    Results of ops on it are ordinary tensors.
-    """
+    """A tensor whose values arrive later: its first use waits for them, except a use by a function
+    in ``NEEDS_NO_VALUE``. Results of ops on it are ordinary tensors."""
 
     arrival: Pending
 
@@ -146,13 +145,15 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ops that reach the tensor by no Python function, such as a script's collectives."""
+        """Run operations that reach the tensor without a Python function, such as a script's
+        collectives."""
         given = tree_map_only(ArrivingTensor, lambda t: t.arrival.value().detach(), (args, kwargs))
         return function(*given[0], **(given[1] or {}))
 
 
 def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
-    """Make a tensor with the device and graph of ``like`` that waits for ``arrival`` when used."""
+    """Make a tensor like ``like`` (device, autograd graph) whose values are waited for when
+    used."""
     tensor = like.as_subclass(ArrivingTensor)
     tensor.arrival = arrival
     return tensor
@@ -164,11 +165,9 @@ def shared_sum(
     others: Sequence[int],
     progress: Progress | None = None,
 ) -> Tensor:
-    """Return the sum over all ranks of their parts of a loss, in the memory of ``part``.
-
-    A backward from the sum runs as a backward from ``part``. All ranks call it; it returns at once.
-    ``others`` are the ranks whose parts are not 0, for a watchdog.
-    """
+    """Sum a loss over all ranks' parts of it, in the memory of ``part``; return the sum. A backward
+    from the sum runs as a backward from ``part``. All ranks call it; it returns at once. ``others``
+    are the ranks whose parts are not 0, for a watchdog."""
     memory = part.detach()
     work = dist.all_reduce(memory, async_op=True)
     names = " and ".join(f"rank {other}" for other in others)
@@ -186,7 +185,8 @@ def arrival_of(
     others: Sequence[int],
     progress: Progress | None,
 ) -> Arrival:
-    """Make an arrival that tells ``progress`` of its waits: ``words``, waiting for ``others``."""
+    """Make the ``Arrival`` of ``tensor``, filled by ``work``; before a wait it calls ``progress``
+    with ``words`` and the ranks ``others``."""
     if progress is None:
         return Arrival(tensor, work)
     return Arrival(
@@ -198,12 +198,12 @@ def arrival_of(
 
 
 def pending_figure(tensor: Tensor) -> Pending:
-    """Return a number of a step for the host to read, arrived or not."""
+    """Return a handle by which the host reads a one-element tensor once its value is there."""
     return tensor.arrival if isinstance(tensor, ArrivingTensor) else Arrival(tensor, None)
 
 
 def _as_made(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with its graph, even if its value has not arrived."""
+    """Return the tensor, with its graph, inside an ``ArrivingTensor``, without a wait."""
     if not isinstance(tensor, ArrivingTensor):
         return tensor
     known: Tensor | None = getattr(tensor.arrival, "tensor", None)
@@ -211,7 +211,8 @@ def _as_made(tensor: Tensor) -> Tensor:
 
 
 def _arrived(value: Any) -> Any:
-    """Return ``value`` after a wait for the arriving tensors in it."""
+    """Wait for each ``ArrivingTensor`` in ``value`` (a tensor, list or tuple); return ``value``
+    with plain tensors instead."""
     if isinstance(value, ArrivingTensor):
         return value.arrival.value()
     if type(value) in (list, tuple):
@@ -220,12 +221,8 @@ def _arrived(value: Any) -> Any:
 
 
 def end_before_exit(kind: str, arrival: Arrival) -> None:
-    """Register ``arrival`` to be waited for before the process exits, which gloo's threads would
-    abort while the collective runs.
-
-    The previous arrival of the same ``kind`` is waited for here: by now every rank that this rank
-    exchanges messages with has begun it, as it has sent messages of a later step.
-    """
+    """Register ``arrival`` to be waited for before the process exits: a collective that still runs
+    would abort it in gloo's threads."""
     if not _LATEST:
         atexit.register(_end_all)
     if kind in _LATEST:
@@ -239,4 +236,4 @@ def _end_all() -> None:
 
 
 _LATEST: dict[str, Arrival] = {}
-"""Arrival of the last step, of any trainer, by kind."""
+"""The newest arrival of each kind ("loss", "norm", …), of any trainer in this process."""

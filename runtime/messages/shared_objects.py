@@ -20,19 +20,17 @@ from .groups import new_group
 T = TypeVar("T")
 
 PULSE_SECONDS = 5.0
-"""Time between messages of rank 0 to ranks that wait for it."""
+"""Time between the messages by which rank 0 tells waiting ranks that it is alive."""
 
 _CONTROL: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""Process group for objects and CPU tensors, by the default process group."""
+"""Gloo group for Python objects and CPU tensors, by the default process group at the time."""
 _OCCASIONS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""Process group for occasional messages, by the default process group that it belongs to."""
+"""Gloo group for collectives between steps, by the default process group at the time."""
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return the group for objects and CPU tensors; None if the default group supports them.
-
-    Its first call is collective over all ranks.
-    """
+    """Return the gloo group for Python objects and CPU tensors; None if the default group itself
+    serves. Its first call is collective over all ranks."""
     if not dist.is_initialized() or "gloo" in str(dist.get_backend_config()):
         return None
     return _kept_group(_CONTROL)
@@ -41,14 +39,15 @@ def control_group() -> dist.ProcessGroup | None:
 def occasion_group() -> dist.ProcessGroup:
     """Return the group of all ranks for collectives between steps, for example in an evaluation.
 
-    A rank that starts such a collective alone waits here; in another group its messages would be
-    mistaken for messages of the others' steps. Its first call is collective over all ranks.
+    A rank that starts such a collective alone waits here; in a group that steps use, its messages
+    would be taken for messages of the other ranks' steps. Its first call is collective over all
+    ranks.
     """
     return _kept_group(_OCCASIONS)
 
 
 def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the gloo group of all ranks in ``kept``; make it if the default group is new."""
+    """Return the gloo group of all ranks in ``kept``, by default group; make it if missing."""
     world = dist.group.WORLD
     assert world is not None
     if world not in kept:
@@ -103,14 +102,15 @@ def on_first(make: Callable[[], T]) -> T | None:
 
 
 def share_tensor(tensor: Tensor) -> Tensor:
-    """Return rank 0's value of a tensor that every rank has. Collective."""
+    """Return a tensor with rank 0's values, given a tensor of that shape on every rank.
+    Collective."""
     shared = tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(shared, src=0, group=group_for(shared))
     return shared
 
 
 def share_in_place(tensor: Tensor) -> None:
-    """Overwrite a tensor that every rank has with rank 0's value. Collective."""
+    """Overwrite a tensor that every rank has with rank 0's values. Collective."""
     if tensor.layout != torch.strided:
         tensor.copy_(share_value(tensor))
     elif tensor.is_contiguous():
@@ -140,11 +140,9 @@ def gather_on_first(value: T) -> list[T]:
 
 
 class Pulse:
-    """Work on rank 0 alone that reports its progress to the waiting ranks.
-
-    ``tell`` is called with each report on every rank, so that neither a watchdog nor a limit of the
-    process group ends ranks that wait for a long piece of work.
-    """
+    """Long work on rank 0 alone, which reports its progress to the other, waiting ranks. Every
+    report is passed to a callback on every rank, so that neither a watchdog nor a time limit of the
+    process group ends the ranks that wait."""
 
     def __init__(self, tell: Callable[[str], None] = lambda what: None) -> None:
         self._tell, self._sent_seconds = tell, time.monotonic()
@@ -172,17 +170,15 @@ class Pulse:
 
 
 class SharedCount:
-    """A number that rank ``source`` has in every step, broadcast to ranks that lack it.
-
-    Collective over all ranks, but only a rank that gives no number waits.
-    """
+    """A number that every rank needs in each step, sent by rank ``source`` to the ranks that lack
+    it. Collective over all ranks, but only a rank that gives no number waits."""
 
     def __init__(self, source: int) -> None:
         self.source = source
         self._running: tuple[dist.Work | None, Tensor] | None = None
 
     def __call__(self, count: int | None) -> int:
-        """Return this rank's ``count``, if it has one, else the source's."""
+        """Return ``count`` if this rank has it, else the count that rank ``source`` sends."""
         if self._running is not None and self._running[0] is not None:
             self._running[0].wait()
         box = torch.tensor(0 if count is None else count)

@@ -36,23 +36,24 @@ if TYPE_CHECKING:
 
 
 POLL_SECONDS = 0.5
-"""Time between the watchdog's checks of the other ranks."""
+"""Time between two checks of the other ranks' failure reports."""
 LAST_WORDS_SECONDS = 0.3
-"""Time for the main thread to fail by itself after another rank: its error may say more."""
+"""Time that the main thread gets to fail by itself after another rank has failed: its own error may
+say more."""
 MOST_AHEAD = 64
-"""Number of actions that a host may be ahead of its device: some ten micro-batches.
+"""Largest number of actions that a host may queue ahead of its device: some ten micro-batches.
 
 A host that fills a GPU's queue of launches is blocked inside of the driver, and may then hold the
 interpreter's lock, without which no watchdog runs. ``Position.tell`` waits earlier, without the
 lock.
 """
 STARTING, BETWEEN_STEPS = "starting", "between steps"
-"""Actions before the first step, and between steps."""
+"""Names of the actions of a process before its first step, and between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """An action that a process is about to do, and the ranks whose message it waits for."""
+    """An action that a process is about to start, and the ranks whose messages it waits for."""
 
     what: str
     waits_for: tuple[int, ...]
@@ -60,11 +61,9 @@ class Doing:
 
 
 class Position:
-    """The current action of a process: the last reported action that its device has reached.
-
-    Each report is marked in the device's queue by an event, which is done when all earlier work is.
-    Events are reused.
-    """
+    """The action that a process is in: of the actions reported, the last that its device has
+    reached. Each report records an event in the device's queue, reached when all earlier work is
+    done. Events are reused."""
 
     def __init__(self) -> None:
         self._queue: DeviceQueue | None = None
@@ -74,16 +73,16 @@ class Position:
         self._lock = threading.Lock()
 
     def follow(self, queue: DeviceQueue) -> None:
-        """Take the current action from the device of ``queue``; by default it is the host's."""
+        """Determine the current action by the device of ``queue``, not by the host."""
         self._queue = queue if queue.runs_behind else None
 
     @property
     def is_behind(self) -> bool:
-        """Tell whether the current action is the device's, which runs behind the host."""
+        """Tell whether the current action is determined by a device, which runs behind the host."""
         return self._queue is not None
 
     def tell(self, doing: Doing) -> None:
-        """Record the next action of the host, or the next action that it queues on the device."""
+        """Record the action that the host starts next, or queues next on the device."""
         if self._queue is None:
             self._at = doing
             return
@@ -95,7 +94,7 @@ class Position:
         self._ahead.append((doing, event))
 
     def now(self) -> Doing:
-        """Return the current action of the process, and since when it was seen."""
+        """Return the current action of the process, with the time at which it was first seen."""
         self._advance()
         return self._at
 
@@ -113,11 +112,9 @@ def print_error(error: HangError) -> None:
 
 
 class Watchdog:
-    """Thread that watches one process; a context manager, on while the block runs.
-
-    ``name`` names the process (``"rank 1 of 4"``), ``report`` is called with the error before the
-    process ends. ``ranks`` are the other processes that it works with.
-    """
+    """Thread that ends this process if it hangs; a context manager, active inside. ``name`` names
+    the process (``"rank 1 of 4"``), ``report`` is called with the error before the process ends.
+    ``ranks`` exchanges failure reports with the other ranks."""
 
     def __init__(
         self,
@@ -145,18 +142,17 @@ class Watchdog:
 
     def progress(self, what: str, waits_for: tuple[int, ...] = ()) -> None:
         """Record the next action; the process must report another within ``timeout_seconds``.
-
-        ``waits_for`` are the ranks whose message it waits for.
-        """
+        ``waits_for`` are the ranks for whose messages the action waits."""
         self._position.tell(Doing(what, waits_for, time.monotonic()))
 
     def follow(self, queue: DeviceQueue) -> None:
-        """Count an action as begun when the device of ``queue`` reaches it."""
+        """Count an action as begun only when the device of ``queue`` has reached it."""
         self._position.follow(queue)
 
     @property
     def last(self) -> Doing:
-        """The current action: the last reported, or the device's."""
+        """The current action: the last reported or, if a device is followed, the last it has
+        reached."""
         return self._position.now()
 
     def terminate(self) -> None:
@@ -180,7 +176,8 @@ class Watchdog:
         self._finish()
 
     def _finish(self) -> None:
-        """End the thread: a request to the store at the interpreter's end aborts the process."""
+        """Stop the watchdog's thread: a request to the store while the interpreter ends would abort
+        the process."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * ANSWER_SECONDS)
@@ -200,14 +197,14 @@ class Watchdog:
                 return self._give_up("AP821", "stops because another rank has failed")
 
     def _left_seconds(self) -> float:
-        """Return the seconds until the process counts as hanging."""
+        """Return the seconds left until the process counts as hanging, without further progress."""
         last = self.last
         if last.what in self._resting:
             return math.inf
         return last.since_seconds + self.timeout_seconds - time.monotonic()
 
     def _give_up(self, code: str, what: str) -> None:
-        """Report the current action and the missing ranks, and end the process; only once."""
+        """Report the current action and missing ranks, and end the process; do so only once."""
         if not self._giving_up.acquire(blocking=False):
             return
         doing, place, where = self.last, *self._place()
@@ -229,11 +226,8 @@ class Watchdog:
         self._end(HangError.exit_code)
 
     def _place(self) -> tuple[str, str]:
-        """Return the place of the main thread: ``file:line in function``, and its block and
-        collective.
-
-        The second text is empty where a device runs behind its host.
-        """
+        """Return the main thread's position as two texts: ``file:line in function``, and its block
+        and collective (empty if a device runs behind its host)."""
         frame = sys._current_frames().get(self._watched or 0)
         module = sys.modules.get(f"{__package__}.communicator")  # None without torch
         if module is None or self._position.is_behind:
@@ -249,7 +243,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 END_SECONDS = 10.0
-"""Time for a failed process to print its error, after a signal to end."""
+"""Time that a failed process has to print its error after it was told to end."""
 
 
 @contextmanager

@@ -26,22 +26,22 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class BlockCompiler:
-    """Functions that a process has compiled, by text of the run and form of its inputs."""
+    """Cache of the functions that this process has compiled, by the text of a run of ops, grad
+    mode, and the shapes and dtypes of its inputs."""
 
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
         """Replace, in place, each run of consecutive ops in a block's graph by a function, which is
-        compiled at its first call.
-
-        ``in_parts``: see ``compile_runs``.
-        """
+        compiled at its first call. ``in_parts``: the backward recomputes the block except its
+        matrix products."""
         compile_runs(graph, lambda run: _CompiledRun(self, run, block), in_parts=in_parts)
 
 
 @dataclass(eq=False)
 class _CompiledRun:
-    """A run of one block, whose compiled form is shared through ``compiler``."""
+    """A run of consecutive ops of one block, as a function; its compiled form is cached in
+    ``compiler``."""
 
     compiler: BlockCompiler
     run: Run
@@ -56,7 +56,7 @@ class _CompiledRun:
         return found(*inputs)
 
     def _compile(self, inputs: tuple[Tensor, ...]) -> Compiled:
-        """Compile the run for ``inputs``. Raise RunError AP823 where inductor fails."""
+        """Compile the run of ops for ``inputs``. Raise RunError AP823 if inductor fails."""
         import torch._inductor as inductor
 
         try:

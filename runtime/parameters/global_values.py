@@ -46,20 +46,16 @@ _READS = (
 
 
 def read_whole_values() -> None:
-    """Make methods that read a DTensor's values on the host read the whole tensor's values.
-
-    Collective over the tensor's ranks where it is sharded or a partial sum.
-    """
+    """Patch the methods that read a DTensor's values on the host so that they read the whole
+    tensor. Collective over the tensor's ranks where it is sharded or a partial sum."""
     for name in _READS:
         if name not in DTensor.__dict__:
             setattr(DTensor, name, _of_whole(name))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, and any other tensor as it is.
-
-    Gradients pass through. Collective over the ranks that hold the tensor.
-    """
+    """Return a DTensor's whole tensor; return any other tensor unchanged. Gradients pass through.
+    Collective over the ranks that hold the tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -74,10 +70,8 @@ def _of_whole(name: str) -> Callable[..., Any]:
 
 
 def take_norms_of_empty_shards(parameters: Iterable[Tensor]) -> None:
-    """Let ``clip_grad_norm_`` take the infinity norm if a rank has no element of a parameter.
-
-    torch refuses the maximum of an empty tensor.
-    """
+    """Enable ``clip_grad_norm_`` with the infinity norm where a rank has no element of a parameter.
+    torch refuses the maximum of an empty tensor."""
     if any(map(_has_empty_shards, parameters)):
         op_handlers()[torch.ops.aten._foreach_norm.Scalar] = _foreach_norm
 
@@ -101,7 +95,7 @@ def _has_empty_shards(parameter: Tensor) -> bool:
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the norms of tensors, one by one."""
+    """Return the norms of a list of tensors, computed one by one."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2.0
     return [_norm(tensor, order) for tensor in tensors]
 
@@ -136,17 +130,15 @@ _DRAWS = (
     _aten.native_dropout,
 )
 _READING = (_aten.bernoulli.default, _aten.native_dropout.default)
-"""Random ops that read the tensor; the others take its shape and dtype alone."""
+"""Random ops that read their tensor's values; the other random ops use only its shape and dtype."""
 
 _MESHES: set[DeviceMesh] = set()
-"""Meshes of planned models: random ops on tensors of other meshes are left to torch."""
+"""Meshes of planned models. Random ops on DTensors of other meshes are left to torch."""
 
 
 def draw_whole_values(masters: Iterable[Tensor]) -> None:
-    """Make random ops on tensors of the meshes of ``masters`` draw for the whole tensor.
-
-    Each op is collective over its mesh: all ranks take the numbers that the first rank draws.
-    """
+    """Make random ops on DTensors of the meshes of ``masters`` draw numbers for the whole tensor.
+    Each op is collective over its mesh: all ranks take the numbers that the first rank draws."""
     handlers = op_handlers()
     if not _MESHES:
         for op in _draws():
@@ -181,7 +173,8 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _placed(drawn: Tensor, like: DTensor) -> DTensor:
-    """Distribute the numbers that the mesh's first rank has drawn as ``like`` is distributed."""
+    """Distribute ``drawn``, a whole tensor from the mesh's first rank, with the placements of
+    ``like``."""
     mesh = like.device_mesh
     for dimension in range(mesh.ndim):
         flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
@@ -210,7 +203,8 @@ def are_whole() -> bool:
 
 @contextmanager
 def whole_states() -> Iterator[None]:
-    """Make optimizers' state dicts hold whole tensors inside. Collective over all ranks."""
+    """Make optimizers' ``state_dict`` return, and ``load_state_dict`` take, whole tensors in the
+    context. Collective over all ranks."""
     global _depth
     get, put = Optimizer.state_dict, Optimizer.load_state_dict
 
@@ -244,7 +238,8 @@ def _parts(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(value: Any, parameter: DTensor) -> Any:
-    """Distribute a value of a parameter's state, like the parameter if it has its shape."""
+    """Distribute a whole tensor of a parameter's optimizer state: like the parameter if shapes
+    agree, else replicated."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.dim():
         return value
     mesh = parameter.device_mesh

@@ -25,10 +25,8 @@ Source = Callable[[str], Tensor] | Mapping[str, Tensor]
 
 
 def fill(stage: StageModule, name: str, whole: Tensor) -> None:
-    """Copy this rank's box of ``whole`` into the stage's parameter or buffer ``name``.
-
-    Raises UsageError (AP131) where the shape differs from the plan's.
-    """
+    """Cut this rank's part from ``whole`` and copy it into the stage's parameter or buffer
+    ``name``. Raises UsageError (AP131) where the shape of ``whole`` differs from the plan's."""
     held = stage.by_name if name in stage.by_name else stage.program.buffers
     shape = held[name].spec.shape
     if tuple(whole.shape) != shape:
@@ -41,14 +39,14 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
 
 
 def materialize(stage: StageModule, source: Source) -> None:
-    """Fill all parameters and buffers from ``source``, which gives the whole tensor of a name."""
+    """Fill a stage's parameters and buffers from ``source``, which gives whole tensors by name."""
     get = source if callable(source) else source.__getitem__
     for name in stage.held_names():
         fill(stage, name, get(name))
 
 
 Weights = deferred_init.Deferred | Mapping[str, Tensor] | Pretrained
-"""Sources of initial parameters and buffers: a recorded build, tensors by name, or files."""
+"""Sources of initial values: the model's recorded construction, tensors by name, or files."""
 
 
 def fill_stages(
@@ -57,11 +55,12 @@ def fill_stages(
     program: Program,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Fill the stages' parameters and buffers with initial values, this rank's part.
+    """Fill this rank's part of the stages' parameters and buffers with initial values.
 
-    All values are made together: a recorded build is replayed once. Tensors that the build lists as
-    ``given`` stay as they are. ``progress`` is called again and again while values are made.
-    Returns the whole values of the buffers that the stages' constants read.
+    All values are made together, so that a recorded construction of the model is replayed once.
+    Tensors that it lists as ``given`` stay as they are. ``progress`` is called repeatedly
+    meanwhile. Returns the whole values of the buffers from which the stages' constants are
+    computed.
     """
     needed = {name for stage in stages for name in buffers_read(program, stage.program)}
     dtype = torch.float64 if program.dtype == "float64" else None
@@ -112,7 +111,9 @@ Take = Callable[[str, Tensor], None]
 def _boxes(
     stages: Collection[StageModule], weights: deferred_init.Deferred, program: Program
 ) -> tuple[dict[str, list[Region]], dict[tuple[str, Region], list[Take]]]:
-    """Return the boxes that the stages hold, by name, and the functions that take each."""
+    """Return the index ranges (start and stop in each dimension) of the tensors that the stages
+    hold, by tensor name; and for each name and range the functions that copy its values into a
+    stage."""
     boxes: dict[str, list[Region]] = {}
     takers: dict[tuple[str, Region], list[Take]] = {}
     for stage in stages:
@@ -126,18 +127,16 @@ def _boxes(
 
 
 def buffers_read(program: Program, stage: StageProgram) -> set[str]:
-    """Return the names of the buffers that the constants of ``stage`` read."""
+    """Return the names of the buffers from which the constants of ``stage`` are computed."""
     return ancestors(program.graph, _constants(stage)) & set(program.buffers)
 
 
 def constants_of(
     program: Program, stage: StageProgram, buffers: Mapping[str, Tensor], device: str
 ) -> dict[str, Tensor]:
-    """Return the whole values of the constants that ``stage`` uses, at the program's batch size.
-
-    The constants and buffers that its counting reads are included. ``buffers`` has the buffers that
-    all of these read, as ``fill_stages`` returns them.
-    """
+    """Compute the whole values of the constants that ``stage`` uses, at the program's batch size;
+    also the constants and buffers from which it counts a loss's rows. ``buffers`` has all buffers
+    that these need, as ``fill_stages`` returns them."""
     read = {name: buffers[name] for name in sorted(buffers_read(program, stage))}
     return evaluate(program, _constants(stage), device, read)
 
@@ -148,7 +147,7 @@ def _constants(stage: StageProgram) -> tuple[str, ...]:
 
 
 def whole_tensors(names: Sequence[str], weights: Weights) -> dict[str, Tensor]:
-    """Return copies of the initial values of ``names``."""
+    """Return copies of the whole initial values of the tensors ``names``."""
     found: dict[str, Tensor] = {}
     if isinstance(weights, Pretrained):
         stored = [name for name in names if name in weights.sources]

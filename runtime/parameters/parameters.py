@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 def shard_region(
     spec: TensorSpec, layout: Layout, mesh: Mesh, coordinates: Sequence[int], zero: int
 ) -> Region:
-    """Return the box of the whole parameter that the rank at ``coordinates`` holds.
+    """Return the index ranges (start, stop) of a parameter that the rank at ``coordinates`` of the
+    mesh holds; ``zero`` is the ZeRO stage.
 
     >>> from autoparallel.planner.layout import REPLICATE, shard
     >>> spec, mesh = TensorSpec((10, 3), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
@@ -65,7 +66,7 @@ def shard_region(
 
 
 def dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:
-    """Return the DTensor placements of a parameter's layout: split or replicated on each axis."""
+    """Convert a parameter's layout to DTensor placements, one for each mesh axis."""
     return tuple(
         Shard(placement.dim) if placement.is_shard else Replicate() for placement in layout
     )
@@ -85,7 +86,8 @@ HOST = torch.device("cpu")
 
 
 def precision_of(dtype: torch.dtype) -> Precision | None:
-    """Return the precision whose plans compute in ``dtype``, or None.
+    """Return the precision of plans that compute in ``dtype``, or None if there is no such
+    precision.
 
     >>> precision_of(torch.bfloat16), precision_of(torch.int64)
     ('bf16', None)
@@ -95,7 +97,8 @@ def precision_of(dtype: torch.dtype) -> Precision | None:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Dtypes in which a stage holds its states; ``offloads``: masters are in the host's memory."""
+    """Dtypes of a stage's parameters and gradients; ``offloads``: masters (the optimizer's
+    parameters) are in host memory."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -104,13 +107,13 @@ class Formats:
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
-        """Return the formats of a plan's trained parameters."""
+        """Return the dtypes of the trained parameters of a plan with this precision."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
         return Formats(compute, master, gradient, states.offload)
 
     def of_parameter(self, spec: TensorSpec) -> Formats:
-        """Return the formats of a parameter: a frozen parameter has only its compute copy."""
+        """Return the dtypes of one parameter: a frozen one has only the compute dtype."""
         if spec.is_complex:
             dtype = getattr(torch, spec.dtype)
             return Formats(dtype, dtype, dtype, self.offloads and spec.requires_grad)
@@ -121,10 +124,11 @@ class Formats:
 class StageParameter:
     """One parameter of a stage on one rank.
 
-    ``block`` is the position of the owning block, None if several blocks share the parameter.
-    ``region`` is the box of the whole parameter that this rank holds. ``reduce_axes`` are the mesh
-    axes over which gradients are still to be summed after the last backward; the ``num_replicas``
-    ranks along them hold the same box.
+    ``block`` is the position of the block that uses it, None if several do. ``region`` are the
+    index ranges of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
+    which gradients are still to be summed after the last backward; the ``num_replicas`` ranks along
+    them hold the same part. ``master`` is the parameter that the optimizer updates, ``leaf`` (None
+    under ZeRO) the tensor that blocks compute with.
     """
 
     name: str
@@ -141,9 +145,9 @@ class StageParameter:
     shard: nn.Parameter | None = None
     accumulated: Tensor | None = None
     has_copy: bool = field(init=False)
-    """True if blocks compute with a copy, in another dtype or elsewhere than the master."""
+    """True if blocks compute with a copy of the master, in another dtype or on another device."""
     is_stale: bool = field(init=False)
-    """True while the device's copy of a master in host memory is out of date."""
+    """True while the device's copy of a master in host memory is outdated."""
     local_bytes: int = field(init=False)
     """Bytes of this rank's part of the gradient."""
 
@@ -156,31 +160,33 @@ class StageParameter:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the master, sharing its memory."""
+        """This rank's part of the master, as an ordinary tensor in the same memory."""
         with torch.no_grad():
             return local_tensor(self.master).detach()
 
     @property
     def held(self) -> nn.Parameter:
-        """The parameter on the stage's device, which gets its gradient there."""
+        """The parameter on the stage's device to whose ``grad`` autograd or ``fully_shard``
+        adds."""
         if self.leaf is not None:
             return self.leaf
         return self.master if self.shard is None else self.shard
 
     @property
     def sums_apart(self) -> bool:
-        """Tell whether gradients are summed in another dtype than autograd's or
-        ``fully_shard``'s."""
+        """Tell whether gradients are summed in another dtype than autograd or ``fully_shard``
+        uses."""
         return self.held.dtype != self.formats.gradient
 
     @property
     def casts_gradient(self) -> bool:
-        """Tell whether the optimizer gets a cast or moved copy of the gradient."""
+        """Tell whether the optimizer gets the gradient as a copy, in another dtype or on the
+        host."""
         return self.formats.offloads or self.formats.gradient != self.formats.master
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's gradient, or None where no gradient has come."""
+        """This rank's part of the gradient, or None if there is no gradient yet."""
         if self.sums_apart:
             return self.accumulated
         gradient = self.held.grad
@@ -197,27 +203,29 @@ class StageParameter:
             held.grad = value
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a local gradient to ``accumulated``, the sum in the gradient dtype."""
+        """Add this rank's part of a gradient to ``accumulated``, the sum in the gradient dtype."""
         if self.accumulated is None:
             self.accumulated = gradient.to(self.formats.gradient)
         else:
             self.accumulated += gradient
 
     def no_gradient(self) -> Tensor:
-        """Return zeros in place of a missing gradient."""
+        """Return zeros in the shape, dtype and on the device of this rank's part of the
+        gradient."""
         held = local_tensor(self.held.detach())
         return torch.zeros_like(held, dtype=self.formats.gradient)
 
     def like_master(self, local: Tensor) -> Tensor:
-        """Return ``local``, a tensor over this rank's region, distributed like the master."""
+        """Wrap ``local``, a tensor of the shape of this rank's part, as a DTensor if the master is
+        one."""
         return _like(self.master, local)
 
     def publish(self, given: Tensor | None = None) -> None:
         """Set the master's ``grad`` to the gradient, in the master's dtype and on its device.
 
-        It is laid out in memory like the master: torch's fused optimizers on the CPU take a
-        gradient of other strides (a convolution's, channels last) element for element. ``given`` is
-        the gradient if it has been copied already.
+        Its strides are the master's: torch's fused optimizers on the CPU take a gradient of other
+        strides (a convolution's, channels last) element for element. ``given`` is a copy of the
+        gradient, if the caller has made one.
         """
         if self.leaf is None and not self.casts_gradient:
             return
@@ -231,13 +239,13 @@ class StageParameter:
         self.master.grad = None if gradient is None else self.like_master(gradient)
 
     def zero_grad(self) -> None:
-        """Drop the gradient, in all views."""
+        """Drop the gradient: of the master, of the tensor that blocks compute with, and the sum."""
         self.master.grad = None
         self.accumulated = None
         self.held.grad = None
 
     def refresh(self) -> None:
-        """Bring the device's copy up to date after an optimizer step."""
+        """Copy the master into the tensor that blocks compute with, after an optimizer step."""
         self.is_stale = False
         if self.has_copy or self.shard is not None:
             with torch.no_grad():
@@ -255,10 +263,9 @@ def make_parameter(
     device: torch.device,
     is_plain: bool,
 ) -> StageParameter:
-    """Make the parameter ``name``: empty memory on ``device``, or meta where ZeRO will shard it.
-
-    ``is_plain``: the stage splits nothing, and its parameters are ordinary tensors.
-    """
+    """Make the parameter ``name`` of a stage with memory on ``device``, or on meta if ZeRO will
+    shard it. ``is_plain``: no parameter of the stage is split, so they are ordinary tensors, not
+    DTensors."""
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
     formats = formats.of_parameter(spec)
     sharded = is_sharded(spec, layout, mesh, zero)
@@ -298,7 +305,8 @@ def make_parameter(
 
 
 def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make an empty host tensor, laid out and distributed like ``like``; pinned for a GPU."""
+    """Allocate an uninitialized host tensor with the strides and placements of ``like``, pinned if
+    a GPU will copy it."""
     local = local_tensor(like.detach())
     is_pinned = local.device.type == "cuda"
     memory = torch.empty_like(local, dtype=dtype, device=HOST, pin_memory=is_pinned)
@@ -306,7 +314,8 @@ def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _like(whole: Tensor, local: Tensor) -> Tensor:
-    """Wrap ``local`` as a DTensor distributed like ``whole``, if ``whole`` is a DTensor."""
+    """Wrap ``local`` as a DTensor with the placements of ``whole``; if ``whole`` is no DTensor,
+    return ``local``."""
     if not isinstance(whole, DTensor):
         return local
     if not local.requires_grad:
@@ -334,10 +343,9 @@ def _dtensor(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
 def attach_gradient_hook(
     parameter: StageParameter, ready: Callable[[StageParameter], None]
 ) -> None:
-    """Call ``ready`` after each backward that gave ``parameter``'s leaf a gradient.
-
-    If gradients are summed in another dtype, the hook first moves it from the leaf to that sum.
-    """
+    """Register a hook that calls ``ready`` after each backward in which ``parameter`` got a
+    gradient. If gradients are summed in another dtype, the hook first moves the gradient to that
+    sum."""
     leaf = parameter.leaf
     if leaf is None or not leaf.requires_grad:
         return
@@ -352,6 +360,7 @@ def attach_gradient_hook(
 
 
 def get_by_path(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Return the submodule that holds the attribute at the dotted ``path``, and its last name."""
+    """Return the submodule that directly holds the attribute at dotted ``path``, and the
+    attribute's name."""
     prefix, _, name = path.rpartition(".")
     return module.get_submodule(prefix), name

@@ -29,13 +29,14 @@ from .stage import StageModule
 WRAPPERS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 )
-"""Parts of names that ``torch.compile``, FSDP, checkpointing and adapters of peft add."""
+"""Components that ``torch.compile``, FSDP, checkpointing and peft adapters add to tensor names."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedNames:
-    """Names of a model matched to a file's: ``sources`` maps the model's names to the file's;
-    ``missing`` are names that the file lacks, ``unexpected`` names that the model lacks."""
+    """Match between a model's tensor names and a file's: ``sources`` maps the model's names to the
+    file's; ``missing`` are names that only the model has, ``unexpected`` names that only the file
+    has."""
 
     sources: Mapping[str, str]
     missing: tuple[str, ...]
@@ -50,11 +51,11 @@ def match_names(
     optional: Collection[str] = (),
     ignored: Iterable[str] = (),
 ) -> MatchedNames:
-    """Find the stored name of each of the model's names ``wanted``.
+    """Match each of the model's tensor names ``wanted`` to a name ``stored`` in a file.
 
-    ``tied`` maps further names of a tied tensor to its first name: any of them in the file serves
-    all. ``optional`` are names of the model that a file may have or lack: they are neither missing
-    nor unexpected. Stored names that match a pattern of ``ignored`` are not unexpected.
+    ``tied`` maps further names of a tied tensor to its first name; the file needs only one of them.
+    ``optional`` are names of the model that a file may have or lack: they are neither missing nor
+    unexpected. Stored names that match a pattern of ``ignored`` are not unexpected.
 
     >>> match_names(["a.weight", "a.bias"], ["module.a.weight", "module.b"]).sources
     {'a.weight': 'module.a.weight'}
@@ -99,11 +100,9 @@ def _plain(name: str) -> str:
 
 
 def _prefix(stored: Collection[str], wanted: Collection[str]) -> tuple[str, str]:
-    """Return the prefix to remove from the stored names, and the prefix to add; one of them is
-    empty.
-
-    Each prefix is counted by the names that it makes equal; of equal counts the shortest wins.
-    """
+    """Return the prefix to remove from the stored names so that they match the wanted names, and
+    the prefix to add; at least one of them is empty. The prefix that makes most names match is
+    chosen; among equals, the shortest."""
     votes: Counter[tuple[str, str]] = Counter()
     for name in stored:
         votes.update((name[: -len(end)], "") for end in _ends(name) if end in wanted)
@@ -114,14 +113,15 @@ def _prefix(stored: Collection[str], wanted: Collection[str]) -> tuple[str, str]
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield a dotted name without its first part, without its first two, and so on."""
+    """Yield a dotted name without its first component, without its first two, and so on."""
     while "." in name:
         _, _, name = name.partition(".")
         yield name
 
 
 def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
-    """Yield the names that a stored name may have in the model, the likeliest first."""
+    """Yield names that a tensor stored under ``name`` may have in the model, the likeliest first;
+    ``removed`` and ``added`` are prefixes."""
     if removed and name.startswith(removed):
         yield name[len(removed) :]
     if added:
@@ -131,8 +131,9 @@ def _candidates(name: str, removed: str, added: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Initial values from ``files`` for the names in ``sources`` (mapped to the files' names),
-    others from ``rest``. ``missing`` and ``unexpected`` are the names that only one side has."""
+    """Initial values from ``files`` for the names in ``sources`` (mapped to the files' names), and
+    from ``rest`` for others. ``missing`` are names that only the model has, ``unexpected`` names
+    that only the files have."""
 
     files: WeightFiles
     sources: Mapping[str, str]
@@ -141,17 +142,15 @@ class Pretrained:
     unexpected: tuple[str, ...] = ()
 
     def fill(self, stage: StageModule) -> frozenset[str]:
-        """Fill the stage's tensors that the files have, cast to the stage's dtypes.
-
-        Returns the names that were filled.
-        """
+        """Fill the stage's tensors that the files have, cast to their dtypes in the stage; return
+        the names of the tensors filled."""
         filled = [name for name in stage.held_names() if name in self.sources]
         for name in filled:
             stage.fill(name, self.files.read(self.sources[name], stage.region_of(name)))
         return frozenset(filled)
 
     def whole(self, name: str) -> Tensor:
-        """Read a whole tensor, in the dtype that it is stored in."""
+        """Read the whole tensor ``name``, in its stored dtype."""
         source = self.sources[name]
         return self.files.read(source, whole_region(self.files.shape(source)))
 
@@ -172,10 +171,11 @@ def open_pretrained(
     *,
     partial: bool = False,
 ) -> Pretrained:
-    """Return the weights at ``path`` for ``model``, which may be on ``meta``.
+    """Open the weight file or folder ``path`` as initial weights of ``model``, which may be on
+    ``meta``.
 
-    All names must be in both and all shapes equal; if ``partial``, names may be in one only, and
-    names that the file lacks come from ``rest``. Names that the model's attributes
+    File and model must have the same names and shapes; if ``partial``, either may lack names, and
+    values that the file lacks come from ``rest``. Names that the model's attributes
     ``_keys_to_ignore_on_load_missing`` and ``_unexpected`` match (patterns, as in transformers) are
     no error either way.
 
@@ -205,7 +205,8 @@ def load_pretrained(path: str | Path, model: nn.Module, *, partial: bool = False
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of a model's ``state_dict``, tied tensors under each of their names."""
+    """Return the entries of a model's ``state_dict``, with tied tensors under each of their
+    names."""
     passing = frozenset(passing_names(model))
     return {name: each for name, each in named_tensors(model) if name not in passing}
 
@@ -227,7 +228,8 @@ def _check(
     *,
     partial: bool,
 ) -> None:
-    """Raise UsageError AP862, with all differences, unless the weights are the model's."""
+    """Raise UsageError AP862, listing all differences, unless names and shapes in ``files`` fit the
+    model."""
     initialized = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     kinds = {
         "missing in the file": () if partial else names_without(matched.missing, initialized),

@@ -38,11 +38,9 @@ aten = torch.ops.aten
 
 
 class StageBlock(nn.Module):
-    """One block: its graph, recomputed in the backward if the plan says so.
-
-    With ``deferring``, a pair of a store and the block's position, its backward defers the
-    gradients of weights; ``deferred`` names these parameters within the block.
-    """
+    """Module of one block of a stage: runs its graph, recomputed in the backward if the plan says
+    so. ``deferring`` is None or a store and the block's position: the backward then leaves
+    gradients of weights to that store. ``deferred`` names these weights within the block."""
 
     def __init__(
         self,
@@ -71,10 +69,12 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """Return the recomputation of parts of the block; None if all or nothing is recomputed.
+        """Return the ``Recomputing`` that recomputes only parts of the block; None if all or
+        nothing is recomputed.
 
-        An op that defers its weights' gradients keeps its inputs after it has run: ``checkpoint``'s
-        second run would not end with that op.
+        Plain ``checkpoint`` does not serve a block with deferred weight gradients: an op that
+        defers them keeps its inputs after it has run, and the recomputation would not end with that
+        op.
         """
         if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
             return None
@@ -88,8 +88,8 @@ class StageBlock(nn.Module):
             self._compiler.compile(graph, self.name, in_parts=in_parts)
 
     def _defer(self, program: BlockProgram) -> frozenset[str]:
-        """Make a program of this block defer weight gradients; return the names of these
-        weights."""
+        """Change ``program``'s graph so that its backward defers weight gradients; return these
+        weights' names."""
         if self._deferring is None:
             return frozenset()
         nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
@@ -98,7 +98,7 @@ class StageBlock(nn.Module):
         return defer(program.module, *self._deferring, weights)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the block; return its outputs, in the order of ``outputs``."""
+        """Run the block's graph number ``part``; return its outputs in the order of ``outputs``."""
         graph = self.graphs[self.part]
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
@@ -115,7 +115,8 @@ class StageBlock(nn.Module):
         self._position.block = self.block_name
 
     def add_program(self, program: BlockProgram) -> None:
-        """Add another graph with this block's parameters; its number in ``part`` selects it."""
+        """Add another graph over this block's parameters; setting ``part`` to its number makes it
+        run."""
         graph, deferred = program.module, self._defer(program)
         assert deferred == self.deferred, self.name
         for name, op in graph.named_children():
@@ -149,7 +150,7 @@ class StageBlock(nn.Module):
 
 
 class _Own(torch.autograd.Function):
-    """Identity whose result has the same memory, but is no view to autograd."""
+    """Identity whose result shares its input's memory without being a view for autograd."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _is_random(module: nn.Module) -> bool:
-    """Tell whether the block draws from the global random generator."""
+    """Tell whether a block's graph draws numbers from the global random generator."""
     if not isinstance(module, fx.GraphModule):
         return True
     return any(
@@ -177,7 +178,7 @@ def _is_random(module: nn.Module) -> bool:
 
 
 class StageModule(nn.Module):
-    """The blocks of a stage, run in order.
+    """Module of the part of a stage that one rank holds: its blocks, run in order.
 
     ``forward(values)`` takes this rank's local inputs, constants and received values by key;
     it returns the values that the stage sends, and the loss where the stage computes it. Parameters
@@ -196,10 +197,8 @@ class StageModule(nn.Module):
         splits_backward: bool = False,
         compiler: BlockCompiler | None = None,
     ) -> None:
-        """Make the stage. If ``splits_backward``, its backward leaves weight gradients for later.
-
-        A ``compiler``, if given, compiles the blocks' ops.
-        """
+        """Make the stage. If ``splits_backward``, its backward computes the weights' gradients
+        separately, later. A ``compiler``, if given, compiles the blocks' ops."""
         super().__init__()
         formats = Formats.of(precision, states)
         self.program = program
@@ -248,7 +247,7 @@ class StageModule(nn.Module):
 
     @property
     def deferred(self) -> frozenset[str]:
-        """Names of the parameters of single blocks whose gradients are computed later."""
+        """The names of the parameters whose gradients the backward leaves to be computed later."""
         names = {held_path(name): name for name in self.by_name}
         return frozenset(
             names.get(name, name)
@@ -276,7 +275,8 @@ class StageModule(nn.Module):
                 self.by_name[name] = parameter
 
     def _register_buffers(self) -> dict[str, Region]:
-        """Allocate every buffer of the stage; return this rank's box of each."""
+        """Allocate this rank's part of every buffer of the stage; return the parts' index ranges by
+        name."""
         regions = {}
         owners = {name: block for block in self.program.blocks for name in block.buffers}
         for index, (name, held) in enumerate(self.program.buffers.items()):
@@ -302,16 +302,17 @@ class StageModule(nn.Module):
         return owner.module.get_buffer(held_path(name))
 
     def region_of(self, name: str) -> Region:
-        """Return the box of a whole parameter or buffer that this rank holds."""
+        """Return the index ranges of a parameter or buffer that this rank holds."""
         parameter = self.by_name.get(name)
         return self.buffer_regions[name] if parameter is None else parameter.region
 
     def held_names(self) -> tuple[str, ...]:
-        """Return the names of the parameters and buffers that the stage holds."""
+        """Return the names of all parameters and buffers of the stage."""
         return (*self.by_name, *self.buffer_regions)
 
     def fill(self, name: str, part: Tensor) -> None:
-        """Copy this rank's box of a parameter or buffer into its memory, cast to its dtype."""
+        """Copy ``part``, this rank's part of parameter or buffer ``name``, into its memory, cast to
+        its dtype."""
         parameter = self.by_name.get(name)
         with torch.no_grad():
             (self.buffer(name) if parameter is None else parameter.local).copy_(part)
@@ -319,26 +320,30 @@ class StageModule(nn.Module):
                 parameter.refresh()
 
     def keep_buffers(self) -> None:
-        """Write the buffers' new values, once no backward needs the old values."""
+        """Copy the new values that forwards have computed for buffers into the buffers; to be
+        called when no backward needs their old values."""
         with torch.no_grad():
             for name, value in self._changed.items():
                 self.buffer(name).copy_(value)
         self._changed.clear()
 
     def next_buffer(self, name: str) -> Tensor:
-        """Return the value that this rank's part of a buffer has after the last forward."""
+        """Return this rank's part of a buffer with the value that the last forward has computed for
+        it."""
         return self._changed.get(name, self.buffer(name))
 
     def forget_buffers(self) -> None:
-        """Drop the buffers' new values."""
+        """Drop the new values that forwards have computed for buffers."""
         self._changed.clear()
 
     def changing_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that training changes, in the memory that this rank holds."""
+        """Return the buffers that forwards in training change, by name, each in this rank's own
+        memory."""
         return self.distributed_buffers(self.program.updates)
 
     def distributed_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the buffers ``names`` in this rank's memory, as DTensors if anything is split."""
+        """Return the buffers ``names``, sharing memory with this rank's parts: as plain tensors in
+        a stage without sharding, else as DTensors."""
         held = self.program.buffers
         return {
             name: self.buffer(name)
@@ -353,14 +358,15 @@ class StageModule(nn.Module):
         }
 
     def owner(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module and the attribute that parameter ``name`` is registered as."""
+        """Return the module that holds parameter ``name``, and the name of its attribute there."""
         parameter = self.by_name[name]
         if parameter.block is None:
             return self, self._shared[name]
         return get_by_path(self.program.blocks[parameter.block].module, held_path(name))
 
     def add_program(self, program: StageProgram) -> int:
-        """Add another program with the same parameters and blocks; return its number."""
+        """Add another program over the same parameters and blocks; return the number that selects
+        it."""
         for block, own in zip(self.blocks, program.blocks, strict=True):
             assert isinstance(block, StageBlock)
             block.add_program(own)
@@ -370,10 +376,8 @@ class StageModule(nn.Module):
         return len(self.programs) - 1
 
     def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
-        """Return the values that leave the stage, by key; keep the buffers' new values for later.
-
-        ``part`` is the number of the program to run.
-        """
+        """Run the stage's program number ``part``; return the values that leave the stage, by key.
+        New values of buffers are stored until ``keep_buffers``."""
         known, program = dict(values), self.programs[part]
         last_use = self._last_use[part]
         self.before_block(0)
@@ -400,19 +404,20 @@ def _registered(parameter: StageParameter) -> nn.Parameter:
 
 
 def _is_split(program: StageProgram) -> bool:
-    """Tell whether any rank holds only a part of a parameter or buffer."""
+    """Tell whether a layout of the stage splits any parameter or buffer over ranks."""
     held = (*program.parameters.values(), *program.buffers.values())
     return any(placement.is_shard for each in held for placement in each.layout)
 
 
 def _leaving(program: StageProgram) -> tuple[str, ...]:
-    """Return the keys of the values that leave a stage."""
+    """Return the keys of the values that a stage returns: outputs, values sent to other stages, the
+    loss."""
     sent = [*program.kept, *(boundary.key for boundary in program.sends)]
     return tuple(dict.fromkeys([*sent, *([] if program.loss is None else [program.loss])]))
 
 
 def _last_uses(program: StageProgram) -> dict[int, list[str]]:
-    """Map each block position to the keys that are not needed after it, except kept keys."""
+    """Map the position of each block to the keys of the values that may be freed after it."""
     kept = {*_leaving(program), *program.updates.values()}
     last = {
         key: position

@@ -22,18 +22,19 @@ from ..messages.shared_objects import gather_values
 from .parameters import StageParameter
 
 TAG = 2**30
-"""Tag of these messages, apart from the tags of the values that cross stages."""
+"""Message tag that differs from the tags of values sent between stages."""
 
 Holding = Mapping[int, Mapping[str, Region]]
-"""Boxes of the parameters that a rank holds, by stage and name."""
+"""Index ranges of the parts of parameters that one rank holds, by stage and parameter name."""
 
 Held = tuple[int, str]
-"""A stage, and the name of a parameter that it holds."""
+"""A stage's index, and the name of a parameter that the stage holds."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """A box of a parameter that goes from a rank of one stage to a rank of another."""
+    """A part of a tied parameter's gradient that a rank of one stage sends to a rank of another;
+    ``region`` are its index ranges."""
 
     name: str
     source: int
@@ -44,9 +45,10 @@ class Piece:
 
 
 def plan_pieces(holdings: Sequence[Holding]) -> tuple[Piece, ...]:
-    """Return every transfer that the sum over stages needs, in one order for all ranks.
+    """Return all messages needed to sum tied parameters' gradients over stages, in the same order
+    on all ranks.
 
-    ``holdings`` is indexed by rank.
+    ``holdings`` tells, by rank, which part of which parameter each stage of the rank holds.
 
     >>> pieces = plan_pieces([{0: {"w": ((0, 4),)}}, {1: {"w": ((0, 2),)}},
     ...                       {1: {"w": ((2, 4),)}}])
@@ -87,17 +89,16 @@ def _pieces(
 
 
 def _source(sources: Sequence[int], position: int, target: int) -> int:
-    """Return the rank that sends a box: the target itself if it holds the box."""
+    """Return the rank that sends a part to ``target``: itself if it holds the part, else one of
+    ``sources``."""
     return target if target in sources else sources[position % len(sources)]
 
 
 @dataclass(eq=False)
 class TiedParameters:
-    """The parameters of this rank's stages that other stages hold too.
-
-    ``elsewhere`` are the parameters that an earlier stage holds: that stage counts them in norms
-    and writes them to checkpoints.
-    """
+    """The parameters of this rank's stages that further stages hold too, and the sum of their
+    gradients. ``elsewhere`` are the (stage, name) whose parameter an earlier stage holds too: that
+    stage counts it in norms and writes it to checkpoints."""
 
     rank: int
     regions: Holding
@@ -106,7 +107,7 @@ class TiedParameters:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """This rank's stages and the tied parameters that each holds."""
+        """The (stage, name) of each tied parameter in this rank's stages."""
         shared = {
             (piece.name, stage)
             for piece in self.pieces
@@ -120,10 +121,8 @@ class TiedParameters:
         )
 
     def sum(self, parameters: Mapping[int, Mapping[str, StageParameter]]) -> None:
-        """Sum the gradients over the stages. Collective over the ranks that hold the parameters.
-
-        ``parameters`` are this rank's, by stage and name.
-        """
+        """Sum the tied parameters' gradients over stages. Collective over the ranks that hold them.
+        ``parameters`` are this rank's, by stage and name."""
         for name in dict.fromkeys(name for _, name in sorted(self.held, key=lambda held: held[1])):
             own = {
                 held: _gradient_or_zeros(parameters[held[0]][name])
@@ -137,7 +136,7 @@ class TiedParameters:
         own: Mapping[Held, Tensor],
         parameters: Mapping[int, Mapping[str, StageParameter]],
     ) -> None:
-        """Sum one parameter's gradient; others' terms take no memory meanwhile."""
+        """Sum the gradient of one tied parameter over stages; doing one at a time saves memory."""
         terms: dict[Held, dict[int, Tensor]] = {
             (stage, name): {stage: gradient} for (stage, name), gradient in own.items()
         }
@@ -154,7 +153,8 @@ class TiedParameters:
             parameters[stage][name].publish()
 
     def _exchange(self, gradients: Mapping[Held, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """Exchange the stages' parts of this rank's boxes of a parameter; return the received."""
+        """Send and receive the parts of one parameter's ``gradients``; return the messages received
+        and their values."""
         operations: list[dist.P2POp] = []
         received: list[tuple[Piece, Tensor]] = []
         names = {name for _, name in gradients}
@@ -184,10 +184,8 @@ def _gradient_or_zeros(parameter: StageParameter) -> Tensor:
 
 
 def find_tied(parameters: Mapping[int, Mapping[str, StageParameter]]) -> TiedParameters:
-    """Find the parameters that several stages hold. Collective over all ranks, once.
-
-    ``parameters`` are this rank's, by stage and name; none on a rank without a stage.
-    """
+    """Find the parameters that several stages hold. Collective over all ranks, once. ``parameters``
+    are this rank's, by stage and name; empty on a rank without a stage."""
     rank = dist.get_rank()
     regions = {
         stage: {name: parameter.region for name, parameter in held.items()}

@@ -38,7 +38,8 @@ from .parameters import StageParameter
 
 
 class WeightVersions:
-    """The weights of one stage on one rank, through the updates of a step."""
+    """Versions of one stage's weights on one rank, numbered by the updates of an asynchronous
+    step."""
 
     def __init__(
         self, parameters: Iterable[StageParameter], schedule: Schedule, stage: int
@@ -61,19 +62,22 @@ class WeightVersions:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: its version 0 is the last version, or the weights loaded since."""
+        """Begin a step: version 0 is the newest version of the step before, or weights loaded since
+        then."""
         self._newest = 0
         self._held = {0: [_compute_copy(parameter) for parameter in self._parameters]}
         self._bring(0)
 
     def use(self, kind: ActionKind, microbatch: int) -> None:
-        """Bring in the version of the weights that an action computes with."""
+        """Let the blocks compute with the version of the weights that this action is scheduled to
+        use."""
         version = self._newest if self._in_place else self._version_of[kind, microbatch]
         if version != self._in_use:
             self._bring(version)
 
     def update(self, step: Callable[[], None]) -> None:
-        """Run the optimizer's ``step`` on the newest version, which makes the next version."""
+        """Run the optimizer's ``step`` on the newest version, and store the result as the next
+        version."""
         needed = self._needed[self._newest]
         if not self._in_place:
             self._held = {v: t for v, t in self._held.items() if v in (*needed, self._newest)}
@@ -97,10 +101,8 @@ class WeightVersions:
 
 
 def _move(parameter: StageParameter) -> None:
-    """Move the master to memory of its own, with the same values; the old memory stays as it is.
-
-    The master stays the object that the optimizer knows.
-    """
+    """Move the master to newly allocated memory with the same values; its old memory stays
+    unchanged. The master remains the same Python object, which the optimizer holds."""
     master = parameter.master
     moved = Parameter(
         parameter.like_master(parameter.local.clone()), requires_grad=master.requires_grad
@@ -110,18 +112,16 @@ def _move(parameter: StageParameter) -> None:
 
 
 def _compute_copy(parameter: StageParameter) -> Tensor:
-    """Return the up-to-date tensor that blocks compute with: the master's memory, or a copy."""
+    """Return the updated tensor that blocks compute with: the master's own memory, or its copy."""
     parameter.refresh()
     assert parameter.leaf is not None
     return parameter.leaf.data if parameter.has_copy else parameter.local
 
 
 def _updated(parameter: StageParameter, old: Tensor | None) -> Tensor:
-    """Return the compute copy after an optimizer's step, in the memory of ``old`` if given.
-
-    Written without a count in autograd's version counter: backwards in flight may read it, as they
-    should where they use the newest weights.
-    """
+    """Return the tensor that blocks compute with, updated after an optimizer step; it is in the
+    memory of ``old`` if given. Autograd's version counter is not increased, since a backward that
+    is to use the newest weights may read it."""
     if not parameter.has_copy:
         return parameter.local
     assert parameter.leaf is not None

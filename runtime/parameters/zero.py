@@ -48,19 +48,20 @@ if TYPE_CHECKING:
 
 
 GROUP_BYTES = 2_000_000
-"""Size up to which small blocks are gathered and reduced together: each collective costs a latency,
-and holding them for longer costs nothing beside a stage's activations."""
+"""Size up to which small blocks are gathered and reduced together: each collective has a latency,
+and keeping small blocks gathered for longer costs little memory beside activations."""
 TINY_BYTES = 50_000
-"""Size up to which a block, little more than norms, is gathered together with its neighbour,
-however large that is. A larger block is not: its compute would have to wait for the neighbour, and
-could not hide the neighbour's collectives."""
+"""Size up to which a block (little more than norms) is gathered together with its neighbour, of any
+size. A larger block is not: its compute would wait for the neighbour's all-gather."""
 ASYNC_ON_CPU = True
-"""Switch that runs all-gathers and reduce-scatters beside compute on a CPU; a GPU always does."""
+"""Whether all-gathers and reduce-scatters overlap with compute on a CPU; on a GPU they always
+do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduce-scatter under way: its tensors, and the gradients that its result is added to."""
+    """A running reduce-scatter: its tensors, and the earlier gradients to which its result is
+    added."""
 
     work: Any
     tensors: tuple[Tensor, Tensor]
@@ -68,10 +69,9 @@ class _Reduction:
     apart: tuple[StageParameter, ...]
 
     def take(self, parameter: StageParameter) -> None:
-        """Add a parameter's gradient to ``accumulated``, in the dtype that it was reduced in.
-
-        ``fully_shard`` has made it a view of a cast of the output, before that had its values.
-        """
+        """Add a parameter's gradient to its sum ``accumulated``, in the dtype of the
+        reduce-scatter. ``fully_shard`` had cast the output too early, before its values had
+        come."""
         gradient = parameter.held.grad
         if gradient is None:
             return
@@ -82,7 +82,8 @@ class _Reduction:
 
 
 class PendingReductions:
-    """The reduce-scatter of a stage that is under way on a CPU: one at most."""
+    """Holder of a stage's reduce-scatter that runs in the background on a CPU; at most one at a
+    time."""
 
     def __init__(self) -> None:
         self._reduction: _Reduction | None = None
@@ -107,17 +108,18 @@ class PendingReductions:
                 parameter.held.grad = gradient
 
     def forget(self) -> None:
-        """Drop a reduce-scatter whose result nobody needs, as after an error."""
+        """Forget a reduce-scatter whose result is not needed, as after an error."""
         self._reduction = None
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncReduceScatter:
-    """A group's reduce-scatter for ``fully_shard``, which on a CPU would wait for it at once.
+    """A reduce-scatter for ``fully_shard`` that runs in the background on a CPU, where the one of
+    ``fully_shard`` itself would make the host wait.
 
     ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to existing
-    gradients. So ``__call__`` takes existing gradients away until the values have come. A hook on a
-    gradient reads it at once: the reduce-scatter is then waited for.
+    gradients. So ``__call__`` removes existing gradients until the values have come. If a gradient
+    has hooks, which read it at once, the reduce-scatter is waited for.
     """
 
     pending: PendingReductions
@@ -125,7 +127,8 @@ class AsyncReduceScatter:
     is_async: bool = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate an input or output; only one reduction's memory is held at a time."""
+        """Allocate an input or output of a reduce-scatter, after the previous one's memory is
+        released."""
         self.pending.finish()
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -158,11 +161,9 @@ class AsyncReduceScatter:
 
 
 def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None:
-    """Shard the stage's parameters over axis ``dp``, in place, block by block.
-
-    Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
-    stage's device. Returns None if no parameter is sharded.
-    """
+    """Shard the stage's parameters over mesh axis ``dp`` by ``fully_shard``, in place, block by
+    block. Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
+    stage's device. Returns None if no parameter is sharded."""
     sharded = [parameter for parameter in stage.by_name.values() if parameter.fully_sharded]
     if not sharded:
         return None
@@ -204,24 +205,25 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
 
 
 def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
-    """Return the module whose group a parameter is gathered with: its block, or the stage."""
+    """Return the module with which ``fully_shard`` gathers a parameter: its block, or the stage if
+    shared."""
     return stage if parameter.block is None else stage.blocks[parameter.block]
 
 
 def _gather_in_backward(block: nn.Module, args: Any, outputs: Any) -> None:
-    """Make a block's group gather when a gradient of the block's outputs comes.
-
-    ``fully_shard`` does so for the last block of a group only, which may have no gradient: it is
-    frozen, runs under ``no_grad``, or is not used.
-    """
+    """Hook after a block's forward: all-gather its group when a gradient of its outputs arrives.
+    ``fully_shard`` does so only for a group's last block, which may get no gradient: it may be
+    frozen, run under ``no_grad``, or not be used."""
     fully_shard.state(block)._register_pre_backward_hook(outputs)  # type: ignore[attr-defined]
 
 
 def _gather_ahead(stage: StageModule) -> None:
-    """Run all-gathers beside compute on a CPU too; on a GPU, let them take less memory.
+    """Make the stage's all-gathers overlap with compute on a CPU; on a GPU, make them use less
+    memory.
 
-    Their buffers are then freed when parameters have been copied out of them. The method has no
-    public name yet; without it a CPU waits for each all-gather where it begins.
+    Their buffers are then freed when parameters have been copied out of them. The method
+    ``_set_unshard_async_op`` is private; without it a CPU waits for each all-gather where it
+    begins.
     """
     set_async = getattr(stage, "_set_unshard_async_op", None)
     if set_async is not None:
@@ -229,7 +231,8 @@ def _gather_ahead(stage: StageModule) -> None:
 
 
 def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
-    """Return the blocks that are gathered together: single blocks, and runs of small blocks."""
+    """Group the stage's blocks by joint all-gather: each block alone, but runs of small blocks
+    together."""
     sizes: dict[int, int] = {}
     for parameter in sharded:
         if parameter.block is not None:
@@ -246,7 +249,8 @@ def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[
 
 
 def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
-    """Make each group gather the next group in the forward, the previous in the backward.
+    """Make each group prefetch (all-gather early) the next group in the forward, the previous in
+    the backward.
 
     ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the forward
     only when the host gets to it. Its guess for the backward follows the order of past forwards,
@@ -264,7 +268,8 @@ def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
 
 
 def _allocate(stage: StageModule, parameter: StageParameter) -> None:
-    """Allocate a sharded meta parameter on the device, and make it the master."""
+    """Replace a sharded parameter on meta by memory on the device, as the master (the
+    optimizer's)."""
     holder, attribute = stage.owner(parameter.name)
     meta = getattr(holder, attribute)
     assert isinstance(meta, DTensor)
@@ -282,14 +287,16 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
 
 
 def _take(parameter: StageParameter, held: Tensor) -> None:
-    """Move a gradient that ``fully_shard`` has reduced to ``accumulated``."""
+    """Hook on a gradient reduced by ``fully_shard``: add it to the parameter's sum
+    ``accumulated``."""
     if held.grad is not None:
         parameter.add_gradient(local_tensor(held.grad))
         held.grad = None
 
 
 def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
-    """Yield the parameter groups that ``fully_shard`` gathers and reduces, the stage's first."""
+    """Yield ``fully_shard``'s parameter groups of a stage; the group of the stage module itself is
+    first."""
     states = dict.fromkeys(
         fully_shard.state(module)  # type: ignore[attr-defined]
         for module in stage.modules()
@@ -301,8 +308,8 @@ def _parameter_groups(stage: nn.Module) -> Iterator[Any]:
 
 
 def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each sharded parameter's gathered copy, which has no memory while it is not gathered,
-    and the whole gradient summed so far if ZeRO has not split it yet, else None."""
+    """Yield for each sharded parameter its gathered tensor (without memory while not gathered), and
+    its whole gradient if that is summed but not yet reduced, else None."""
     for group in _parameter_groups(stage) if stage.is_fully_sharded else ():
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -312,10 +319,8 @@ def gathered_copies(stage: StageModule) -> Iterator[tuple[Tensor, Tensor | None]
 
 
 def begin_step(stage: StageModule) -> None:
-    """Drop gathered parameters that may be out of date, before a step's first forward.
-
-    Gathers that an interrupted forward has begun are waited for first.
-    """
+    """Free gathered parameters, which may be outdated, before a step's first forward. Gathers that
+    an interrupted forward has begun are waited for first."""
     if not stage.is_fully_sharded:
         return
     for group in _parameter_groups(stage):
@@ -324,7 +329,8 @@ def begin_step(stage: StageModule) -> None:
 
 
 def begin_backward(stage: StageModule, *, last: bool) -> None:
-    """Set whether a micro-batch's backward reduces gradients and frees parameters after it."""
+    """Set whether the next micro-batch's backward reduces gradients and frees gathered
+    parameters."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -334,7 +340,8 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
 
 
 def begin_input_backward(stage: StageModule) -> None:
-    """Begin a backward that defers the gradients of weights: nothing is reduced yet."""
+    """Prepare a backward that leaves weight gradients to be computed later: it reduces nothing
+    yet."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -344,10 +351,9 @@ def begin_input_backward(stage: StageModule) -> None:
 
 
 def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
-    """Reduce the groups whose weight gradients were computed outside of a backward.
-
-    ``remaining`` are the positions of the blocks whose weight gradients are missing.
-    """
+    """Reduce the gradients of the groups whose blocks' weight gradients are all computed.
+    ``remaining`` are the positions of the blocks whose weight gradients are still to be
+    computed."""
     if not stage.is_fully_sharded:
         return
     positions = {block: position for position, block in enumerate(stage.blocks)}
@@ -359,21 +365,17 @@ def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
 
 
 def finish_weight_backward(stage: StageModule) -> None:
-    """Reduce and free after weight gradients were computed outside of the stage's backward.
-
-    ``fully_shard`` does that when a backward through the module ends, and has no public name
-    for it; ``torch.distributed.pipelining`` calls the same.
-    """
+    """Reduce gradients and free parameters after weight gradients computed outside of a backward.
+    ``fully_shard`` does so itself at the end of a backward, by a private function;
+    ``torch.distributed.pipelining`` calls it too."""
     if stage.is_fully_sharded:
         fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def abandon_backward(stage: StageModule) -> None:
-    """Make ``fully_shard`` forget a backward that an error ended.
-
-    It would else take the next backward for a part of that backward, and never hand over its
-    gradients. Gradients that it has gathered are forgotten.
-    """
+    """Make ``fully_shard`` forget a backward that an error ended. Otherwise it would treat the next
+    backward as a part of the failed one and never deliver gradients. Gradients accumulated so far
+    are dropped."""
     if not stage.is_fully_sharded:
         return
     begin_input_backward(stage)

@@ -34,17 +34,19 @@ Value = TypeVar("Value")
 
 MOST_COPIES = 4
 LEAST_RUNS, ENOUGH_RUNS, MOST_RUNS = 2, 4, 40
-"""Numbers of runs of all copies: the least for a median, the number that the time should allow, and
-the most."""
+"""Numbers of rounds in which all copies of a block run: the least for a median, the number that the
+time should allow, and the largest."""
 
 MEMORY_SHARE = 0.4
 STATE_COPIES = 8
-"""Bytes in use, with gradients and activations, per byte of a block's inputs and weights."""
+"""Estimated bytes in use (with gradients and activations) per byte of a block's inputs and
+weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A block with its own weights and inputs, and the gradients of its outputs."""
+    """A copy of a block to be measured: module with weights of its own, inputs, and output
+    gradients."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
@@ -68,9 +70,9 @@ def measure_block(
 ) -> Measurement:
     """Return the median seconds of a block's forward and backward, measured for ``seconds``.
 
-    If ``accumulates``, gradients add to existing gradients, as from the second micro-batch on. A
-    block that takes long is measured with fewer copies: its own values leave the caches. Raises
-    RuntimeError where memory does not suffice.
+    If ``accumulates``, gradients are added to existing gradients, as from the second micro-batch
+    on. Copies of the block run in turn, so that caches are cold; a slow block needs fewer. Raises
+    RuntimeError if memory does not suffice.
     """
     start = time.perf_counter()
     most = _num_copies(graph, block, device)
@@ -100,10 +102,8 @@ def measure_block(
 def measure_everywhere(
     graph: Graph, block: Block, *, device: torch.device, accumulates: bool, seconds: float
 ) -> Measurement | str:
-    """Run ``measure_block`` on every rank at once; return the median over the ranks, or an error.
-
-    Collective over all ranks.
-    """
+    """Run ``measure_block`` on every rank at once; return the median over ranks, or some rank's
+    error as text. Collective over all ranks."""
     own: Measurement | str
     try:
         own = measure_block(graph, block, device=device, accumulates=accumulates, seconds=seconds)
@@ -117,7 +117,8 @@ def measure_everywhere(
 
 
 def median_of_ranks(found: Sequence[Measurement]) -> Measurement:
-    """Combine the measurements of several ranks: medians, least repeats, largest spread."""
+    """Combine several ranks' measurements: median times, least number of repeats, largest
+    spread."""
     return Measurement(
         median(each.forward_seconds for each in found),
         median(each.backward_seconds for each in found),
@@ -127,7 +128,8 @@ def median_of_ranks(found: Sequence[Measurement]) -> Measurement:
 
 
 def _round(copies: Sequence[_Copy], device: torch.device) -> tuple[float, float]:
-    """Run all copies; return the seconds of all forwards, and of all backwards."""
+    """Run all copies of a block; return the seconds per round of their forwards, and of their
+    backwards."""
     times = [_now(device)]
     outputs = [copy.forward() for copy in copies]
     times.append(_now(device))
@@ -151,7 +153,7 @@ def _forget(copies: Sequence[_Copy]) -> None:
 
 
 def _num_copies(graph: Graph, block: Block, device: torch.device) -> int:
-    """Return the number of copies that fit in memory. Raise RuntimeError if none fits."""
+    """Return how many copies of a block fit in memory. Raise RuntimeError if none fits."""
     refs = block_inputs(graph, block)
     needed = STATE_COPIES * sum(graph.spec(ref).num_bytes for ref in refs)
     free = _free_bytes(device) * MEMORY_SHARE
@@ -189,7 +191,8 @@ def _copy(graph: Graph, block: Block, device: torch.device) -> _Copy:
 def _module(
     graph: Graph, block: Block
 ) -> tuple[fx.GraphModule, list[tuple[str, int]], list[TensorSpec]]:
-    """Return the block on one rank, its inputs besides its parameters, and its outputs' specs."""
+    """Return the module of a block on one rank, the values it reads (name and output index) except
+    parameters and buffers, and its outputs' specs."""
     whole = (INVARIANT,)
     refs = block_inputs(graph, block)
     held = {ref.name: whole for ref in refs if graph[ref.name].kind in ("parameter", "buffer")}
@@ -211,7 +214,8 @@ def _module(
 
 
 def _outputs(graph: Graph, block: Block) -> list[Ref]:
-    """Return the values of a block that others need: other blocks, the loss, buffers' updates."""
+    """Return the outputs of a block that are used outside of it: by other blocks, as the loss, or
+    as new values of buffers."""
     own = set(block.nodes)
     kept = {graph.loss, *graph.updates.values()}
     needed = {
@@ -228,7 +232,8 @@ def _outputs(graph: Graph, block: Block) -> list[Ref]:
 def _value(
     graph: Graph, name: str, index: int, batch: dict[str, Tensor], device: torch.device
 ) -> Tensor:
-    """Make a value that the block takes: the input of ``batch``, else noise, zeros or true."""
+    """Make a value for a block to read: the input of ``batch`` if ``name`` is one, else noise
+    (floating), zeros (integer) or true (bool)."""
     node = graph[name]
     if name in batch:
         return batch[name].to(device)

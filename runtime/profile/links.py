@@ -42,11 +42,12 @@ COLUMNS = 64
 ITEM_BYTES = 4
 
 Timed = tuple[Callable[[], object], Callable[[], object] | None, int]
-"""The call to time, a call whose time is subtracted (or None), and the bytes really moved."""
+"""Function to time, function whose time is subtracted (or None), and number of bytes really
+moved."""
 
 
 class _Block(nn.Module):
-    """A block of several parameters, used once each."""
+    """Model of one block with several parameters, each used once."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__()
@@ -59,10 +60,9 @@ class _Block(nn.Module):
 
 
 def state_calls(kind: str, num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Timed:
-    """Return the calls to time for "zero_gather" or "zero_scatter" of about ``num_bytes``.
-
-    ``mesh`` has one axis, whose ranks are the group.
-    """
+    """Return functions that run ``fully_shard``'s all-gather ("zero_gather") or reduce-scatter
+    ("zero_scatter") of about ``num_bytes``, to be timed. ``mesh`` has one axis, over whose ranks
+    they run."""
     row_bytes = NUM_TENSORS * COLUMNS * ITEM_BYTES * mesh.size()
     rows = max(1, num_bytes // row_bytes) * mesh.size()
     sharded = _sharded(_Block(rows, device), mesh, keeps=kind == "zero_scatter")
@@ -103,19 +103,20 @@ def _step(block: nn.Module | FSDPModule, device: torch.device) -> Callable[[], o
 
 
 SIZES = {"cpu": 256, "cuda": 4096}
-"""Rows and columns of the multiplied matrices, by kind of device."""
+"""Number of rows and columns of the square matrices that are multiplied, by kind of device."""
 COMPUTE_RATIO = 2.0
-"""Compute time over the collective's: both slow each other, and the collective must end first."""
+"""Compute time relative to the collective's: as they slow each other, the collective must end
+first."""
 CALIBRATION_CALLS = 5
 
 
 def overlap_calls(
     kind: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Timed:
-    """Return the calls to time for a collective of about ``num_bytes`` beside matrix products: both
-    together, the products alone, and the bytes really moved.
+    """Return functions to be timed, for the slowdown of matrix products by a collective of about
+    ``num_bytes``: both together, and the products alone; and the bytes really moved.
 
-    ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; the bytes are those of the whole
+    ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; bytes are counted for the whole
     tensor. All ranks of ``group`` call it together, and compute as long as the slowest rank needs
     to hide its collective.
     """
@@ -159,9 +160,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 STATES = ("zero_gather", "zero_scatter")
-"""Kinds that measure ``fully_shard`` on a block's parameters and gradients."""
+"""Kinds of measurements that run ``fully_shard`` on a block's parameters and gradients."""
 OVERLAPPED = {overlapped(kind): kind for kind in STATE_COLLECTIVES}
-"""Kinds for the slowdown of compute beside a collective of states, mapped to that collective."""
+"""Kinds that measure how a collective on parameters or gradients slows compute, mapped to the
+collective."""
 
 LEAST_SECONDS = 1e-7
 WARMUP_CALLS = 2
@@ -173,7 +175,8 @@ _AXIS = 1
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Transfers to measure: ``partition`` are the groups (for "p2p" pairs) of global ranks."""
+    """Transfers of one kind to measure; ``partition`` has the groups of global ranks (pairs for
+    "p2p") that run them at once."""
 
     kind: str
     partition: tuple[tuple[int, ...], ...]
@@ -182,7 +185,8 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class LinkTime:
-    """Seconds of one transfer of ``num_bytes`` (as ``collective_seconds`` counts them)."""
+    """Measured seconds of one transfer of ``num_bytes`` (counted as ``collective_seconds``
+    does)."""
 
     num_bytes: int
     seconds: float
@@ -190,21 +194,21 @@ class LinkTime:
 
 
 class Meshes:
-    """Meshes for measurements, made once for each arrangement of ranks; ``close`` frees them."""
+    """Cache of device meshes used in measurements, by their ranks; ``close`` frees them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[str, DeviceMesh] = {}
 
     def of(self, ranks: Sequence[Any], names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """Return the mesh of an array of global ranks. Collective over all ranks."""
+        """Return the device mesh with this array of global ranks. Collective over all ranks."""
         if (key := str(ranks)) not in self._made:
             array = torch.tensor(ranks, dtype=torch.int)
             self._made[key] = DeviceMesh(self._device.type, array, mesh_dim_names=names)
         return self._made[key]
 
     def close(self) -> None:
-        """Destroy the communicators that were made. Collective over all ranks."""
+        """Destroy the process groups of all meshes. Collective over all ranks."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         dist.barrier(group=control_group())
@@ -217,9 +221,8 @@ class Meshes:
 
 
 def ends_first(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes in the order of measuring: the smallest, the largest, then the others.
-
-    So a list that time cuts short still has both ends of its curve.
+    """Order sizes for measuring: the smallest, the largest, then the sizes between, so that a
+    measurement cut short by time has both ends of the curve.
 
     >>> ends_first((1, 4, 16, 64))
     [1, 64, 4, 16]
@@ -236,11 +239,9 @@ def measure_links(
     until: Callable[[], bool],
     meshes: Meshes,
 ) -> Iterator[LinkTime]:
-    """Yield the times of ``links``, smallest size first. Collective over all ranks of the world.
-
-    Before every size, ``until()`` is called on rank 0 alone; if true, all ranks stop. The caller
-    closes ``meshes``.
-    """
+    """Measure the transfers ``links`` and yield their times, by ``ends_first``'s order of sizes.
+    Collective over all ranks of the world. Before every size, ``until()`` is called on rank 0
+    alone; if true, all ranks stop. The caller closes ``meshes``."""
     run = message_call(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
     for num_bytes in ends_first(links.num_bytes):
         if not agree(not until(), device):
@@ -254,7 +255,7 @@ def measure_links(
 
 
 Prepared = Callable[[int], Timed]
-"""Function from a size in bytes to its calls."""
+"""Function from a size in bytes to the functions to time (see ``Timed``)."""
 
 
 def _on_mesh(links: Links, device: torch.device, meshes: Meshes) -> Prepared:
@@ -291,7 +292,8 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 
 def message_call(links: Links, device: torch.device) -> Prepared:
-    """Return a function from a size to messages of all pairs there and back, at the same time."""
+    """Return a function from a size to the call that sends a message of that size to the other rank
+    of a pair and back, in all pairs at once."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -322,11 +324,9 @@ def _nothing() -> None:
 def median_seconds(
     call: Callable[[], object], *, device: torch.device, case_seconds: float
 ) -> tuple[float, int]:
-    """Return the slowest rank's median seconds of a call that all ranks make, and their number.
-
-    The calls are as many as fit in ``case_seconds``, from ``LEAST_CALLS`` to ``MOST_CALLS``; a rank
-    with nothing to do makes empty calls.
-    """
+    """Return the median seconds of a call that all ranks make, on the slowest rank, and the number
+    of calls. As many calls are made as fit in ``case_seconds``, from ``LEAST_CALLS`` to
+    ``MOST_CALLS``; a rank outside of all groups passes a function that does nothing."""
     watch = stopwatch(device.type)
     for _ in range(WARMUP_CALLS):
         call()
@@ -343,14 +343,15 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def agree(wanted: bool, device: torch.device) -> bool:
-    """Return rank 0's value on every rank. Collective."""
+    """Return rank 0's value of ``wanted`` on every rank. Collective."""
     return bool(share_tensor(torch.tensor(wanted, device=device).float()))
 
 
 def spread_partition(
     partition: Sequence[Sequence[int]], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Repeat the groups of a stage over all ranks: other stages communicate at the same time.
+    """Repeat a stage's groups of ranks over all ranks, as other stages communicate at the same
+    time.
 
     >>> spread_partition(((0, 1),), 4), spread_partition(((0, 2), (1, 3)), 4)
     (((0, 1), (2, 3)), ((0, 2), (1, 3)))
@@ -366,8 +367,9 @@ def spread_partition(
 def partition_of(
     cluster: Cluster, kind: str, group: Group, partition: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that measure a collective of ``group`` or a message at once, as
-    all stages communicate in training; on wired devices, only groups wired like ``group``."""
+    """Return the groups of ranks that run a collective (or a message) at once while it is measured,
+    as all stages do in training; on a cluster with listed wiring, only groups wired like
+    ``group``."""
     is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
     if kind != "p2p":
         spread = spread_partition(partition, cluster.num_devices)
@@ -382,7 +384,7 @@ def partition_of(
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the first of these pairs that share no rank.
+    """Return the pairs that share no rank with a pair before them in the result.
 
     >>> disjoint([(0, 1), (1, 2), (2, 3)])
     ((0, 1), (2, 3))
@@ -395,7 +397,8 @@ def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def neighbours(host_sizes: Sequence[int], *, between_hosts: bool) -> tuple[tuple[int, ...], ...]:
-    """Return disjoint pairs of ranks: neighbours within hosts, or ranks of the first two hosts.
+    """Return disjoint pairs of ranks: adjacent ranks of each host or, if ``between_hosts``, ranks
+    of the first two hosts.
 
     >>> neighbours((4, 4), between_hosts=False)
     ((0, 1), (2, 3), (4, 5), (6, 7))

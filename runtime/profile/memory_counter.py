@@ -28,16 +28,14 @@ if TYPE_CHECKING:
     from ..step.trainer import RankTrainer, Trainer
 
 Tensors = Mapping[str, Iterable[Tensor]]
-"""Tensors by category."""
+"""Tensors in memory, by category ("parameters", "gradients", …)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Peak memory of a step. ``peak_bytes`` is the sum of ``by_category``.
-
+    """Peak memory of a step in bytes: ``peak_bytes``, the sum of the categories in ``by_category``.
     ``allocator_peak_bytes`` is the peak of the device's allocator, None on a CPU; ``between_bytes``
-    are still alive when the step is done.
-    """
+    are in use when the step is done."""
 
     peak_bytes: int
     by_category: Mapping[str, int]
@@ -55,10 +53,11 @@ def measure_peak(
 ) -> MemoryReport:
     """Run ``step`` once and report its memory.
 
-    ``held`` returns the existing tensors, before and after the step; they count even where no op of
-    the step touches them. ``watch`` is entered around the step and may name tensors meanwhile. A
-    measured step should not be the first: an optimizer makes its states then. ``resizes``: see
-    ``LiveBytes``.
+    ``held`` returns the tensors that exist before and after the step, by category; they count even
+    if the step does not use them. ``watch(live)`` is a context around the step, which may
+    categorize tensors. Do not measure the first step, in which the optimizer makes its states.
+    ``resizes``: the memory of tensors may be freed and allocated again in the step, as by
+    ``fully_shard``.
 
     >>> weight = torch.ones(1000, requires_grad=True)
     >>> def step():
@@ -92,7 +91,8 @@ def _mark(live: LiveBytes, held: Tensors) -> None:
 
 
 def held_by(trainer: RankTrainer) -> Tensors:
-    """Return the tensors that a rank's trainer holds from step to step, and its gradients."""
+    """Return by category the tensors that a rank's trainer keeps between steps, and its
+    gradients."""
     found: dict[str, list[Tensor]] = {
         "parameters": [],
         "master": [],
@@ -120,11 +120,12 @@ def held_by(trainer: RankTrainer) -> Tensors:
 
 
 def states_of(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of memory that a rank's states take at this moment, by category.
+    """Return the bytes that this rank's parameters, gradients and other states take now, by
+    category.
 
-    ``parameters`` are the compute copies, gathered copies included, ``master`` the tensors that the
-    optimizer steps; ``gradients`` include gradients that ZeRO 1 has yet to split. Shared memory
-    counts once. A reduce-scatter that is under way is waited for.
+    ``parameters`` are the tensors that blocks compute with, gathered tensors included, ``master``
+    the tensors that the optimizer updates; ``gradients`` include whole gradients that ZeRO 1 has
+    not reduced yet. Shared memory counts once. A running reduce-scatter is waited for.
     """
     for stage in trainer.model.stages.values():
         if stage.reductions is not None:
@@ -144,11 +145,9 @@ def states_of(trainer: Trainer) -> dict[str, int]:
 
 
 def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Run a step; return ``states_of`` as its last backward begins, when all states exist.
-
-    Collective over all ranks; ``trainer`` has one stage on this rank, and several micro-batches:
-    with one, no gradients would exist yet.
-    """
+    """Run a step; return the bytes of its states (see ``states_of``) at the start of its last
+    backward, when all exist. Collective over all ranks; ``trainer`` has one stage on this rank, and
+    several micro-batches: with one, no gradients would exist yet."""
     (executor,) = trainer.runner.executors.values()
     found: dict[str, int] = {}
     run = executor.backward
@@ -168,7 +167,8 @@ def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) 
 
 @contextmanager
 def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
-    """Mark parameters that ZeRO gathers as "gathered", not activations, inside the context."""
+    """Count parameters gathered by ZeRO in the context as category "gathered", not as
+    activations."""
 
     def mark(block: nn.Module, _: object) -> None:
         live.mark((each for each in block.parameters()), "gathered", over=False)
@@ -183,7 +183,8 @@ def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
 
 
 def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport:
-    """Run a step of a trainer on a global batch; return its memory. Collective over all ranks."""
+    """Run a trainer's step on a global batch; return the memory it used. Collective over all
+    ranks."""
 
     def held() -> Tensors:
         return {**held_by(trainer), "batch": list(inputs.values())}

@@ -36,7 +36,7 @@ from .links import LinkTime, Meshes, agree, ends_first, median_seconds
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """A case and its measurement, or the reason that there is none."""
+    """An op case with its measured time, or with the reason why it could not be measured."""
 
     case: OpCase
     measurement: Measurement | None
@@ -46,7 +46,8 @@ class OpTime:
 def measure_ops(
     cases: Sequence[OpCase], *, device: torch.device, budget: Budget, until: Callable[[], bool]
 ) -> Iterator[OpTime]:
-    """Yield the cases' times until ``until()`` is true on rank 0. Collective over all ranks."""
+    """Measure the op cases and yield their times, until ``until()`` is true on rank 0. Collective
+    over all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = device.type == "cpu"
     stride = 1 if shares else world_size
@@ -70,7 +71,7 @@ def _measured(case: OpCase, device: torch.device, budget: Budget) -> Measurement
 
 
 def _joined(case: OpCase, answers: Sequence[Any]) -> OpTime:
-    """Combine the answers of several ranks into one measurement."""
+    """Combine the answers of all ranks (times or errors) about one op case into one measurement."""
     found = [answer for answer in answers if isinstance(answer, Measurement)]
     if len(found) < len(answers):
         reasons = [answer for answer in answers if isinstance(answer, str)]
@@ -93,10 +94,9 @@ def measure_updates(
     until: Callable[[], bool],
     build: BuildOptimizer | None = None,
 ) -> Iterator[LinkTime]:
-    """Yield for each size in bytes the seconds per parameter. Collective over all ranks.
-
-    ``build``, which builds the model's own optimizer, takes precedence over the name.
-    """
+    """Measure an optimizer's step: yield, for each size in bytes, the seconds per parameter.
+    Collective over all ranks. If ``build`` is given, it builds the user's optimizer, which is
+    measured instead of ``optimizer``."""
     meshes = Meshes(device)
     mesh = meshes.of(torch.arange(dist.get_world_size()).tolist())
     for size in ends_first(sizes):
@@ -114,9 +114,10 @@ def measure_updates(
 
 
 def own_name(build: BuildOptimizer) -> str:
-    """Name a model's own optimizer by its class and its switches, which decide its step's time.
+    """Return a name of the user's optimizer: its class, and its flags that affect the time of a
+    step.
 
-    Returns "" if it cannot be made for other parameters than the model's.
+    Returns "" if it accepts the model's parameters only.
 
     >>> own_name(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)).split()[::3]
     ['SGD', 'fused=None', 'nesterov=False']
@@ -134,10 +135,8 @@ def own_name(build: BuildOptimizer) -> str:
 
 
 def _own(build: BuildOptimizer | None, parameters: list[nn.Parameter]) -> Optimizer | None:
-    """Build the model's own optimizer for other parameters; None if it refuses them.
-
-    An optimizer may be for matrices only, or for parameters of certain names.
-    """
+    """Build the user's optimizer over stand-in parameters; None if it refuses them. It may accept
+    only matrices, for example, or parameters of certain names."""
     if build is None:
         return None
     try:

@@ -21,13 +21,13 @@ from ..messages.shared_objects import control_group, gather_values
 from .links import WARMUP_CALLS, Links, message_call
 
 SIZES = (1 << 14, 1 << 18, 1 << 22)
-"""Bytes of a message on a CPU; a GPU's largest is ``GPU_FACTOR`` times as large."""
+"""Sizes of messages in bytes on a CPU; the largest on a GPU is ``GPU_FACTOR`` times as large."""
 GPU_FACTOR = 16
 CALLS = 7
 ROUND_SECONDS = 0.5
-"""Time for the messages of a size; at least ``CALLS`` messages are sent."""
+"""Time spent on the messages of one size; at least ``CALLS`` messages are sent."""
 PRODUCT = {"cpu": 512, "cuda": 4096}
-"""Rows of the square matrices that are multiplied."""
+"""Number of rows of the square matrices that are multiplied, by kind of device."""
 
 Pair = tuple[int, int]
 Round = tuple[Pair, ...]
@@ -35,7 +35,7 @@ Round = tuple[Pair, ...]
 
 @dataclass(frozen=True, slots=True)
 class PairTime:
-    """The time of a message of ``num_bytes`` from one rank of ``pair`` to the other."""
+    """Measured seconds of a message of ``num_bytes`` from one rank of ``pair`` to the other."""
 
     pair: Pair
     num_bytes: int
@@ -44,7 +44,8 @@ class PairTime:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The place of a rank, and its seconds for a matrix product that all ranks compute."""
+    """A rank's host and device, and its seconds for a matrix product that all ranks compute at
+    once."""
 
     host: str
     device: str
@@ -53,9 +54,8 @@ class RankFacts:
 
 
 def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
-    """Return rounds of pairs that cover every link once or twice: first neighbours within the
-    hosts, then adjacent hosts, each rank of a host with the same rank of the other. In a round no
-    rank is in two pairs.
+    """Return rounds of rank pairs that cover every link once or twice: first neighbours within
+    hosts, then adjacent hosts, paired rank by rank. No rank is in two pairs of a round.
 
     >>> from ...cost_model.cluster.shorthand import parse_cluster
     >>> rounds_of(parse_cluster("2x2xcpu"))
@@ -108,10 +108,8 @@ def rank_facts(device: torch.device) -> list[RankFacts]:
 
 
 def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
-    """Yield the times of one round, by size and pair. Collective over all ranks.
-
-    All pairs make the same number of calls, so that none has the links for itself.
-    """
+    """Measure one round of pairs; yield the time for each size and pair. Collective over all ranks.
+    All pairs send equally many messages, so that none has the links for itself at the end."""
     factor = GPU_FACTOR if device.type == "cuda" else 1
     watch = stopwatch(device.type)
     for num_bytes in (*SIZES[:-1], SIZES[-1] * factor):
@@ -127,5 +125,6 @@ def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
 
 
 def all_pair_times(rounds: Sequence[Round], device: torch.device) -> list[PairTime]:
-    """Return the times of all rounds, run one after the other. Collective over all ranks."""
+    """Measure all rounds of pairs, one after the other; return the times. Collective over all
+    ranks."""
     return [time for pairs in rounds for time in pair_times(pairs, device)]

@@ -23,12 +23,14 @@ from ..step.pipeline import StepMoments
 from ..step.trainer import Trainer
 
 PINGS = 9
-"""Number of round trips by which the clocks of two hosts are compared; the median counts."""
+"""Number of round trips between two hosts to compare their clocks, of whose offsets the median is
+taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedAction:
-    """An action as it ran, in seconds of rank 0; from start to ready it waits for messages."""
+    """Times of an executed action, by rank 0's clock; from start to ready the action waits for
+    messages."""
 
     action: Action
     start_seconds: float
@@ -38,7 +40,8 @@ class RecordedAction:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step of one rank. The weights are updated from ``update_seconds`` to ``end_seconds``."""
+    """Times of one rank's step; from ``update_seconds`` to ``end_seconds`` the weights are
+    updated."""
 
     start_seconds: float
     actions: tuple[RecordedAction, ...]
@@ -47,7 +50,7 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Recorder of one rank's steps: ``begin`` before the step, ``end`` after it."""
+    """Recorder of one rank's steps: call ``begin`` before each step to record, ``end`` after it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._queue = trainer, queue_of(trainer.device)
@@ -64,14 +67,16 @@ class StepRecorder:
         self._trainer.runner.set_clock(self._queue.moment)
 
     def end(self) -> None:
-        """Store the times of the step that has just run; of several batches, the last batch's."""
+        """Store the times of the step that has just run; if it had several batches, the last
+        batch's."""
         moments = self._trainer.runner.moments
         if moments is not None:
             self._steps.append((moments, self._queue.moment()))
         self._trainer.runner.set_clock(None)
 
     def gather(self) -> list[list[RecordedStep]]:
-        """Return on rank 0 all ranks' steps in rank order, elsewhere an empty list. Collective."""
+        """Return on rank 0 the recorded steps of all ranks, in rank order; elsewhere [].
+        Collective."""
         offset = clock_offset()
         return gather_on_first([self._seconds(step, end, offset) for step, end in self._steps])
 
@@ -107,7 +112,8 @@ def clock_offset() -> float:
 
 
 def _compared(other: int) -> float:
-    """Return the clock offset of rank ``other`` on that rank, and zero on rank 0."""
+    """Compare the clocks of rank 0 and rank ``other``: return the offset on ``other``, zero on rank
+    0."""
     group, box = control_group(), torch.zeros((), dtype=torch.float64)
     if dist.get_rank() == 0:
         for _ in range(PINGS):
@@ -125,7 +131,7 @@ def _compared(other: int) -> float:
 
 
 def _machine() -> str:
-    """Return an identifier of this machine since its last boot."""
+    """Return an identifier that is unique to this machine and its last boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -25,33 +25,31 @@ from torch import _ops
 from torch.distributed import _functional_collectives, distributed_c10d
 
 SAMPLE_SECONDS = 0.02
-"""Time between two samples. A sample takes about 10 µs, while the main thread stands still."""
+"""Time between two samples; a sample stops the main thread for about 10 µs."""
 WINDOW_SECONDS, WINDOW_STEPS = 4.0, 10
 """Least time and least number of steps over which ranks are compared. On two busy cores the shares
 of four equal ranks differ by up to 0.12 over 2 seconds, and in a single step by any amount."""
 CHECK_STEPS, FIRST_STEP = 5, 3
-"""Steps between checks of the time, and the last step before the first window: the first steps make
-buffers, connections and the optimizer's state."""
+"""Number of steps between two looks at the time, and number of first steps that are not compared:
+they make buffers, connections and the optimizer's state."""
 PEER_RATIO, PLANNED_RATIO = 1.4, 2.0
-"""Least ratio of a slow rank's work to the median: of ranks of the same stage, and of ranks of
-other stages, relative to the plan, as predictions of stages are off by tens of percent."""
+"""Least ratio of a slow rank's work to the median of the ranks of its stage, and of ranks of other
+stages; the latter is relative to the plan's predictions, which err by tens of percent."""
 LEAST_DIFFERENCE = 0.15
-"""Least share of the time by which a slow rank works longer than the median."""
+"""Least difference between the shares of time that a slow rank and the median rank work."""
 WINDOWS = 2
-"""Number of windows in succession in which a rank must be slow: a single window may be chance."""
+"""Number of successive windows in which a rank must be slow before it is reported."""
 
 _BLOCKING_FILES = (distributed_c10d.__file__, _functional_collectives.__file__)
 _PASSED_THROUGH = (_ops.__file__, threading.__file__)
-"""Files whose frames are skipped: their callers decide whether a thread waits."""
+"""Source files whose stack frames are skipped: their callers tell whether a thread waits."""
 _waiting_places: dict[tuple[CodeType, int], bool] = {}
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Tell whether a thread whose innermost Python frame is ``frame`` waits for other ranks.
-
-    It waits inside of the collectives of ``torch.distributed``, and on a line that calls ``wait``
-    of a collective's work.
-    """
+    """Tell whether a thread, whose innermost Python frame is ``frame``, is waiting for other ranks.
+    It waits if it is inside of a collective of ``torch.distributed``, or on a line that calls
+    ``wait`` on a collective's ``Work``."""
     inner: FrameType | None = frame
     while inner is not None and inner.f_code.co_filename in _PASSED_THROUGH:
         inner = inner.f_back
@@ -66,7 +64,8 @@ def is_waiting(frame: FrameType) -> bool:
 
 
 class WorkSampler:
-    """Sampler of whether the main thread works or waits; a context manager, on while inside."""
+    """Thread that samples whether the main thread works or waits; a context manager, active
+    inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,8 +83,8 @@ class WorkSampler:
         self._thread.join()
 
     def _sample(self) -> None:
-        """Take samples; each counts for the time since the last, in which the process may have
-        stopped."""
+        """Take samples; each one counts for the time since the one before, as the process may have
+        been stopped meanwhile."""
         last = time.monotonic()
         while not self._stopped.wait(SAMPLE_SECONDS):
             frame = sys._current_frames().get(self._watched or 0)
@@ -98,7 +97,8 @@ class WorkSampler:
             last = now
 
     def read(self) -> tuple[float, float]:
-        """Return the seconds of work since ``reset``, and all seconds."""
+        """Return the seconds of work since ``reset``, and the seconds of work and waiting
+        together."""
         with self._lock:
             return self._working, self._seconds
 
@@ -109,11 +109,11 @@ class WorkSampler:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that the other ranks wait for.
+    """A rank that the other ranks wait for, since it works longer.
 
-    It waits for others for the share ``waits`` of the time; the ranks that it is compared with, the
-    other ranks of its stage (``is_of_stage``) or all others, wait for the median share
-    ``others_wait``. It works ``ratio`` times as long as they, relative to the plan.
+    ``waits`` is the share of time in which it waits for others; ``others_wait`` the median share of
+    the ranks that it is compared with: the others of its stage if ``is_of_stage``, else all others.
+    It works ``ratio`` times as long as they, relative to the plan's prediction.
     """
 
     rank: int
@@ -133,7 +133,7 @@ class Straggler:
 def find_straggler(
     works: Sequence[float], planned: Sequence[float], stages: Sequence[Hashable]
 ) -> Straggler | None:
-    """Return the rank that the others wait for, or None.
+    """Return the rank that the others wait for (the straggler), or None if there is none.
 
     ``works`` and ``planned`` are the shares of the time in which each rank does not wait for
     others, measured and predicted; ``stages`` are the ranks' stages. Ranks that the plan leaves
@@ -156,7 +156,8 @@ def _compared(
     planned: Sequence[float],
     stages: Sequence[Hashable],
 ) -> Straggler | None:
-    """Compare ``rank`` with its stage's others, or else other stages; None if it is not slow."""
+    """Compare ``rank`` with the other ranks of its stage or, if it is alone, with all others;
+    return None if it is not slow."""
     others = [other for other in ranks if other != rank]
     peers = [other for other in others if stages[other] == stages[rank]]
     usual = median([works[other] / planned[other] for other in peers or others] or [float("inf")])
@@ -170,20 +171,18 @@ def _compared(
 
 
 class StragglerWatch:
-    """Comparison of ranks window by window; the result is the same on every rank."""
+    """Repeated search for a straggler in windows of time; the result is the same on every rank."""
 
     def __init__(self, planned: Sequence[float], stages: Sequence[Hashable]) -> None:
-        """Make a watch; ``planned`` and ``stages``: see ``find_straggler``."""
+        """Make a watch; ``planned`` and ``stages`` are passed to ``find_straggler``."""
         self._planned, self._stages = planned, stages
         self._slow_rank: int | None = None
         self._num_windows = 0
 
     def compare(self, times: Sequence[tuple[float, float]]) -> Straggler | None:
-        """Return the slow rank of a window, if it is to be named now: in the second window in which
-        it was found, and then the fourth, the eighth …
-
-        ``times`` are each rank's seconds of work, and all its seconds.
-        """
+        """Return the straggler of a window if it is to be reported now: when it is found in the
+        second window in succession, and then in the fourth, the eighth … ``times`` has for each
+        rank its seconds of work and its seconds in all."""
         works = [working / seconds for working, seconds in times]
         found = find_straggler(works, self._planned, self._stages)
         if found is None or found.rank != self._slow_rank:

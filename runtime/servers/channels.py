@@ -26,15 +26,17 @@ from ...planner.errors import RunError
 from ..messages.all_reduces import TaskThread, ThreadTask
 
 PUSH, COPY, PULL, GRADIENT, LOSS, READ_LOSS, BYE = range(7)
-"""Kinds of requests: apply a gradient, apply it to a replica, return weights, return the gradient
-of the last update, store a part's loss, return the loss of a step, end the channel."""
+"""Kinds of requests: apply a gradient; apply it to a replica; return weights; return the gradient
+of the last update; store the loss of a part of the batch; return a step's loss; end the
+connection."""
 
 READY, LOST = range(2)
-"""Status of a reply: done; or, workers were lost that the asking worker does not know of."""
+"""Status of a reply: done; or not done, as workers are lost that the requesting worker does not
+know of."""
 
 NEVER = timedelta(days=100)
-"""Time limit of a channel: a server waits for requests as long as a run takes; a process that ends
-closes its channels."""
+"""Time limit of a connection, in effect none: a server may wait for requests as long as a run
+takes, and a process that ends closes its connections."""
 
 
 class PeerLostError(Exception):
@@ -42,8 +44,8 @@ class PeerLostError(Exception):
 
 
 class Request(NamedTuple):
-    """Request to a server. ``home`` is the server that the piece belongs to; ``known`` has a bit
-    for each lost worker that the sender knows of."""
+    """Request to a parameter server. ``home`` is the server to which the requested piece of the
+    weights belongs; ``known`` has a bit set for each lost worker that the sender knows of."""
 
     operation: int
     home: int = 0
@@ -60,7 +62,7 @@ class Reply(NamedTuple):
 
 
 class Channel(Protocol):
-    """Way to send requests to a server, one at a time."""
+    """Interface to send requests to one server, one at a time, and get its replies."""
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply: ...
 
@@ -81,10 +83,12 @@ class LocalChannel:
 
 
 class PeerChannel:
-    """One end of a channel between two processes: rank 0 of its group asks, rank 1 answers."""
+    """One end of a connection between two processes: rank 0 of their group sends requests, rank 1
+    replies."""
 
     def __init__(self, name: str, *, asks: bool) -> None:
-        """Make this end. Both ends use the same ``name``."""
+        """Connect to the other end, which uses the same ``name``; ``asks``: this end sends the
+        requests."""
         store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._group: Any = dist.ProcessGroupGloo(store, 0 if asks else 1, 2, NEVER)
         self._other = 1 if asks else 0
@@ -103,7 +107,8 @@ class PeerChannel:
         return tensor
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Send a request; receive its reply, and the reply's value ``into`` memory of its size."""
+        """Send a request and ``payload``; return the reply, whose value is received into the memory
+        ``into``."""
         self.send(torch.tensor(request))
         if payload is not None:
             self.send(payload)
@@ -115,7 +120,7 @@ class PeerChannel:
         return Reply(status, lost, into)
 
     def next_request(self) -> Request:
-        """Wait for a request; the caller reads its payload next."""
+        """Receive the next request; the caller then receives its payload."""
         return Request(*self.receive(torch.zeros(6, dtype=torch.int64)).tolist())
 
     def answer(self, reply: Reply) -> None:
@@ -125,18 +130,19 @@ class PeerChannel:
 
 
 Key = tuple[int, int]
-"""Home server and block of a piece."""
+"""Key of a piece of the weights: index of its home server, and position of its block."""
 
 
 class Link:
-    """Channel of a worker to the server that holds some parts of the parameters; if that server
-    fails, its replica answers."""
+    """Connection of a worker to the server ``home``, which owns some pieces of the weights; if it
+    fails, to the server that holds their replica."""
 
     def __init__(self, home: int, targets: list[Channel]) -> None:
         self._home, self._targets = home, targets
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Send a request to the first server that is left. Raise RunError AP958 if none is left."""
+        """Send a request to the first of the servers that is still alive; return its reply. Raise
+        RunError AP958 if none is alive."""
         while self._targets:
             try:
                 return self._targets[0].call(request, payload, into)
@@ -157,10 +163,9 @@ class Link:
 
 
 class Traffic:
-    """Pushes and pulls of a worker, over all its links. ``sizes`` has the elements of each piece.
-
-    A server that has no replica fails pushes and pulls alike: the error of a pull is raised first.
-    """
+    """A worker's requests to all servers, made in the background. ``sizes`` has the number of
+    elements of each piece of the weights. If a server without a replica fails, both pushes and
+    pulls fail; the error of a pull is raised first."""
 
     def __init__(
         self,
@@ -198,18 +203,21 @@ class Traffic:
         return thread
 
     def push(self, request: Request, payload: Tensor) -> None:
-        """Send ``payload`` to a server in the background, after earlier pushes."""
+        """Send the gradient ``payload`` to a server in the background, after all earlier pushes to
+        it."""
         call = partial(self._pushes[request.home].call, request, payload, None)
         self._last[request.home] = self._lanes[request.home].submit(call)
 
     def pull(self, request: Request) -> None:
-        """Request a piece's weights, or a step's loss, from a server in the background."""
+        """Request weights, a gradient or a loss from a server in the background; ``arrived`` or
+        ``loss`` has the result."""
         with self._changed:
             self._to_pull[request.home].append(request)
             self._changed.notify_all()
 
     def wait(self, is_there: Callable[[], bool], known: int) -> bool:
-        """Wait until ``is_there()``; return False if workers beyond ``known`` were lost before."""
+        """Wait until ``is_there()`` is true; return False if workers other than those in the bit
+        set ``known`` are lost first."""
         with self._changed:
             self._changed.wait_for(
                 lambda: is_there() or self._error is not None or bool(self.lost & ~known)
@@ -219,7 +227,8 @@ class Traffic:
             return is_there()
 
     def know(self, lost: int) -> None:
-        """Continue the pulls, without the ``lost`` workers."""
+        """Record the workers in the bit set ``lost`` as known to be lost, and continue the
+        pulls."""
         with self._changed:
             self._known |= lost
             self._changed.notify_all()
@@ -231,7 +240,7 @@ class Traffic:
         return self._loss.get(clock)
 
     def forget_pulls(self) -> None:
-        """Drop the pulls that are queued, and wait for the pull that is under way."""
+        """Drop the queued pulls and all results, after the pull in progress has ended."""
         with self._changed:
             for queue in self._to_pull.values():
                 queue.clear()
@@ -239,7 +248,7 @@ class Traffic:
             self.arrived.clear()
 
     def flush(self) -> None:
-        """Wait until all pushes have been acknowledged."""
+        """Wait until the servers have acknowledged all pushes."""
         for work in self._last.values():  # earlier pushes are then done too
             work.wait()
 
@@ -277,7 +286,8 @@ class Traffic:
         return torch.empty(self._sizes[request.home, request.block], dtype=self._dtype)
 
     def _took(self, queue: deque[Request], request: Request, reply: Reply, into: Tensor) -> None:
-        """Store a reply; a pull that is told of lost workers stays first in the queue."""
+        """Store the reply to a pull; if it reports lost workers, leave the request first in the
+        queue."""
         self.lost |= reply.lost
         if reply.status == LOST:
             return

@@ -43,7 +43,8 @@ from .channels import (
 
 
 class ServedPiece:
-    """A piece of the weights; ``weights`` has the elements of ``shards``, one after the other."""
+    """A piece of the weights on a server: ``weights`` has the elements of ``shards`` in one flat
+    tensor."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class ServedPiece:
         build: BuildOptimizer | None,
         optimizer: str,
     ) -> None:
-        """Make the piece; ``shapes`` has all trained parameters. Raises as ``served_optimizer``."""
+        """Make the piece; ``shapes`` are the shapes of all trained parameters. Raises as
+        ``served_optimizer``."""
         self.weights, self.clocks = weights, clocks
         self.previous = weights.clone() if clocks.bound == 0 else weights
         self.gradient = torch.zeros_like(weights)
@@ -73,7 +75,8 @@ class ServedPiece:
         self._optimizer = served_optimizer(slices, shapes, build, name=optimizer)
 
     def push(self, clock: int, part: int, gradient: Tensor) -> bool:
-        """Take a part's gradient of iteration ``clock``; return False if it was taken before."""
+        """Take the gradient of batch part ``part`` in iteration ``clock``; update the weights when
+        all parts are there (without bsp: at once). Return False if it was taken before."""
         if part in self.clocks.workers:  # a lost worker's push may still come from its home
             if clock != self.clocks.clock(part):
                 return False
@@ -96,17 +99,16 @@ class ServedPiece:
         self.version += 1
 
     def is_ready(self, clock: int, worker: int) -> bool:
-        """Tell whether a worker may begin iteration ``clock`` with these weights.
-
-        Pulls and pushes come by separate channels: the worker's last push is waited for, as its
-        clock is late until then.
-        """
+        """Tell whether these weights are new enough for a worker to begin iteration ``clock``.
+        Pulls and pushes have separate connections; the worker counts as late until its last push
+        has come."""
         if self.clocks.bound == 0:
             return self.version >= clock
         return self.clocks.may_begin(worker) and self.clocks.clock(worker) >= clock
 
     def read(self, clock: int) -> Tensor:
-        """Return the weights of iteration ``clock`` under bsp, else the newest weights."""
+        """Return the weights of iteration ``clock`` if workers run in lockstep (bsp), else the
+        newest."""
         if self.clocks.bound == 0 and clock < self.version:
             assert clock == self.version - 1
             return self.previous
@@ -120,11 +122,12 @@ def served_optimizer(
     *,
     name: str,
 ) -> Optimizer:
-    """Make the optimizer of parts of parameters, in the groups of the whole parameters.
+    """Make an optimizer over the ``slices`` of parameters that a server holds, with the parameter
+    groups of the model's.
 
-    It is built with stand-ins for all parameters, of their shapes but without memory, which the
-    held parts then replace. Raises UsageError AP955 for optimizers that do not step each element by
-    itself.
+    It is built with stand-ins for all parameters, with their ``shapes`` but without memory; the
+    slices then replace them. Raises UsageError AP955 for optimizers that do not update each element
+    independently.
     """
     first = next(part for parts in slices.values() for part in parts)
     stand_ins = {
@@ -153,14 +156,13 @@ def served_optimizer(
 
 
 TICK_SECONDS = 1.0
-"""Time after which a server that waits for requests reports its progress again."""
+"""Time between two reports of progress by a server that waits for requests."""
 
 
 class Server:
-    """A parameter server. ``pieces``, by home server and block, are its own and other replicas.
-
-    ``replica`` is the channel to the server that holds the replicas of its own pieces.
-    """
+    """A parameter server. ``pieces`` are the pieces of the weights that it owns and the replicas of
+    another server's pieces, by home server and block. ``replica`` is the connection to the server
+    that holds replicas of the pieces that this server owns."""
 
     def __init__(
         self,
@@ -179,13 +181,15 @@ class Server:
         self._of_servers: list[threading.Thread] = []
 
     def serve(self, channel: PeerChannel, worker: int | None) -> None:
-        """Answer a channel in a thread; ``worker`` is None for another server's channel."""
+        """Answer the requests of a connection in a new thread; ``worker`` is None if another server
+        sends them."""
         thread = threading.Thread(target=self._answer_all, args=(channel, worker), daemon=True)
         thread.start()
         (self._of_workers if worker is not None else self._of_servers).append(thread)
 
     def finish(self, progress: Callable[[str], None] | None = None) -> None:
-        """Wait until all workers are done or lost; then for the server whose replicas are here."""
+        """Wait until all workers are done or lost, then until the server whose replicas are held
+        here is done."""
         _join(self._of_workers, progress)
         if self._replica is not None:
             try:
@@ -213,7 +217,7 @@ class Server:
         return None
 
     def lose(self, worker: int) -> None:
-        """Go on without a lost worker."""
+        """Record that a worker is lost, and go on without it."""
         with self._changed:
             self._lost |= 1 << worker
             for piece in self.pieces.values():
@@ -222,7 +226,7 @@ class Server:
             self._changed.notify_all()
 
     def handle(self, request: Request, payload: Tensor | None) -> Reply:
-        """Return the reply to a request, once it can be given."""
+        """Execute a request and return the reply, after a wait until it can be given."""
         if request.operation == LOSS:
             assert payload is not None
             with self._changed:

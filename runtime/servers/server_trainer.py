@@ -32,7 +32,8 @@ from .server_worker import SHARED, ServerWorker
 
 @dataclass(slots=True)
 class WholeBatches:
-    """The batches of a worker: all rows, as it may have to compute a lost worker's part."""
+    """The batches of a worker: every worker gets all rows, as it may have to take over a lost
+    worker's."""
 
     plan: Plan
     program: Program
@@ -40,7 +41,7 @@ class WholeBatches:
     teller: int | None = None
 
     def rows_of(self, inputs: Mapping[str, Tensor]) -> int:
-        """Return the planned rows of a global batch."""
+        """Return the planned number of rows of a global batch."""
         return self.plan.model.global_batch
 
     def named(self, batch: object) -> RankInputs:
@@ -49,7 +50,8 @@ class WholeBatches:
 
 
 class ServerTrainer:
-    """One rank's part in a run: a worker that computes with ``model``, a server, or both."""
+    """Training on one rank with parameter servers: the rank has a worker, which computes with
+    ``model``, a server, or both."""
 
     optimizer = None
 
@@ -64,7 +66,8 @@ class ServerTrainer:
         progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
-        """Make this rank's part. Collective over all ranks; later calls are not."""
+        """Make this rank's worker and server. Collective over all ranks; calls of the other methods
+        are not."""
         assert plan.servers is not None
         self.plan, self.device, self.servers = plan, device, plan.servers
         own = plan_of_worker(plan, dist.get_rank())
@@ -91,36 +94,36 @@ class ServerTrainer:
 
     @property
     def batches(self) -> DataSource:
-        """The data source of this rank's worker."""
+        """The source of batches for this rank's worker."""
         return WholeBatches(self.plan, self.program)
 
     @property
     def trains(self) -> bool:
-        """Tell whether this rank has a worker."""
+        """Tell whether this rank has a worker, which takes training steps."""
         return self.worker is not None
 
     @property
     def reports(self) -> bool:
-        """Tell whether this rank has the first worker that is left, which prints the steps."""
+        """Tell whether this rank has the first worker that is not lost; that worker prints the
+        steps."""
         return self.worker is not None and self.worker.is_first
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
-        """Take one iteration of this rank's worker, if it has one."""
+        """Run one iteration of this rank's worker, if it has one."""
         (batch,) = batches
         loss = float("nan") if self.worker is None else self.worker.step(batch)
         return StepResult((torch.tensor(loss, dtype=torch.float64),), None)
 
     def settle(self) -> None:
-        """Take the weights after the last step, and the gradient of its update."""
+        """Fill the model with the weights after the last step and with the gradient of its
+        update."""
         if self.worker is not None:
             self.worker.finish()
             self.worker.take_gradients()
 
     def finish(self, progress: Callable[[str], None] | None = None) -> None:
-        """Wait for the weights after the last step, and end; a server waits until all workers have.
-
-        ``progress`` is called again and again while the server waits.
-        """
+        """Fill the model with the weights after the last step, and end the worker; a server first
+        waits until all workers have ended, and calls ``progress`` repeatedly meanwhile."""
         if self.worker is not None:
             self.worker.finish()
             self.worker.close()
@@ -192,8 +195,8 @@ class ServerTrainer:
 
 
 def plan_of_worker(plan: Plan, rank: int) -> Plan:
-    """Return the plan of a worker: under bsp all micro-batches of a step, of which it computes its
-    part; else a batch of its own."""
+    """Return the one-rank plan of a worker: with all micro-batches of a step if workers run in
+    lockstep (bsp; it computes a part of them), else with a smaller batch of its own."""
     assert plan.servers is not None
     (stage,) = plan.stages
     own = replace(plan, stages=(replace(stage, devices=(rank,)),))
@@ -209,8 +212,8 @@ def has_replicas(servers: ServerPlan) -> bool:
 
 
 def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
-    """Return a worker's channel names, each with the server at its other end: for each home server
-    the home itself, then the server with its replicas."""
+    """Return the names of a worker's connections, each with the index of the server at the other
+    end: for each home server itself and, if there are replicas, the server that holds them."""
     count = len(servers.servers)
     return [
         (f"servers/{kind}/{worker}/{home}/{target}", target)
@@ -221,8 +224,8 @@ def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
 
 
 def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
-    """Make this rank's end of each of its channels. All ranks make them in the same order: each end
-    waits for the other."""
+    """Make this rank's end of each of its connections, in the same order on all ranks, since each
+    end waits for the other. Return them by name."""
     count, made = len(servers.servers), nth_of_run(rank)
     ends = [
         (name, servers.workers[worker], servers.servers[target])
@@ -240,13 +243,15 @@ def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
 
 
 def nth_of_run(rank: int) -> int:
-    """Count the trainers that a rank has made, to keep their channels' names apart."""
+    """Count this rank's server trainers so far, so that each has other connection names; return the
+    count."""
     store = dist.distributed_c10d._get_default_store()
     return int(store.add(f"servers/made/{rank}", 1))
 
 
 def pieces_of(model: RankModel, num_servers: int) -> dict[Key, tuple[Shard, ...]]:
-    """Return the shards of every block on every server, in the same order on all ranks."""
+    """Divide the trained parameters over servers: return the shards of each block on each server,
+    in the same order on all ranks."""
     trained = {n: p for n, p in model.parameters.items() if p.spec.requires_grad}
     shards = shards_of({n: p.local.numel() for n, p in trained.items()}, num_servers)
     found: dict[Key, list[Shard]] = {}

@@ -22,15 +22,16 @@ from ..step.executor import StageExecutor
 from .channels import GRADIENT, LOSS, PULL, PUSH, READ_LOSS, Key, Request, Traffic
 
 SHARED = -1
-"""Block number of parameters that several blocks use."""
+"""Number that stands for "no single block": parameters that several blocks use."""
 
 
 class LostWorkers(Exception):  # noqa: N818 — a signal inside this file
-    """Signal that workers were lost, whose part this worker takes over."""
+    """Exception: workers are lost, and this worker has to take over their part of the batch."""
 
 
 class ServerWorker:
-    """Worker number ``index``; ``executor`` runs the whole model on it."""
+    """Worker number ``index`` in training with parameter servers; ``executor`` runs the whole
+    model."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class ServerWorker:
         traffic: Traffic,
         graph: Graph,
     ) -> None:
-        """Make the worker; ``graph`` has the rows of a global batch."""
+        """Make the worker; ``graph`` is at the batch size of a worker's share, by which batches are
+        cut."""
         self._graph = graph
         self.index, self.servers, self.executor = index, servers, executor
         self._pieces, self._traffic = pieces, traffic
@@ -69,11 +71,12 @@ class ServerWorker:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is the first worker that is left, as far as it knows."""
+        """Tell whether this is the first of the workers that it does not know to be lost."""
         return self.index == self._owner(0)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Run one iteration; return the loss of the global batch, or without bsp of its part."""
+        """Run one iteration; return the loss of the global batch if workers run in lockstep (bsp)
+        and this is the first, else of this worker's part."""
         before, self._batch = self._batch, self._rows(batch)
         while True:
             try:
@@ -86,7 +89,8 @@ class ServerWorker:
         return self._whole_loss() if self.is_bsp and self.is_first else sum(losses)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch under bsp, else this worker's rows, which make their own update."""
+        """Return the global batch if workers run in lockstep (bsp), else this worker's rows of it,
+        whose gradient makes an update of its own."""
         if self.is_bsp:
             return batch
         graph, count = self._graph, len(self.servers.workers)
@@ -111,7 +115,8 @@ class ServerWorker:
         self._traffic.close()
 
     def take_gradients(self) -> None:
-        """Fill the model with the whole gradient of the last update."""
+        """Fill the model's gradients with the whole gradient of the last update, from the
+        servers."""
         self._traffic.forget_pulls()
         for home, block in self._pieces:
             self._traffic.pull(Request(GRADIENT, home, block, self._clock, self.index))
@@ -123,7 +128,8 @@ class ServerWorker:
             self._fill(block, gradients=True)
 
     def _parts(self) -> list[int]:
-        """Return this worker's part, and the parts of lost workers that it takes over."""
+        """Return the numbers of the parts of a batch that this worker computes: its own, and lost
+        workers' that it takes over."""
         if not self.is_bsp:
             return [self.index]
         return [
@@ -136,7 +142,8 @@ class ServerWorker:
         return next(worker for worker in order if not self._known >> worker & 1)
 
     def _run(self, part: int) -> float:
-        """Run forwards and backwards of a part's micro-batches; return its share of the loss."""
+        """Run forward and backward of the micro-batches in batch part ``part``; return its share of
+        the loss."""
         executor, shares = self.executor, self.servers.shares
         if not self.is_bsp:
             part, shares = 0, shares[:1]
@@ -166,7 +173,7 @@ class ServerWorker:
         return total / executor.num_microbatches
 
     def _arrived(self, parameter: StageParameter) -> None:
-        """Push a block when its last gradient has come."""
+        """Push a block's gradients to the servers when the last of them has been computed."""
         block = _block(parameter)
         if not self._is_pushing or block == SHARED or block not in self._waiting:
             return
@@ -189,7 +196,7 @@ class ServerWorker:
         return gradient.detach().reshape(-1)[shard.start : shard.stop]
 
     def _request(self) -> None:
-        """Request the weights of the next iteration, in the order of first use."""
+        """Request from the servers the weights of the next iteration, in the order of first use."""
         for block in self._blocks:
             for home, own in self._pieces:
                 if own == block:
@@ -202,7 +209,7 @@ class ServerWorker:
         return wait
 
     def _wait_for(self, block: int) -> None:
-        """Wait for a block's weights of this iteration, and fill the model with them."""
+        """Wait for a block's weights of this iteration, and copy them into the model."""
         if self._have[block] != self._clock:
             self._wait_until_here(block)
             self._fill(block)
@@ -218,7 +225,8 @@ class ServerWorker:
             self._learn()
 
     def _learn(self) -> None:
-        """Record lost workers. Raise LostWorkers if this worker takes over their part."""
+        """Record the workers reported lost. Raise LostWorkers if this worker has to compute parts
+        of theirs."""
         before = self._parts()
         self._known |= self._traffic.lost
         if self._parts() != before:
@@ -243,7 +251,8 @@ class ServerWorker:
                         self.executor.parameters[shard.parameter].refresh()
 
     def _take_over(self, batch: Mapping[str, Tensor]) -> None:
-        """Compute lost parts of the previous iteration, with the weights it began with."""
+        """Compute lost workers' parts of the previous iteration, with the weights that it began
+        with."""
         now, self._batch = self._batch, batch
         self._clock -= 1
         self._traffic.forget_pulls()

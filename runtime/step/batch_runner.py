@@ -43,7 +43,8 @@ from .training_step import Used
 
 
 class BatchRunner:
-    """Runner of batches on one rank; ``shape`` is the shape of the last batch's variant."""
+    """Runner of training batches on one rank; ``shape`` is the shape of batches that it is set
+    to."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class BatchRunner:
         seed: int,
         progress: Progress | None,
     ) -> None:
-        """Make a runner. ``buckets`` are the planned variant at shorter lengths. Asynchronous
-        schedules call ``step_optimizer`` in the middle of a step. Collective over all ranks."""
+        """Make a runner. ``buckets`` are forms of the planned step for shorter sequences.
+        Asynchronous schedules call ``step_optimizer`` within a step. Collective over all ranks."""
         planned = model.planned
         self.shape = planned.shape
         self.batches = StepBatches(
@@ -79,7 +80,8 @@ class BatchRunner:
             self.add(bucket)
 
     def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:
-        """Raise PlanError AP560 if the model makes numbers of the length of its sequences."""
+        """Raise PlanError AP560 if the model computes with numbers that depend on the sequence
+        length."""
         program = self.model.program
         if program.recapture is None:
             return
@@ -100,10 +102,9 @@ class BatchRunner:
             raise unpaddable(node, "the model computes with a number that it makes of the length")
 
     def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
-        """Add a variant of the step for batches; its ``numbers`` are read anew each time.
-
-        Returns False where some rank's stage cannot read the numbers so. Collective over all ranks.
-        """
+        """Add the form of a step for another shape of batches. ``numbers`` are Python numbers in
+        the model's code that are to be read anew in each step; return False if some rank's stage
+        cannot do so. Collective over all ranks."""
         found = {index: self.model.add_variant(variant, index, numbers) for index in self.executors}
         if numbers is not None and not all(gather_values(None not in found.values())):
             return False
@@ -114,7 +115,7 @@ class BatchRunner:
         return True
 
     def _make_pipeline(self, variant: Variant) -> PipelineRunner:
-        """Make the runner of a variant's steps. Collective over all ranks; raises as
+        """Make the ``PipelineRunner`` of a variant's steps. Collective over all ranks; raises as
         ``check_lanes``."""
         model, stages = self.model, placed_stages(variant.plan)
         crossing = [split_boundaries(each, stages) for each in variant.crossing()]
@@ -142,7 +143,7 @@ class BatchRunner:
         )
 
     def _update_early(self) -> None:
-        """Update this rank's only stage in the middle of a step."""
+        """Run the optimizer on this rank's only stage before the end of a step."""
         (executor,) = self.executors.values()
         executor.update(self._step_optimizer)
 
@@ -154,13 +155,11 @@ class BatchRunner:
         accumulates: bool = False,
         is_last: bool = True,
     ) -> Tensor:
-        """Run forward and backward and return the loss. If ``is_last``, all gradients are complete
-        on return.
+        """Run forward and backward of a batch and return the loss. If ``is_last``, all gradients
+        are summed over ranks on return.
 
         Gradients are of the loss times ``scale``, added to existing gradients if ``accumulates``.
-        An asynchronous schedule updates the weights as well.
-
-        Raises as ``fit`` does.
+        An asynchronous schedule also updates the weights. Raises as ``fit`` does.
         """
         batch = self.fit(inputs)
         for executor in self.executors.values():
@@ -175,7 +174,7 @@ class BatchRunner:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Run a batch inside the context that updates nothing and is not counted."""
+        """Context to run a batch in without an update, and without counting it as a step."""
         deferred, self._deferred = self._deferred, None
         try:
             yield
@@ -184,8 +183,8 @@ class BatchRunner:
             self.batches.forget()
 
     def defer_updates(self, optimizer: Optimizer | None) -> None:
-        """Let steps leave their updates by ``optimizer`` to the next forward, where the plan says
-        so, or no longer (None)."""
+        """Let steps leave their updates by ``optimizer`` to the next step's forward, if the plan
+        allows it; None ends this."""
         self.settle()
         self._deferred = None
         if optimizer is None or len(self.executors) != 1:
@@ -197,26 +196,28 @@ class BatchRunner:
         self._deferred = executor.deferred_update(optimizer, tell)
 
     def settle(self) -> None:
-        """Finish the last update, so that the parameters have their new values."""
+        """Finish the updates that the last step has left to the next forward."""
         if self._deferred is not None:
             self._deferred.settle()
 
     def set_clock(self, clock: Callable[[], Any] | None) -> None:
-        """Record by ``clock`` when each action begins and ends; None ends this."""
+        """Record, by calls of ``clock``, when each action of a step begins and ends; None ends the
+        recording."""
         for pipeline in self._pipelines.values():
             pipeline.clock = clock
 
     @property
     def moments(self) -> StepMoments | None:
-        """The times of the last batch's actions, if there is a clock."""
+        """The recorded times of the last batch's actions; None without a clock."""
         return self._pipelines[self.shape].moments
 
     def fit(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a step's batch in the shapes of a variant: shorter sequences are padded.
+        """Prepare a step's batch: pad its sequences, and set the executors to the programs for its
+        shape.
 
-        ``inputs`` are the global batch or this rank's share of it. The executors are set to the
-        shortest bucket that it fits, or, for fewer rows than planned, to programs of its own.
-        Collective over all ranks.
+        ``inputs`` are the global batch or this rank's share of it. The programs are of the shortest
+        sequence length (bucket) that fits, or of fewer rows than planned. Collective over all
+        ranks.
 
         Raises as ``StepBatches.take`` does; UsageError AP130 for a batch of other shapes than the
         plan's, AP836 for a smaller batch that the plan cannot run, and PlanError AP560 where
@@ -244,7 +245,8 @@ class BatchRunner:
         return padded
 
     def _length(self, batch: Mapping[str, Tensor]) -> int | None:
-        """Return the positions of a batch shorter than planned, else None; of shares the most."""
+        """Return the sequence length of a batch if shorter than planned, else None; for shares, the
+        longest of all ranks."""
         if not self._lengths:
             return None
         length = self._pad.length(batch)
@@ -257,7 +259,7 @@ class BatchRunner:
         return int(longest)
 
     def _gather(self, batch: ShareBatch, index: int) -> None:
-        """Complete the inputs of which a stage needs all rows. Collective over the stage."""
+        """Gather the inputs of which stage ``index`` needs all rows. Collective over the stage."""
         rows = self.batches.batch(self.shape.rows).rows[self.model.planned.schedule.part(index)]
         if rows is not None:
             program = self.executors[index].program
@@ -266,22 +268,25 @@ class BatchRunner:
             gather_whole(batch, rows, part, communicator, self.model.device)
 
     def refresh_constants(self) -> None:
-        """Compute the constants again, from the model's current buffers."""
+        """Recompute the values that are constant between steps from the model's buffers."""
         for executor in self.executors.values():
             executor.refresh_constants()
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Drop the constants of a capture; they are computed again when it runs next."""
+        """Drop the constants of program number ``capture`` for batches of ``rows``; its next use
+        recomputes them."""
         for executor in self.executors.values():
             executor.forget_constants(rows, capture)
 
     def publish_later(self, later: bool) -> None:
-        """Set whether the caller publishes gradients that the optimizer gets as copies."""
+        """Set whether the caller, not the executors, copies gradients of other dtype or device to
+        the masters."""
         for executor in self.executors.values():
             executor.publishes_later = later
 
     def norm(self) -> Pending:
-        """Return the norm of the complete gradient. Collective over all ranks."""
+        """Return the 2-norm of the whole model's gradient, which may not have arrived yet.
+        Collective over all ranks."""
         if self._deferred is not None:
             return self._deferred.norm
         own = self.model.own_parameters()
@@ -290,17 +295,18 @@ class BatchRunner:
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's part of the gradients that the optimizer reads."""
+        """Return this rank's part of each gradient that the optimizer reads."""
         return published_gradients(self.model.all_parameters())
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """Return the error that names the origin of the first non-finite value. Collective."""
+        """Run ``batches`` again to find the first value that is not finite; return the error that
+        names it. Collective."""
         return diagnosis(self, batches)
 
     @property
     def updates_itself(self) -> bool:
-        """Tell whether the weights are updated without the trainer: by the schedule in the middle
-        of a step, or in the next step's forward."""
+        """Tell whether steps update the weights themselves (by an asynchronous schedule, or
+        deferred to the next step's forward), so that the caller must not step the optimizer."""
         return self._deferred is not None or self.model.planned.schedule.is_asynchronous
 
     @property
@@ -321,7 +327,8 @@ class BatchRunner:
         return None
 
     def take_draws(self, draws: Mapping[str, Any], steps_begun: int) -> None:
-        """Continue the random numbers of ``draws``; ``steps_begun`` is used if it has no count."""
+        """Continue the random numbers from the state ``draws``; ``steps_begun`` replaces a missing
+        count in it."""
         self.batches_begun = draws.get("steps_begun", steps_begun)
         for executor in self.executors.values():
             executor.seed = draws.get("seed", executor.seed)

@@ -35,8 +35,9 @@ def rank_state(
     draws: Mapping[str, int] | None,
     optional: Container[str] = (),
 ) -> TrainingState:
-    """Return the state of this rank. ``draws`` decides the random numbers of the next batch;
-    ``optional`` names the parts that a checkpoint may lack."""
+    """Return the state that this rank saves to or loads from checkpoints. ``draws`` decides the
+    random numbers of the next batch; ``optional`` names the ``parts`` that a checkpoint may
+    lack."""
     persistent = model.persistent
     slots = [Slot({}, model.untrained)]
     changing: set[str] = set()
@@ -73,7 +74,7 @@ def rank_state(
 def module_state(
     module: nn.Module, optimizer: Optimizer | None, parts: Mapping[str, Stateful]
 ) -> TrainingState:
-    """Return the state of a process that trains ``module`` alone."""
+    """Return the checkpoint state of a process that trains ``module`` alone, without a plan."""
     shapes = persistent_shapes(module)
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -98,8 +99,8 @@ def module_state(
 
 
 def untrained_names(program: Program, weights: Weights) -> list[str]:
-    """Return the names in the model's ``state_dict`` that no stage trains or changes, without the
-    further names of tied tensors."""
+    """Return the names in the model's ``state_dict`` of tensors that no stage trains or changes; a
+    tied tensor is listed once."""
     graph = program.graph
     trained = {node.name for node in graph.nodes if node.kind == "parameter"} | set(graph.updates)
     given = weights.rest if isinstance(weights, Pretrained) else weights
@@ -112,5 +113,5 @@ def untrained_names(program: Program, weights: Weights) -> list[str]:
 
 
 def persistent_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a module's ``state_dict``, tied tensors under all names."""
+    """Return the shapes in a module's ``state_dict``, of tied tensors under each name."""
     return {name: tuple(each.shape) for name, each in persistent_tensors(module).items()}

@@ -39,14 +39,13 @@ if TYPE_CHECKING:
 
 
 WEIGHT, INPUT, OUTPUT, GRADIENT = range(4)
-"""Kinds of places, in the order in which they are searched."""
+"""Kinds of values that may not be finite; the first kind found in this order is the cause."""
 
 
 class Place(NamedTuple):
-    """A value that is not finite; the least place is the first cause.
-
-    ``position`` orders places of one kind; ``where`` says the stage, rank and micro-batch.
-    """
+    """Finding that a value is not finite (``what``: a weight, input, output or gradient). The least
+    in sort order is the first cause. ``position`` orders findings of one kind; ``where`` tells the
+    stage, rank and micro-batch."""
 
     kind: int
     position: int
@@ -56,7 +55,7 @@ class Place(NamedTuple):
 
 
 def not_finite(found: Iterable[Place]) -> AutoparallelError:
-    """Return the error that names the first of these places."""
+    """Return the error that names the first cause among the findings ``found``."""
     places = sorted(found)
     if not places:
         return RunError(
@@ -85,14 +84,14 @@ ADVICE = (
 
 
 def is_finite(value: Any) -> bool:
-    """Tell whether all elements of a value are finite; a value without numbers is finite."""
+    """Tell whether all elements of a tensor are finite; true for any other value."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
     return bool(torch.isfinite(value.detach()).all())
 
 
 def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
-    """Yield the inputs that are not finite, each with its first row that is not finite."""
+    """Yield a finding for each input that is not finite, with its first such row."""
     for position, (name, value) in enumerate(batch.items()):
         if not is_finite(value):
             rows = (~torch.isfinite(value)).reshape(value.shape[0] if value.ndim else 1, -1)
@@ -102,7 +101,7 @@ def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
 
 @contextmanager
 def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]) -> Iterator[None]:
-    """Call ``found(name, outputs)`` after every forward of these modules inside the context."""
+    """Call ``found(name, outputs)`` after every forward of ``modules`` in the context."""
     with ExitStack() as stack:
         for name, module in modules.items():
             handle = module.register_forward_hook(
@@ -113,10 +112,8 @@ def watching(modules: Mapping[str, nn.Module], found: Callable[[str, Any], None]
 
 
 def bad_outputs(outputs: Any) -> bool:
-    """Tell whether a module's output has a NaN, or infinity if a gradient flows through it.
-
-    Masks may hold infinities.
-    """
+    """Tell whether a module's outputs have a NaN, or an infinity in a tensor that requires a
+    gradient. Other tensors, such as masks, may have infinities."""
     parts = outputs if isinstance(outputs, tuple | list) else (outputs,)
     if isinstance(outputs, Mapping):
         parts = tuple(outputs.values())
@@ -126,11 +123,9 @@ def bad_outputs(outputs: Any) -> bool:
 
 
 def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError:
-    """Return the error for a step that used ``batches``. Collective over all ranks.
-
-    Afterwards gradients are of the last batch that was run again; buffers and the count of batches
-    are as before.
-    """
+    """Run the ``batches`` of a step again; return the error that names the first value that is not
+    finite. Collective over all ranks. Afterwards the gradients are of the last batch that was run;
+    buffers and the count of batches are as before."""
     if runner.progress is not None:
         runner.progress("looking for the first value that is not finite", ())
     buffers = runner.model.changing_buffers()
@@ -149,7 +144,8 @@ def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError
 
 
 def _places(runner: BatchRunner, batch: Mapping[str, Tensor]) -> list[Place]:
-    """Return the places on this rank whose values are not finite."""
+    """Run a batch; return a finding for each weight, input, output and gradient on this rank that
+    is not finite."""
     position = {block.name: at for at, block in enumerate(runner.model.program.blocks.blocks)}
     places = list(bad_inputs(batch))
     blocks: dict[str, nn.Module] = {}
@@ -192,7 +188,8 @@ def _op_check(stage: StageModule) -> OpCheck:
 
 @contextmanager
 def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
-    """Run the blocks of ``stage`` op by op inside the context, with ``check`` seeing each op."""
+    """Run the blocks of ``stage`` op by op in the context; ``check.see`` is called after each
+    op."""
     kept = [(block, list(block.graphs)) for block in stage.blocks if isinstance(block, StageBlock)]
     for block, graphs in kept:
         block.graphs[:] = map(check.checked, graphs)  # type: ignore[arg-type]
@@ -204,7 +201,8 @@ def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
 
 
 def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StageParameter) -> Place:
-    """Return the place of a parameter, ordered forward, or of its gradient, ordered backward."""
+    """Return the finding that a parameter (first block first) or its gradient (last block first) is
+    not finite."""
     stage = runner.model.stages[index]
     names = [block.name for block in runner.model.program.blocks.blocks]
     at, block = 0, "several blocks"
@@ -218,14 +216,15 @@ def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StagePa
 
 
 class Found(NamedTuple):
-    """An op, and the micro-batch in which it made the value."""
+    """Description of an op whose result is not finite, and the micro-batch in which it ran."""
 
     op: str
     microbatch: int
 
 
 class OpCheck:
-    """First ops of a stage's blocks with non-finite values; ``forward`` is of the current block."""
+    """Search for the first op whose result is not finite: ``forward`` in the current block's
+    forward, ``backward`` in the whole backward."""
 
     def __init__(self, microbatch: Callable[[], int]) -> None:
         self._microbatch = microbatch
@@ -233,11 +232,11 @@ class OpCheck:
         self.backward: Found | None = None
 
     def begin(self) -> None:
-        """Forget the op of the forward, before the next block runs."""
+        """Forget the op found in a block's forward, before the next block runs."""
         self.forward = None
 
     def checked(self, graph: fx.GraphModule) -> Callable[..., tuple[Tensor, ...]]:
-        """Return a function that runs ``graph`` op by op."""
+        """Return a function that runs ``graph`` op by op, with a call of ``see`` after each."""
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             outputs: tuple[Tensor, ...] = _Checking(graph, self).run(*inputs)
@@ -246,7 +245,8 @@ class OpCheck:
         return run
 
     def see(self, node: fx.Node, read: tuple[Any, ...], made: Any) -> None:
-        """Check an op that has run, by the values that it read and made."""
+        """Check an op that has run: are the values ``made`` by it not finite, though the values it
+        ``read`` are? Its gradients are checked by hooks."""
         microbatch = self._microbatch()
         is_bad = self.forward is None and not all(map(_is_finite, values_of(made)))
         if is_bad and all(map(_is_finite, values_of(read))):
@@ -278,7 +278,7 @@ class _Checking(fx.Interpreter):
 
 
 def values_of(value: Any) -> Iterator[Any]:
-    """Yield the tensors and numbers in nested tuples and lists."""
+    """Yield the tensors and floats in nested tuples and lists."""
     if isinstance(value, tuple | list):
         for part in value:
             yield from values_of(part)
@@ -287,10 +287,8 @@ def values_of(value: Any) -> Iterator[Any]:
 
 
 def op_words(node: fx.Node) -> str:
-    """Describe an op: its name, the module path that called it, the user's file and line.
-
-    Conversions between layouts, and ops that were compiled together, have only a name.
-    """
+    """Describe an op by its name, the path of the module that called it, and the user's source
+    line. Layout conversions and ops compiled together have only a name."""
     made_by = node.meta.get(MADE_BY)
     if not isinstance(made_by, Node):
         return str(node.name)

@@ -47,26 +47,26 @@ if TYPE_CHECKING:
 
 
 Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
-"""Whole values by name: of a program's constants, and of the leaves of its counting. The two
-differ where a rank has rows of its own."""
+"""Whole values by name: of a program's constants, and of the values by which it counts a loss's
+rows. Both have the same names but differ in batch size if a rank has rows of its own."""
 
 ReadConstants = Callable[["StageVariant", "StageProgram"], Constants]
 """Function that returns the constants of a stage's program in a variant of the step."""
 
 
 def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
-    """Return the constants of a model that has none."""
+    """Return empty constants, for a model that has none."""
     return {}, {}
 
 
 @dataclass(frozen=True, slots=True)
 class StageVariant:
-    """The programs of a stage in one variant of the step (``runtime.data.variants``).
+    """The programs of a stage in one form of the step (``Variant``), for one shape of batches.
 
-    ``parts`` are the numbers of the stage's programs that run a micro-batch, one after another;
-    ``carried`` goes from each to the next. ``rows`` are the global batch's and ``capture`` is the
-    number of the model's capture: variants equal in both have equal constants. Asynchronous
-    schedules make ``num_updates`` updates in a step.
+    ``parts`` are the numbers of the stage's programs that run a micro-batch, one per slice of the
+    sequences; ``carried`` are the values that each hands to the next. ``rows`` counts the global
+    batch's rows, ``capture`` is the number of the captured program: variants equal in both have
+    equal constants. Asynchronous schedules make ``num_updates`` updates in a step.
     """
 
     num_microbatches: int
@@ -78,16 +78,15 @@ class StageVariant:
 
     @property
     def per_update(self) -> int:
-        """The number of micro-batches per update."""
+        """The number of micro-batches whose gradients make one update."""
         return self.num_microbatches // self.num_updates
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """The values that a micro-batch keeps from its forward to its backward.
-
-    It keeps only the nodes of its own values in autograd's graph, so that sent values are freed.
-    """
+    """Values of a micro-batch (or slice) that are kept between its forward and its backward. Of
+    outputs only the nodes in autograd's graph are kept, so that the memory of sent values is
+    freed."""
 
     received: Mapping[str, Tensor]
     outputs: Mapping[str, GradientEdge]
@@ -96,15 +95,15 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Sequence:
-    """The values that pass from slice to slice of a micro-batch: keys and values, and their
-    gradients."""
+    """Values that one slice of a micro-batch hands to the next, by key, and their gradients, which
+    the later slice hands back."""
 
     made: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 class StageExecutor:
-    """One rank's part of a stage.
+    """Executor of the part of a stage that one rank holds.
 
     A step is ``begin_step``, then ``forward`` and ``backward`` for each micro-batch (the
     last backward with ``last=True``), then ``finish_step``, then the optimizer's ``step``. A
@@ -123,13 +122,13 @@ class StageExecutor:
     ) -> None:
         """Make an executor whose steps run ``planned`` until ``use`` chooses another variant.
 
-        ``seed`` and ``steps_begun`` decide the forward's random numbers; a run that continues an
-        earlier run sets ``steps_begun`` to its count. Asynchronous schedules update the weights in
-        the middle of a step and compute with ``versions`` of them. If it ``defers``, a step's end
-        waits for no sums of gradients (``deferred_update``). Gradients are of the loss times
-        ``loss_scale``; if it ``keeps_gradients``, a step adds to existing gradients, which no
-        ``finish_step`` may have completed. If it ``publishes_later``, the caller publishes the
-        gradients that the optimizer gets as copies (``PartedUpdate``).
+        ``seed`` and ``steps_begun`` (steps so far, also of an earlier run that is continued) decide
+        the forward's random numbers. Asynchronous schedules update the weights in the middle of a
+        step and compute with ``versions`` of them. If it ``defers``, a step ends without waiting
+        for gradient sums (see ``deferred_update``). Gradients are of the loss times ``loss_scale``;
+        if it ``keeps_gradients``, a step adds to existing gradients, which must not be summed over
+        ranks yet. If it ``publishes_later``, the caller makes the gradient copies that the
+        optimizer gets (see ``PartedUpdate``).
         """
         self.stage = stage
         self.versions = versions
@@ -156,7 +155,7 @@ class StageExecutor:
         self._sequences: dict[int, _Sequence] = defaultdict(_Sequence)
 
     def use(self, variant: StageVariant) -> None:
-        """Let the next steps run ``variant``, whose programs the stage has."""
+        """Make the next steps run ``variant``, whose programs have been added to the stage."""
         self.variant = variant
         self.program = self.stage.programs[variant.parts[0]]
         key = variant.rows, variant.capture
@@ -173,12 +172,13 @@ class StageExecutor:
         return self.variant.num_microbatches
 
     def refresh_constants(self) -> None:
-        """Read the constants again, which may have changed; steps then run the planned variant."""
+        """Read the constants again, as they may have changed, and return to the planned variant."""
         self._constants_of.clear()
         self.use(self._planned)
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Drop a capture's constants; they are read again when a batch of ``rows`` runs by it."""
+        """Drop the constants of program number ``capture`` for batches of ``rows``; its next use
+        reads them again."""
         self._constants_of.pop((rows, capture), None)
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,8 +194,8 @@ class StageExecutor:
         }
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
-        """Start a step on the global ``batch``; drop the gradients of the previous step, unless
-        they are kept."""
+        """Start a step on the global ``batch``. The previous step's gradients are dropped, unless
+        ``keeps_gradients``."""
         self._batch = batch
         self._inputs.clear()  # before new inputs are allocated
         programs = [self.stage.programs[part] for part in self.variant.parts]
@@ -220,10 +220,9 @@ class StageExecutor:
             self.versions.begin()
 
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
-        """Yield for each update the counts that its micro-batches must know of each other.
-
-        A count is None if it takes rows of other ranks: the loss then sums it over the ranks.
-        """
+        """Yield for each update the counts (as of a loss's targets) that its micro-batches divide
+        by in common. A count that needs rows of other ranks is None: the loss then sums it over
+        ranks."""
         counting, batch = self.program.counting, self._batch
         if counting is not None and isinstance(batch, ShareBatch):
             read = {node.name for node in counting.inputs if node.name in batch.dims}
@@ -241,7 +240,7 @@ class StageExecutor:
             yield {} if counting is None else counting.evaluate(value_of, first)
 
     def _counted_inputs(self, nodes: Iterable[Node]) -> dict[tuple[str, int], Tensor]:
-        """Return every micro-batch's whole value of the inputs that the stage's counting reads."""
+        """Return the inputs that the counts of a loss depend on, whole, by name and micro-batch."""
         count = self.num_microbatches
         units = [(node, m) for node in nodes if node.kind == "input" for m in range(count)]
         parts = []
@@ -253,10 +252,9 @@ class StageExecutor:
         return {(node.name, m): copy for (node, m), copy in zip(units, copies, strict=True)}
 
     def forward(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a unit forward; return the values for other stages, by key.
-
-        ``received`` has this rank's part of every value from other stages, by key.
-        """
+        """Run the forward of a micro-batch or slice, number ``unit``; return the values for other
+        stages, by key. ``received`` has this rank's part of each value from other stages, by
+        key."""
         microbatch, at = divmod(unit, len(self.variant.parts))
         program, sequence = self.stage.programs[self.variant.parts[at]], self._sequences[microbatch]
         leaves = {
@@ -278,7 +276,8 @@ class StageExecutor:
         return {boundary.key: outputs[boundary.key].detach() for boundary in program.sends}
 
     def run(self, unit: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values that leave the stage in a unit's forward, by key, with their graph."""
+        """Run the forward of a micro-batch or slice; return the stage's values by key, with their
+        autograd graph."""
         microbatch, at = divmod(unit, len(self.variant.parts))
         self.program.draws.microbatch = microbatch
         if self.versions is not None:
@@ -297,10 +296,11 @@ class StageExecutor:
     def backward(
         self, unit: int, gradients: Mapping[str, Tensor], *, last: bool
     ) -> dict[str, Tensor]:
-        """Run a unit backward; return the gradients of the received values, by key.
+        """Run the backward of a micro-batch or slice, number ``unit``; return the gradients of the
+        values received, by key.
 
-        ``gradients`` has, by key, the gradient of each value sent, summed over the stages
-        that got it. ``last`` says that no other backward of this step follows.
+        ``gradients`` has, by key, the gradient of each value sent, summed over the stages that
+        received it. ``last`` says that no other backward of this step follows.
         """
         if self.stage.weight_gradients is not None:
             received = self.backward_inputs(unit, gradients)
@@ -315,10 +315,9 @@ class StageExecutor:
         return self._run_backward(unit, gradients)
 
     def backward_inputs(self, unit: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the half of ``backward`` that other stages wait for, before ``backward_weights``.
-
-        The stage must have been made with ``splits_backward``.
-        """
+        """Run the part of ``backward`` that makes the gradients of received values, for which other
+        stages wait. Weight gradients are left to ``backward_weights``. The stage must have been
+        made with ``splits_backward``."""
         assert self.stage.weight_gradients is not None
         begin_input_backward(self.stage)
         self._reducer.begin_backward(last=False)
@@ -326,7 +325,7 @@ class StageExecutor:
             return self._run_backward(unit, gradients)
 
     def backward_weights(self, unit: int, *, last: bool) -> None:
-        """Compute the gradients of weights that ``backward_inputs`` has deferred."""
+        """Compute a micro-batch's (or slice's) weight gradients, left by ``backward_inputs``."""
         assert self.stage.weight_gradients is not None
         begin_backward(self.stage, last=last)
         self._reducer.begin_backward(last=last, among=self.stage.deferred)
@@ -362,16 +361,15 @@ class StageExecutor:
 
     def loss(self, microbatch: int) -> Tensor | None:
         """Return this rank's part of a micro-batch's loss, or None where another stage computes it.
-
-        The parts of a stage's ranks add up to the loss, and so do the parts of slices.
-        """
+        The loss is the sum of the parts of all ranks of the stage."""
         count = len(self.variant.parts)
         units = range(microbatch * count, (microbatch + 1) * count)
         parts = [self._losses[unit] for unit in units if unit in self._losses]
         return sum(parts[1:], parts[0]) if parts else None
 
     def loss_part(self, loss: Tensor) -> Tensor:
-        """Return this rank's part of a loss that it holds: 0 if another rank counts it."""
+        """Return this rank's term of a loss: the loss, or zeros if another rank with the same loss
+        counts it."""
         assert self.program.loss is not None
         layout = self.program.layouts[self.program.loss]
         counts = all(
@@ -381,21 +379,20 @@ class StageExecutor:
         return loss if counts else torch.zeros_like(loss)
 
     def mean_loss(self) -> Tensor | None:
-        """Return this rank's part of the step's loss: the mean over micro-batches run so far."""
+        """Return this rank's part of the step's loss (mean over micro-batches), None without a
+        loss."""
         losses = map(self.loss, range(self.num_microbatches))
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).mean() if found else None
 
     def begin_reduction(self) -> None:
-        """Prepare the gradient sums of a step's only backward, which autograd starts."""
+        """Prepare the sums of gradients for a step with one backward, which a script starts."""
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:
-        """Complete the gradient sums after the last backward, and hand them to the optimizer.
-
-        Collective over the stage; a stage that ``defers`` its update only begins the sums.
-        Parameters of several stages are summed over these stages later (``tied_parameters``).
-        """
+        """Sum the gradients over ranks after the last backward, and set the masters' ``grad`` for
+        the optimizer. Collective over the stage; if it ``defers`` its update, the sums are only
+        started. Gradients of tied parameters are summed over stages later (``tied_parameters``)."""
         if self.stage.reductions is not None:
             self.stage.reductions.finish()
         if self.defers:
@@ -412,8 +409,8 @@ class StageExecutor:
     def deferred_update(
         self, optimizer: Optimizer, tell: Callable[[], None]
     ) -> DeferredUpdate | None:
-        """Return the update of the stage's parameters, block by block in the next forward; None if
-        the plan sums gradients in backward order."""
+        """Return the deferred update of the stage's parameters, made block by block in the next
+        step's forward; None if the plan sums gradients in the order of the backward."""
         self.stage.before_block = lambda block: None
         if not self._reducer.can_defer:
             return None
@@ -422,10 +419,8 @@ class StageExecutor:
         return deferred
 
     def update(self, step: Callable[[], None]) -> None:
-        """Run the optimizer's ``step`` in the middle of a step, after ``finish_step``.
-
-        The gradients stay until the next backward.
-        """
+        """Run the optimizer's ``step`` before the end of a training step, after ``finish_step``.
+        The gradients are kept until the next backward."""
         assert self.versions is not None
         self.versions.update(step)
         self._is_updated = True

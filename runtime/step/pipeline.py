@@ -41,20 +41,21 @@ from ..messages.pending_results import Progress
 from ..messages.watchdog import BETWEEN_STEPS
 
 Key = tuple[Direction, int, int]
-"""Direction of values, stage, and the unit that is computed and sent at once: a micro-batch or a
-slice of a micro-batch."""
+"""Key of values that are computed and sent together: direction, stage, and number of the
+micro-batch (or slice of one)."""
 
 Values = Mapping[str, Tensor]
 _NOTHING: Values = {}
 
 
 class Executor(Protocol):
-    """One rank's part of a stage, as ``runtime.step.executor.StageExecutor`` is.
+    """Interface of the executor of a stage on one rank; ``StageExecutor`` implements it.
 
-    Where sequences are sliced, slice ``j`` of micro-batch ``m`` has number ``m * num_slices + j``,
-    except in ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
-    ``gradients`` are of the values sent. ``backward_inputs`` and ``backward_weights`` are its
-    halves. ``last`` marks the last action before a REDUCE that gives the stage's weights gradients.
+    If sequences are sliced, ``microbatch`` is ``m * num_slices + j`` for slice ``j`` of micro-batch
+    ``m``, except in ``loss``. ``backward`` scales the loss by one over the number of micro-batches;
+    ``gradients`` are of the values sent. ``backward_inputs`` and ``backward_weights`` are the
+    halves of ``backward``. ``last``: no other action adds to the weights' gradients before they are
+    reduced.
     """
 
     def begin_step(self, batch: Values) -> None: ...
@@ -67,8 +68,8 @@ class Executor(Protocol):
 
 
 class StepMoments(NamedTuple):
-    """Times of a step: its begin and end, and for each action its start, the arrival of its
-    messages (None if it takes none) and its end. They are made by ``Hooks.clock``."""
+    """Times of a step, as ``Hooks.clock`` returns them: its begin and end, and for each action the
+    start, the time when its messages had arrived (None if it needs none) and the end."""
 
     began: Any
     actions: tuple[tuple[Action, Any, Any | None, Any], ...]
@@ -76,10 +77,8 @@ class StepMoments(NamedTuple):
 
 
 class ActionTiming(NamedTuple):
-    """An action as it ran, in seconds since the step began.
-
-    A compute action waits for its messages from start to ready and computes until its end.
-    """
+    """Times of an executed action, in seconds since the step began. A compute action waits for its
+    messages from start to ready and computes until its end."""
 
     action: Action
     start_seconds: float
@@ -89,13 +88,13 @@ class ActionTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The functions that a runner calls besides its executors.
+    """Callbacks of a ``PipelineRunner``.
 
-    ``complete`` is called when all executors have reduced their gradients, ``update`` at each STEP.
-    ``progress`` is told the rank's next action, and the ranks that do it with this rank, for a
-    watchdog. ``clock`` returns seconds and turns on ``timings``; on an accelerator it should
-    synchronize first. (A recorder sets the runner's ``clock`` to ``DeviceQueue.moment`` and reads
-    ``moments``.)
+    ``complete`` is called when all executors have reduced their gradients, ``update`` at each STEP
+    action. ``progress`` is called before each action with its description and the ranks that take
+    part in it, for a watchdog. ``clock`` returns seconds and turns on ``timings``; on an
+    accelerator it should synchronize first. (A recorder sets the runner's ``clock`` to
+    ``DeviceQueue.moment`` and reads ``moments``.)
     """
 
     complete: Callable[[], None] | None = None
@@ -108,7 +107,8 @@ NO_HOOKS = Hooks()
 
 
 class PipelineRunner:
-    """Runner of training steps on one rank; ``moments`` are the last step's, given a ``clock``."""
+    """Runner of training steps on one rank; ``moments`` are the times of the last step, if it has a
+    ``clock``."""
 
     def __init__(
         self,
@@ -119,10 +119,8 @@ class PipelineRunner:
         handover: LocalTransfer | None = None,
         hooks: Hooks = NO_HOOKS,
     ) -> None:
-        """Make the runner; ``executors`` are for this rank's stages, none on an idle rank.
-
-        ``handover`` carries values between its stages.
-        """
+        """Make the runner; ``executors`` has one for each stage of this rank (empty on an idle
+        rank). ``handover`` transfers values between stages of this rank."""
         self.schedule = schedule
         self.moments: StepMoments | None = None
         self.clock: Callable[[], Any] | None = hooks.clock
@@ -140,7 +138,7 @@ class PipelineRunner:
 
     @property
     def timings(self) -> tuple[ActionTiming, ...]:
-        """The actions of the last step, where ``clock`` returns seconds."""
+        """The times of the last step's actions, if there is a ``clock`` that returns seconds."""
         if self.moments is None:
             return ()
         began = self.moments.began
@@ -152,11 +150,9 @@ class PipelineRunner:
         )
 
     def step(self, batch: Values, *, reduces: bool = True) -> Tensor:
-        """Run one step on the global ``batch``; return the true loss on every rank (float64
-        scalar).
-
-        If not ``reduces``, gradients stay as they are on each rank; a later step adds to them.
-        """
+        """Run one step on the global ``batch``; return the loss on every rank (float64 scalar),
+        without ``loss_scale``. If not ``reduces``, gradients stay unsummed on each rank; a later
+        step adds to them."""
         clock = self.clock
         timed: list[tuple[Action, Any, Any | None, Any]] = []
         began = clock() if clock else None
@@ -186,7 +182,8 @@ class PipelineRunner:
         return loss
 
     def _perform(self, prepared: Prepared) -> Any | None:
-        """Run one action; return the time when its messages were there, if there is a clock."""
+        """Run one action; return the time when its messages had arrived (None without a clock or
+        messages)."""
         kind = prepared.action.kind
         if kind in RECEIVES:
             self._exchange.post(*prepared.key)
@@ -210,7 +207,8 @@ class PipelineRunner:
         return ready
 
     def _compute(self, prepared: Prepared, received: Values) -> None:
-        """Run a compute action; hand its values to this rank's stages, and keep them for sends."""
+        """Run a forward or backward; give its results to other stages of this rank, and keep them
+        to be sent."""
         kind, (_, stage, unit) = prepared.action.kind, prepared.key
         executor = self._executors[stage]
         if kind == WEIGHT_BACKWARD:
@@ -228,10 +226,8 @@ class PipelineRunner:
             self._outputs[prepared.key] = values
 
     def _received(self, prepared: Prepared) -> Values:
-        """Wait for the values that a compute action needs from other stages.
-
-        Gradients of a value that went to several stages are summed.
-        """
+        """Wait for the values that a forward or backward needs from other stages; return them by
+        key. Gradients of a value that went to several stages are summed."""
         received: dict[str, Tensor] = {}
         if self._handover is not None:
             received.update(self._handover.take(*prepared.key))
@@ -244,7 +240,7 @@ class PipelineRunner:
         return received
 
     def _mean_loss(self) -> Tensor | None:
-        """Return this rank's part of the mean over all micro-batches, or None without a loss."""
+        """Return this rank's part of the loss, the mean over micro-batches; None without a loss."""
         found = [
             loss.detach().to(torch.float64)
             for executor in self._executors.values()
@@ -260,13 +256,12 @@ class PipelineRunner:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An action of this rank, with facts that are found once: to find them in every step would be
-    as much work as sending the messages in a pipeline of small stages.
+    """An action of this rank's schedule with facts computed once, before the first step.
 
-    ``key`` names the values that it takes, makes or sends. ``is_last``: it is the last to give its
-    stage's weights gradients before they are reduced; or it is the last REDUCE of the row.
-    ``is_sent``: the row sends its values. ``doing`` and ``waiting`` tell a watchdog of the action,
-    and of the wait for its messages.
+    ``key`` is the key of the values that it receives, makes or sends. ``is_last``: it is the last
+    to add to its stage's weight gradients before they are reduced, or the last REDUCE of the rank.
+    ``is_sent``: the values that it makes are sent later. ``doing`` and ``waiting`` describe the
+    action, and the wait for its messages, to a watchdog.
     """
 
     action: Action
@@ -278,10 +273,8 @@ class Prepared:
 
 
 def prepare(schedule: Schedule, stages: frozenset[int]) -> tuple[Prepared, ...]:
-    """Return the prepared row of a rank with these stages; empty if there are none.
-
-    Raises PlanError AP541 unless the schedule places exactly these stages on one rank.
-    """
+    """Return the prepared actions, in order, of the rank that has these stages; empty without
+    stages. Raises PlanError AP541 unless the schedule places exactly these stages on one rank."""
     row = _row_of(schedule, stages)
     sends = frozenset(action for action in row if action.kind in SENDS)
     lasts = last_before_reduce(row) | _last_reduce(row)
@@ -306,7 +299,7 @@ _DONE: Mapping[ActionKind, str] = {
 
 
 def _sender(action: Action) -> ActionKind:
-    """Return the kind of action that sends the values of this action; STEP if none does."""
+    """Return the kind of action that sends the values made by ``action``; STEP if none."""
     if action.kind in (BACKWARD, INPUT_BACKWARD):
         return SEND_BACKWARD
     return SEND_FORWARD if action.kind == FORWARD else STEP

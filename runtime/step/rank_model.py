@@ -37,12 +37,13 @@ from .executor import Constants, StageExecutor, StageVariant
 
 
 class RankModel:
-    """This rank's part of a model: its ``stages``, none if the plan leaves it idle.
+    """The part of a model that this rank holds: its ``stages`` by index, empty if the plan leaves
+    it idle.
 
-    ``parameters`` has each parameter once; two of the stages may both hold it. ``leaves`` are the
-    whole values of the buffers that constants read. ``untrained`` are, on rank 0, the entries of
-    the model's ``state_dict`` that training leaves alone; ``persistent`` has the shapes of all
-    entries; ``beside`` has the untrained parameters that a script has.
+    ``parameters`` has each parameter once, even if two of the stages hold it. ``leaves`` are the
+    whole values of the buffers from which constants are computed. ``untrained`` are, on rank 0, the
+    entries of the model's ``state_dict`` that training does not change; ``persistent`` has the
+    shapes of all its entries; ``beside`` are untrained parameters of the script.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class RankModel:
         progress: Callable[..., None] | None = None,
         meshes: Mapping[int, DeviceMesh] | None = None,
     ) -> None:
-        """Make and fill the stages. Collective over all ranks, unless ``meshes`` are given."""
+        """Make the stages and fill in their weights. Collective over all ranks, unless ``meshes``
+        are given."""
         self.planned, self.program, self.plan = planned, planned.program, planned.plan
         self._programs = {(self.plan.model.global_batch, 0): self.program}
         self.device, self.rank = device, dist.get_rank()
@@ -79,7 +81,7 @@ class RankModel:
     def make_stage(
         self, index: int, communicator: ProcessCommunicator, compiler: BlockCompiler | None
     ) -> StageModule:
-        """Make a stage's module, without values; a ``compiler``, if given, compiles its ops."""
+        """Make the module of stage ``index``, weights unset; a ``compiler`` compiles its ops."""
         own = placed_stages(self.plan)[index]
         first, *others = stage_programs(
             self.planned,
@@ -104,11 +106,9 @@ class RankModel:
     def add_variant(
         self, variant: Variant, index: int, numbers: LiveNumbers | None = None
     ) -> StageVariant | None:
-        """Add another variant of the step to a stage, over the same parameters.
-
-        Returns None where the stage holds other shards than the variant needs, or where it computes
-        with a value derived from one of the ``numbers``.
-        """
+        """Add to a stage the programs for another form of the step, over the same parameters.
+        Returns None if it needs other parts of parameters than the stage holds, or computes with a
+        value derived from one of the ``numbers``."""
         stage = self.stages[index]
         programs = stage_programs(
             variant,
@@ -124,7 +124,7 @@ class RankModel:
         return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
 
     def executor(self, index: int, seed: int) -> StageExecutor:
-        """Make the executor of a stage, which first runs the planned variant."""
+        """Make the executor of stage ``index``, set to the planned form of the step."""
         stage, schedule = self.stages[index], self.planned.schedule
         versions = None
         if schedule.is_asynchronous:
@@ -141,10 +141,9 @@ class RankModel:
         )
 
     def program_of(self, rows: int, capture: int = 0) -> Program:
-        """Return the program of a global batch of ``rows`` rows, which is captured once.
-
-        Raises UsageError AP836 where the model takes another path for it.
-        """
+        """Return the program for global batches of ``rows`` rows, captured from the model at the
+        first call. Raises UsageError AP836 if the model's code takes another path for so many
+        rows."""
         if (rows, capture) not in self._programs:
             found = self.program.of_global_batch(rows)
             if found is None:
@@ -154,7 +153,7 @@ class RankModel:
         return self._programs[rows, capture]
 
     def can_run(self, plan: Plan) -> bool:
-        """Return whether a plan has the stages, micro-batches and schedule of this model's plan."""
+        """Return whether ``plan`` has the same stages, micro-batches and schedule as this model."""
 
         def form(plan: Plan) -> tuple[Any, ...]:
             stages = [(s.devices, s.mesh, s.zero, len(s.blocks)) for s in plan.stages]
@@ -163,11 +162,12 @@ class RankModel:
         return form(plan) == form(self.plan)
 
     def take_program(self, rows: int, capture: int, program: Program) -> None:
-        """Store the program of a capture of the model for batches of ``rows``."""
+        """Store the model's program number ``capture`` for global batches of ``rows`` rows."""
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
-        """Return the constants of a stage's program: for its blocks, and for its counting."""
+        """Return the constants of a stage's program: for its blocks, and for the counts in its
+        loss."""
         size = variant.rows // variant.num_microbatches
         program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
         counted = constants_of(program, stage, self.leaves, str(self.device))
@@ -177,7 +177,7 @@ class RankModel:
         return constants_of(own, stage, self.leaves, str(self.device)), counted
 
     def sum_tied(self) -> None:
-        """Sum the gradients of parameters of several stages. Collective over those stages."""
+        """Sum tied parameters' gradients over stages. Collective over those stages' ranks."""
         self.tied.sum({index: stage.by_name for index, stage in self.stages.items()})
 
     def all_parameters(self) -> list[StageParameter]:
@@ -194,7 +194,7 @@ class RankModel:
         ]
 
     def stand_ins(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters without memory for all trained parameters of the model."""
+        """Yield the name and a stand-in without memory of each trained parameter of the model."""
         for node in self.program.graph.parameters:
             if node.spec.requires_grad:
                 dtype = getattr(torch, node.spec.dtype)
@@ -206,7 +206,7 @@ class RankModel:
         return {*self.program.buffers} - self.program.graph.updates.keys()
 
     def changing_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers of this rank's stages that training changes."""
+        """Return the buffers of this rank's stages that training changes, by name."""
         return {
             name: buffer
             for stage in self.stages.values()
@@ -214,7 +214,7 @@ class RankModel:
         }
 
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Copy in new values of the buffers that training does not change."""
+        """Overwrite the buffers that training does not change with new values."""
         for name in self.leaves.keys() & buffers.keys():
             self.leaves[name].copy_(buffers[name].detach())
         for stage in self.stages.values():
@@ -224,7 +224,8 @@ class RankModel:
 
 
 def _is_over_same(one: StageProgram, other: StageProgram) -> bool:
-    """Return whether two programs of a stage hold the same shards in the same blocks."""
+    """Return whether two programs of a stage have the same blocks and hold the same parts of
+    parameters."""
     blocks = [
         [({*block.parameters}, {*block.buffers}, block.recompute) for block in program.blocks]
         for program in (one, other)

@@ -42,11 +42,9 @@ from .training_step import StepResult, TrainingStep
 
 
 class RankTrainer(Protocol):
-    """Interface of one rank's training by a plan, with or without parameter servers.
-
-    ``trains``: the rank takes steps; a rank that only serves weights does so in ``finish``.
-    ``reports``: the rank prints the steps. ``optimizer`` is None where servers step the weights.
-    """
+    """Interface of one rank's training by a plan, with or without parameter servers. ``trains``:
+    the rank takes steps; a rank with only a parameter server serves weights in ``finish``.
+    ``reports``: the rank prints the steps. ``optimizer`` is None if servers update the weights."""
 
     plan: Plan
     program: Program
@@ -68,11 +66,11 @@ class RankTrainer(Protocol):
 
 
 class Trainer:
-    """Training on this rank: ``model`` is its part of the model, ``runner`` runs batches.
+    """Training by a plan on this rank: ``model`` is its part of the model, ``runner`` runs batches.
 
     ``parts`` are objects with ``state_dict`` and ``load_state_dict`` that checkpoints hold under
-    their names. ``overlaps_steps``, read by ``use_update``: where the plan says so, a step's update
-    is left to the next step's forward. Call ``settle`` before weights are then read between steps.
+    their names. ``overlaps_steps``, read by ``use_update``: if the plan allows it, a step's update
+    is left to the next step's forward; call ``settle`` before you read weights between steps.
     """
 
     trains = True
@@ -91,12 +89,12 @@ class Trainer:
     ) -> None:
         """Make the trainer; ``weights`` are the initial weights, made or given by name. Collective.
 
-        ``seed`` is of dropout and other random numbers, the same on every rank. ``buckets`` are
-        lengths shorter than the planned length: a step runs at the shortest that fits its batch.
+        ``seed``, the same on every rank, is for dropout and other random numbers. ``buckets`` are
+        sequence lengths below the planned one: a step runs at the shortest that fits its batch.
 
         Raises PlanError (AP550) where the plan is for another model and MachineError: AP410 where
-        there are fewer processes than the plan has devices, AP413 where a device has no units for
-        bf16 or fp8, or torchao is missing for fp8.
+        there are fewer processes than the plan has devices, AP413 where a device has no hardware
+        for bf16 or fp8, or torchao is missing for fp8.
         """
         check_plan(program, plan, device)
         planned = variant_of(program, plan)
@@ -115,15 +113,15 @@ class Trainer:
 
     @property
     def batches(self) -> DataSource:
-        """The data source of the run on this rank."""
+        """The source of this rank's batches."""
         return self.runner.batches
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
-        """Run one step on the global batch: forward, backward, gradient sums, the update.
+        """Run one training step on the global batch: forward, backward, gradient sums, update.
 
-        The gradients of several batches, as many as the options accumulate, are averaged. By an
-        asynchronous schedule the optimizer runs several times, and the norm is of the last update's
-        gradient.
+        With gradient accumulation, several batches are given and their gradients averaged. An
+        asynchronous schedule runs the optimizer several times; the norm returned is of the last
+        update's gradient.
         """
         *others, last = batches
         for batch in others:
@@ -131,18 +129,19 @@ class Trainer:
         return self.steps.step(last)
 
     def finish(self, progress: Callable[[str], None] | None = None) -> None:
-        """Read the numbers of the last step."""
+        """Read the loss and norm of the last step; raise an error if they are not finite."""
         self.steps.finish()
 
     def _step_optimizer(self) -> None:
         self.optimizer.step()
 
     def settle(self) -> None:
-        """Finish the last update, so that weights and states can be read."""
+        """Finish the update that the last step may have deferred, before weights are read."""
         self.runner.settle()
 
     def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Take new values of the buffers that training does not change, and compute with them."""
+        """Overwrite the buffers that training does not change, and recompute the constants that
+        depend on them."""
         self.model.take_buffers(buffers)
         self.runner.refresh_constants()
 
@@ -164,11 +163,9 @@ class Trainer:
     def use_update(
         self, options: UpdateOptions, build_scheduler: BuildScheduler | None = None
     ) -> None:
-        """Let steps clip, accumulate, scale and schedule as ``options`` say.
-
+        """Set how steps clip, accumulate and scale gradients, and schedule the learning rate.
         Raises UsageError AP901 where the schedule is asynchronous: its updates are made stage by
-        stage, before the norm is known.
-        """
+        stage, before the norm is known."""
         options = options.for_precision(self.plan.model.precision, self.device.type)
         if self.schedule.is_asynchronous:
             check_updates_itself(options, self.schedule.name)

@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 
 
 SAME_GRADIENT = 1e-3
-"""Difference of gradients between ranks that rounding explains, relative to their norm."""
+"""Largest difference between ranks' gradients that rounding explains, relative to their norm."""
 
 
 class TrainingCall:
-    """The forwards of one trainer's only stage in a script's loop; ``tell`` is for a watchdog."""
+    """Forwards of a model by a script's training loop, under a plan with one stage per rank;
+    ``tell`` informs a watchdog."""
 
     def __init__(
         self, executor: StageExecutor, tell: Callable[..., None] = lambda *what: None
@@ -59,11 +60,12 @@ class TrainingCall:
 
     @property
     def step_key(self) -> int:
-        """The key of the last forward's random numbers."""
+        """The key from which the last forward's random numbers were drawn."""
         return self._executor.program.draws.key
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of the global batch; its sum over ranks runs in the background."""
+        """Run the forward; return the loss of the global batch, whose sum over ranks runs in the
+        background."""
         if self._executor.num_microbatches > 1 and torch.is_grad_enabled():
             return self._loss_with_gradients(batch)
         values = [each[self._loss_key] for each in self._forwards(batch)]
@@ -71,7 +73,7 @@ class TrainingCall:
         return self._summed(self._differentiable((loss,))[0])
 
     def _summed(self, loss: Tensor) -> Tensor:
-        """Return the loss on every rank, from each rank's part of it, with its graph."""
+        """Sum each rank's part of the loss; return it on every rank, with its autograd graph."""
         if self._executor.program.mesh.size == 1:
             return loss
         part = loss.clone()
@@ -81,10 +83,10 @@ class TrainingCall:
         return shared_sum(part, others=others, progress=self._tell)
 
     def outputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs of the program, under a plan with one micro-batch.
+        """Run the forward; return the outputs of the model, under a plan with one micro-batch.
 
-        They have the rows of ``batch``. If these are this rank's share, gradients are averaged over
-        the shares, as ``DistributedDataParallel`` does: each rank's loss is of its own rows.
+        They have the rows of ``batch``. If it is this rank's share of a global batch, gradients are
+        averaged over ranks, as in ``DistributedDataParallel``: each rank's loss is of its own rows.
 
         Raises UsageError AP940 where the rows cannot be divided evenly.
         """
@@ -115,7 +117,7 @@ class TrainingCall:
         return loss
 
     def _as_given(self, key: str, value: Tensor, *, is_share: bool) -> Tensor:
-        """Return a kept value with the rows that the caller gave: all, or this rank's share."""
+        """Convert an output to the rows that the caller gave: all, or this rank's share."""
         program = self._executor.program
         layout = program.layouts[key]
         axes = program.mesh.axes
@@ -131,8 +133,8 @@ class TrainingCall:
         return _with_backward(whole, lambda gradient: gradient / num_shares)
 
     def _forwards(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Run all forwards; return the values that leave the stage, of each micro-batch. Without
-        gradients, buffers change at once."""
+        """Run the forwards of all micro-batches; return the values that leave the stage, by key,
+        for each. Under ``no_grad``, buffers get their new values at once."""
         self._forget_open_backwards()
         executor = self._executor
         executor.begin_step(self._joined(batch), forgets_gradients=False)
@@ -146,7 +148,7 @@ class TrainingCall:
         return values
 
     def _joined(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch; gradients of its tensors are summed over the parts of all ranks."""
+        """Return the batch with inputs whose gradients are summed over ranks in the backward."""
         wanted = [name for name, value in batch.items() if value.requires_grad]
         if not wanted or not torch.is_grad_enabled():
             return batch
@@ -160,13 +162,14 @@ class TrainingCall:
         return {**batch, **joined}
 
     def _differentiable(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the values; a backward through any of them is a backward of the whole step."""
+        """Return ``values``; a backward through any of them runs the whole step's backward."""
         if not any(value.requires_grad for value in values):
             return values
         return _around_backward(values, self._begin, self._end)
 
     def _begin(self) -> None:
-        """Prepare a backward. Several forwards may share a backward: the first begins it."""
+        """Prepare the stage for a backward; if several outputs share the backward, only the first
+        call does."""
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._backward_id:
             self._forget_open_backwards()
@@ -194,7 +197,7 @@ class TrainingCall:
         self._tell(BETWEEN_STEPS)
 
     def _add(self, beside: Mapping[str, Tensor]) -> None:
-        """Add gradients that autograd itself gave the masters, for example of a weight penalty."""
+        """Add gradients that autograd put on the masters meanwhile, as of a weight penalty."""
         with torch.no_grad():
             for parameter in self._parameters:
                 gradient, master = beside.get(parameter.name), parameter.master
@@ -206,14 +209,15 @@ class TrainingCall:
                 master.grad = whole if master.grad is None else master.grad + whole
 
     def _forget_open_backwards(self) -> None:
-        """Restore the gradients from before a backward that an error ended."""
+        """Restore the gradients from before a backward that ended with an error."""
         if self._num_backwards:
             self._num_backwards = 0
             abandon_backward(self._executor.stage)
             self._restore()
 
     def _loss_with_gradients(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Run forward and backward of every micro-batch; return the loss, with complete sums."""
+        """Run forward and backward of every micro-batch; return the loss, whose backward delivers
+        the gradients."""
         if self._is_running:
             raise UsageError(
                 "AP935",
@@ -252,10 +256,9 @@ class TrainingCall:
         return self._summed(loss)
 
     def _set_aside(self) -> None:
-        """Put the masters' gradients away, so that a backward makes and sums only its own.
-
-        Hooks that ``fully_shard`` would call before the sums are complete are put away too.
-        """
+        """Take the gradients off the masters, so that the next backward makes and sums only its
+        own. Hooks on gradients are taken off too: ``fully_shard`` would call them before the sums
+        are complete."""
         for parameter in self._parameters:
             master = parameter.master
             hooks = getattr(master, "_post_accumulate_grad_hooks", None)
@@ -274,7 +277,7 @@ class TrainingCall:
         self._before.clear()
 
     def _taken(self) -> dict[str, Tensor]:
-        """Return this step's gradients by name; the masters get their earlier gradients back."""
+        """Return this step's gradients by name; restore the masters' earlier gradients."""
         taken = {
             parameter.name: parameter.master.grad
             for parameter in self._parameters
@@ -284,7 +287,8 @@ class TrainingCall:
         return taken
 
     def _deliver(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add gradients to the masters', and call the hooks that a script put on the masters."""
+        """Add gradients to the masters' ``grad``, and call the hooks of the script on the
+        masters."""
         summed: list[tuple[Tensor, Tensor]] = []
         delivered = []
         for parameter in self._parameters:
@@ -308,13 +312,14 @@ class TrainingCall:
 
 
 class _GradientCheck:
-    """Comparison of the outputs' gradients between ranks, in backwards 1, 2, 4, 8 and so on."""
+    """Check that all ranks pass equal gradients for outputs, in backwards 1, 2, 4, 8 and so on."""
 
     def __init__(self) -> None:
         self._num_seen = 0
 
     def see(self, gradient: Tensor) -> Tensor:
-        """Return the gradient; raise UsageError AP945 on every rank if ranks differ. Collective."""
+        """Return an output's gradient unchanged; raise UsageError AP945 on every rank if ranks
+        differ in it. Collective."""
         self._num_seen += 1
         if self._num_seen & (self._num_seen - 1):
             return gradient
@@ -338,7 +343,7 @@ class _GradientCheck:
 
 
 class _WithBackward(torch.autograd.Function):
-    """Identity whose backward passes the gradient through a function."""
+    """Identity whose backward applies a function to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -351,7 +356,7 @@ class _WithBackward(torch.autograd.Function):
 
 
 def _with_backward(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``tensor`` with its gradient replaced by ``change(gradient)``."""
+    """Return ``tensor``; its backward replaces the gradient by ``change(gradient)``."""
     found: Tensor = _WithBackward.apply(tensor, change)  # type: ignore[no-untyped-call]
     return found
 
@@ -366,7 +371,7 @@ def _sum_over(communicator: ProcessCommunicator, axes: Sequence[int], gradient: 
 
 
 class _Delivered(torch.autograd.Function):
-    """Loss whose gradients are known: its backward scales them and hands them over."""
+    """Loss whose parameter gradients are already computed; its backward scales and adds them."""
 
     @staticmethod
     def forward(
@@ -419,13 +424,13 @@ class _Boundary(torch.autograd.Function):
 def _around_backward(
     tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[Tensor, ...]:
-    """Return ``tensors``; a backward calls ``begin`` before anything else and ``end`` when all is
-    done, once for each tensor that it goes through; the sources of the other tensors get no
+    """Return ``tensors``; for each tensor that a backward goes through, ``begin`` is called first
+    and ``end`` when the backward is done. The sources of tensors that it does not go through get no
     gradient."""
     return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
 
 
 def _at_end(function: Callable[[], None]) -> None:
-    """Call a function when a backward ends. ``queue_callback``, which ``fully_shard`` and DDP use
-    for the same, has no public name."""
+    """Call a function at the end of the backward that is running, by autograd's ``queue_callback``;
+    it has no public name, but ``fully_shard`` and DDP use it too."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -42,19 +42,19 @@ Batch = Any
 
 
 class Used(NamedTuple):
-    """A batch, and the number of batches that were run before it."""
+    """A batch that was run, and the number of batches run before it."""
 
     batch: Batch
     begun: int
 
 
 class Trainable(Protocol):
-    """Interface of an object that computes gradients.
+    """Interface of an object that computes gradients, for ``TrainingStep``.
 
     ``backward`` adds the gradients of a batch, times ``scale``, to existing gradients if it
     ``accumulates``; after the last batch (``is_last``) they are complete. ``updates_itself``: it
-    has stepped the optimizer by then, or does so in the next step, at the latest in ``settle``.
-    ``diagnosis`` returns the error that names the origin of the first value that is not finite.
+    steps the optimizer itself, at the latest in the next step or in ``settle``. ``diagnosis``
+    returns the error that names the origin of the first value that is not finite.
     """
 
     device: torch.device
@@ -72,7 +72,7 @@ class Trainable(Protocol):
 
 
 class Figures(NamedTuple):
-    """The numbers of a step, as the host has read them."""
+    """The numbers of a step (loss, norm and so on), as Python numbers read by the host."""
 
     loss: float
     gradient_norm: float | None
@@ -85,12 +85,12 @@ class Figures(NamedTuple):
 class StepResult:
     """The loss of the global batch and the norm of the whole gradient, on every rank.
 
-    Neither need have arrived when the step returns: a read of the loss waits for the last stage, a
-    read of the norm for the gradients of all ranks; the step itself waits for neither, unless its
-    update needs the norm. The norm is from before clipping. ``learning_rates`` are the update's, by
-    group; ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor of the loss,
-    None where it is not scaled. ``norm`` is None with parameter servers, where no rank knows the
-    whole gradient.
+    Both may arrive after the step has returned: a read of the loss waits for the last stage, a read
+    of the norm for all ranks' gradients; the step itself waits only if its update needs the norm.
+    The norm is taken before clipping. ``learning_rates`` are the update's, by parameter group;
+    ``skipped`` counts the updates skipped so far; ``loss_scale`` is the factor by which the loss is
+    scaled, or None. ``norm`` is None with parameter servers, where no rank knows the whole
+    gradient.
     """
 
     losses: tuple[Tensor, ...]
@@ -114,7 +114,7 @@ class StepResult:
         return self.norm.value()
 
     def read(self) -> Figures:
-        """Return the numbers; the host waits for this step, not for a later step."""
+        """Read the numbers on the host, which waits until this step (not a later one) has run."""
         rate = next(iter(self.learning_rates), None)
         return Figures(
             loss=float(mean([loss.host_value() for loss in self._losses])),
@@ -128,7 +128,7 @@ class StepResult:
 
 
 class TrainingStep:
-    """The steps of one rank; ``last_norm`` reads the norm of the last update's gradient."""
+    """Training steps on one rank; ``last_norm()`` is the last update's gradient norm."""
 
     def __init__(self, trainable: Trainable, update: Update) -> None:
         self.trainable = trainable
@@ -139,14 +139,13 @@ class TrainingStep:
         self._unread: tuple[StepResult, list[Used]] | None = None
 
     def accumulate(self, batch: Batch) -> Tensor:
-        """Run forward and backward of a batch, not the last of its update; return its loss."""
+        """Run forward and backward of a batch before the last of its update; return its loss."""
         return self._backward(batch, is_last=False)
 
     def step(self, batch: Batch) -> StepResult:
-        """Run forward and backward of the last batch of an update, and the update.
-
-        Raises RunError AP910 where the options ask to stop: for this step, or the step before.
-        """
+        """Run forward and backward of the last batch of an update, then the update; return the
+        results. With ``on_nan="stop"``, raises RunError AP910 if this step's or the previous step's
+        loss or gradient is not finite."""
         rates = tuple(
             pending_figure(rate.clone()) if isinstance(rate, Tensor) else float(rate)
             for rate in self.update.learning_rates()
@@ -169,7 +168,7 @@ class TrainingStep:
         return result
 
     def finish(self) -> None:
-        """Read the numbers of the last step, after its update. Raises as ``step`` does."""
+        """Wait for the last step's update and read its numbers. Raises as ``step`` does."""
         self.trainable.settle()
         self._read(self._unread)
         self._unread = None
@@ -185,7 +184,7 @@ class TrainingStep:
         return self._losses[-1]
 
     def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
-        """Update the weights; return the gradient's norm."""
+        """Update the weights, unless that happens elsewhere; return the gradient's norm."""
         trainable, update = self.trainable, self.update
         norm = trainable.norm()
         if trainable.updates_itself:
@@ -202,7 +201,8 @@ class TrainingStep:
         return pending_figure(self.update.skipped.clone()) if self.update.options.decides else None
 
     def _check(self, made: tuple[StepResult, list[Used]]) -> None:
-        """Read the numbers of a step at once if the host need not wait, else a step later."""
+        """Read the numbers of a step and raise an error if one is not finite: now if the host need
+        not wait for them, else one step later."""
         update = self.update
         is_read = update.options.decides and update.decides_on_host
         if is_read or not queue_of(self.trainable.device).runs_behind:
@@ -224,7 +224,7 @@ class TrainingStep:
 
 
 def mean(losses: Sequence[Tensor]) -> Tensor:
-    """Return the loss of a step: the mean over its batches."""
+    """Return a step's loss: the mean of its batches' losses."""
     return losses[0] if len(losses) == 1 else torch.stack(list(losses)).mean()
 
 
@@ -241,7 +241,7 @@ class PlainTrainer:
         options: UpdateOptions,
         build_scheduler: BuildScheduler | None = None,
     ) -> None:
-        """Make the trainer; ``loss(batch)`` is the model's loss, with its graph."""
+        """Make the trainer; ``loss(batch)`` runs the model and returns the loss, with its graph."""
         self._model, self._loss = model, loss
         self.optimizer = optimizer
         self.batches_begun = 0
@@ -253,7 +253,8 @@ class PlainTrainer:
     def backward(
         self, batch: Batch, *, scale: Tensor | float, accumulates: bool, is_last: bool
     ) -> Tensor:
-        """Return the loss of a batch; add its gradients, times ``scale``, to the parameters'."""
+        """Run forward and backward; return the loss. Gradients of the loss times ``scale`` are
+        added to the parameters'."""
         if not accumulates:
             self.optimizer.zero_grad(set_to_none=True)
             self._model.zero_grad(set_to_none=True)
@@ -278,10 +279,8 @@ class PlainTrainer:
         return [p.grad for p in self._model.parameters() if p.grad is not None]
 
     def diagnosis(self, batches: Sequence[Used]) -> AutoparallelError:
-        """Run the batches again; return the error that names the first place that is not finite.
-
-        Buffers get their values back.
-        """
+        """Run ``batches`` again; return the error that names the first value that is not finite.
+        Buffers get their values back."""
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         try:
             for used in batches:

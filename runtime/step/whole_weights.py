@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """Stand-in for a tensor that only other ranks hold; ``tensor`` has its shape and dtype."""
+    """Value of a tensor that only other ranks hold: reading it is an error; ``tensor`` has its
+    shape and dtype."""
 
     name: str
     tensor: Tensor
@@ -48,7 +49,8 @@ class _Elsewhere:
 
 
 class WholeWeights:
-    """Whole tensors of a model by name; the calls of ``gather`` are collective over all ranks."""
+    """Whole tensors of a sharded model by name; calls of ``gather`` are collective over all
+    ranks."""
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
@@ -66,7 +68,8 @@ class WholeWeights:
         return tuple(self._stage_of)
 
     def meet(self, tell: Callable[[str], None]) -> None:
-        """Wait until every rank gathers weights, unless each rank holds the whole model."""
+        """Wait until all ranks are about to gather weights; return at once if each rank holds the
+        whole model."""
         if not self.are_spread:
             return
         tell("waiting until every rank evaluates the model, as all must whose weights are spread")
@@ -74,18 +77,16 @@ class WholeWeights:
 
     @property
     def are_spread(self) -> bool:
-        """Tell whether a rank's shards alone are not the whole model."""
+        """Tell whether a rank needs other ranks' shards to have the whole model."""
         return not all(
             self._is_everywhere[index] and not isinstance(self._held(index, name), DTensor)
             for name, index in self._stage_of.items()
         )
 
     def gather(self, names: Iterable[str], *, as_computed: bool) -> dict[str, Tensor]:
-        """Return the whole values of ``names``, gathered in that order on all ranks.
-
-        If ``as_computed``, parameters have the dtype that the plan computes in, else the
-        optimizer's, even frozen parameters, which are held in the former alone.
-        """
+        """Return the whole values of ``names``, gathered in that order on all ranks. If
+        ``as_computed``, parameters are in the dtype that the plan computes in, else (even frozen
+        ones) in the dtype that the optimizer updates."""
         whole: dict[str, Tensor] = {}
         works = []
         with torch.no_grad():
@@ -111,20 +112,20 @@ class WholeWeights:
         return whole
 
     def is_elsewhere(self, name: str) -> bool:
-        """Tell whether only other ranks hold ``name``."""
+        """Tell whether this rank holds no part of tensor ``name``."""
         return name in self._stage_of and self._held(self._stage_of[name], name) is None
 
     def stand_in(self, name: str) -> Tensor:
-        """Make a tensor with the shape, dtype and device of a tensor that other ranks hold. A use
-        of its values raises UsageError AP931."""
+        """Make a tensor with the shape, dtype and device of tensor ``name``, which only other ranks
+        hold; reading its values raises UsageError AP931."""
         spec = self._model.program.graph[name].spec
         like = torch.empty((), dtype=getattr(torch, spec.dtype), device=self._model.device)
         shaped = like.expand(spec.shape)
         return arriving_tensor(_Elsewhere(name, shaped), shaped)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, distributed like the model's; a DTensor, and a
-        tensor of another shape than the plan's, are returned as they are."""
+        """Cut this rank's part from a whole tensor, distributed like the model's ``name``. A
+        DTensor, or a tensor of another shape than the model's, is returned as it is."""
         held = self._held(self._stage_of[name], name)
         if isinstance(whole, DTensor) or held is None or held.shape != whole.shape:
             return whole
@@ -140,7 +141,8 @@ class WholeWeights:
         )
 
     def is_current(self, name: str, whole: Tensor) -> bool:
-        """Tell whether this rank's part of ``name``, if any, equals that part of ``whole``."""
+        """Tell whether this rank's part of ``name`` (if it has one) equals the same part of
+        ``whole``."""
         held = self._held(self._stage_of[name], name)
         if held is None:
             return True
@@ -150,19 +152,19 @@ class WholeWeights:
         return torch.equal(whole.detach()[self._box(name)].to(local), local)
 
     def put(self, name: str, whole: Tensor) -> None:
-        """Copy this rank's part of a whole tensor into the model's memory."""
+        """Copy this rank's part of the whole tensor ``whole`` into the model's tensor ``name``."""
         held = self._held(self._stage_of[name], name)
         if held is not None:
             with torch.no_grad():
                 local_tensor(held).copy_(whole[self._box(name)])
 
     def _box(self, name: str) -> tuple[slice, ...]:
-        """Return the slices of this rank's part of ``name``."""
+        """Return the slices that cut this rank's part from the whole tensor ``name``."""
         stage = self._model.stages[self._stage_of[name]]
         return region_slices(stage.region_of(name))
 
     def _held(self, index: int, name: str) -> Tensor | None:
-        """Return this rank's part of a tensor of stage ``index``, or None if it lacks the stage."""
+        """Return this rank's tensor ``name`` of stage ``index``; None if it lacks the stage."""
         stage = self._model.stages.get(index)
         if stage is None:
             return None
@@ -183,7 +185,8 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _stage_of(model: RankModel) -> dict[str, int]:
-    """Map each parameter and changing buffer to the first stage that holds it, in graph order."""
+    """Map the names of parameters and changing buffers, in graph order, to the first stage that
+    holds each."""
     program, plan = model.program, model.plan
     ranges = stage_ranges(plan)
     of_block = {at: index for index, positions in enumerate(ranges) for at in positions}

@@ -20,14 +20,15 @@ from torch.autograd.graph import GradientEdge
 from ...planner.errors import UsageError
 
 _MASTERS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""The parameters of planned models by their ``id``."""
+"""The parameters of planned models, by ``id(parameter)``."""
 
 _autograd: Any = torch.autograd
 _run_plainly = _autograd._engine_run_backward
 
 
 def differentiate_chosen(masters: Iterable[Tensor]) -> None:
-    """Let ``torch.autograd`` find the gradients of ``masters`` where a script requests them."""
+    """Patch autograd so that ``torch.autograd.grad`` and ``backward(inputs=…)`` work for
+    ``masters``, the parameters of a planned model."""
     _autograd._engine_run_backward = (
         _run  # of grad and backward, by whatever name a script has them
     )
@@ -35,7 +36,7 @@ def differentiate_chosen(masters: Iterable[Tensor]) -> None:
 
 
 def second_gradient() -> UsageError:
-    """Return the error for a second derivative of a planned model."""
+    """Return the error for a gradient of a gradient through a model that trains by a plan."""
     return UsageError(
         "AP947",
         "a gradient of a gradient goes through a model that trains by a plan",
@@ -54,7 +55,8 @@ def _run(
     *,
     accumulate_grad: bool,
 ) -> Any:
-    """Run a backward; if planned parameters are among ``inputs``, a whole backward."""
+    """Run a backward in place of autograd's; if planned parameters are among ``inputs``, as a
+    backward to all leaves, of which the gradients of ``inputs`` are kept."""
     if not any(id(tensor) in _MASTERS for tensor in inputs):
         return _run_plainly(
             outputs,
@@ -89,7 +91,7 @@ def _found(
     inputs: Sequence[Tensor],
     retain_graph: bool,
 ) -> Mapping[int, Tensor]:
-    """Return the gradients of ``inputs`` by their ``id``, of one whole backward."""
+    """Run a backward to all leaves; return the gradients of ``inputs`` by ``id(tensor)``."""
     leaves = {id(leaf): leaf for leaf in (*_MASTERS.values(), *_leaves(outputs))}
     before = [(leaf, leaf.grad) for leaf in leaves.values()]
     found: dict[int, Tensor] = {}
@@ -111,7 +113,7 @@ def _found(
 
 
 def _leaves(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
-    """Return the leaves of a graph, to whose ``grad`` a backward adds."""
+    """Return the leaf tensors of the autograd graph of ``outputs``."""
     waiting = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
     found, seen = [], set[Any]()
     while waiting:

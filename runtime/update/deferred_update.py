@@ -26,11 +26,11 @@ from .optimizer import ELEMENTWISE, sum_of_all_squares
 from .update import UpdateOptions
 
 PER_PARAMETER = (*ELEMENTWISE, Adagrad)
-"""Optimizers whose step on a parameter reads only its own gradient and state."""
+"""Optimizers whose update of a parameter reads only the parameter's own gradient and state."""
 
 
 def why_not_deferred(options: UpdateOptions, optimizer: Optimizer) -> str:
-    """Return the reason to make updates at the end of a step; "" if they can be deferred."""
+    """Return why updates cannot be deferred to the next step's forward; "" if they can."""
     if options != UpdateOptions(accumulate=options.accumulate):
         return "clipping, scaling of the loss and on_nan need all gradients before the update"
     if type(optimizer) not in PER_PARAMETER:
@@ -42,7 +42,8 @@ def why_not_deferred(options: UpdateOptions, optimizer: Optimizer) -> str:
 
 
 class DeferredUpdate:
-    """The updates of one stage on one rank, which holds every parameter whole."""
+    """The update of one stage on one rank, made in the next step's forward, block by block. The
+    rank must hold every parameter whole."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class DeferredUpdate:
         *,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the updates; ``tell`` is called before waits, for a watchdog."""
+        """Make the updates; ``tell`` is called before each wait, to inform a watchdog."""
         assert reducer.can_defer
         self._reducer, self._optimizer, self._tell = reducer, optimizer, tell
         self._left: list[Bucket] = []
@@ -59,7 +60,7 @@ class DeferredUpdate:
         self.norm = DeferredNorm(self)
 
     def begin(self) -> None:
-        """Begin to defer, after the last backward of a step; its sums are under way."""
+        """Defer the update of a step whose backward is done and whose gradient sums are running."""
         self.settle()
         order = {id(part.bucket): part.bucket for part in self._reducer.parts}
         self._left = list(order.values())
@@ -67,12 +68,13 @@ class DeferredUpdate:
         self.norm = DeferredNorm(self)
 
     def before_block(self, block: int) -> None:
-        """Update the parameters that the forward reads up to and with ``block``."""
+        """Update the parameters that the forward reads in blocks up to and with number
+        ``block``."""
         for bucket in [each for each in self._left if each.block <= block]:
             self._update(bucket)
 
     def settle(self) -> None:
-        """Update all parameters that are left."""
+        """Update all parameters that are not updated yet."""
         for bucket in list(self._left):
             self._update(bucket)
 
@@ -96,8 +98,8 @@ class DeferredUpdate:
 
     @contextmanager
     def _as_of_the_step(self) -> Iterator[None]:
-        """Give the optimizer, inside the context, its options at the end of the step: a scheduler
-        may have set the next step's already."""
+        """Restore, in the context, the optimizer's options from the end of the deferred step: a
+        scheduler may have set the next step's since."""
         groups = self._optimizer.param_groups
         now = [_options(group) for group in groups]
         for group, options in zip(groups, self._options, strict=True):
@@ -110,7 +112,7 @@ class DeferredUpdate:
 
 
 class DeferredNorm:
-    """Norm of the whole gradient, which every rank has once all sums are there."""
+    """Norm of the gradient under deferred updates; a read of it finishes all gradient sums."""
 
     def __init__(self, update: DeferredUpdate) -> None:
         self._update = update
@@ -129,7 +131,7 @@ class DeferredNorm:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's options of a group; tensors are cloned, as they may change in place."""
+    """Copy a parameter group's options, also tensors, which a scheduler may change in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()

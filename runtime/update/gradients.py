@@ -33,23 +33,22 @@ from ..messages.all_reduces import AllReduces
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 
 PLACED_BYTES = 65_536
-"""Size from which a gradient is copied as it comes, while it is in the processor's cache."""
+"""Size from which a gradient is copied into its bucket at once, while it is in the cache."""
 
 ALONE = 2
-"""Number of users of a storage, by torch's count, that always exist: the tensor, and the caller."""
+"""Number of references to a storage, in torch's count, that always exist: tensor and caller."""
 
 NEVER = ""
-"""Name of no parameter: a bucket that waits for it is launched after the last backward."""
+"""Name that no parameter has: a bucket that waits for it is summed only after the last backward."""
 
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSums:
-    """Gradient sums of a stage in a plan; without ``sums`` the library sums each bucket.
-
-    ``in_order``: the sums are started in the order of ``sums``, which may be parts of buckets.
-    """
+    """A plan's instructions how to sum a stage's gradients; without ``sums``, the library's
+    all-reduce sums each bucket. ``in_order``: the sums, of buckets or parts of buckets, are started
+    in the order of ``sums``."""
 
     sums: tuple[GradientSum, ...] = ()
     cluster: Cluster | None = None
@@ -57,8 +56,8 @@ class PlannedSums:
 
     @staticmethod
     def of(plan: Plan, stage: StagePlan) -> PlannedSums:
-        """Return the sums of a stage; none for GPUs, where the plan names NCCL's assumed
-        choices."""
+        """Return a plan's gradient sums of a stage; empty for GPUs, where NCCL chooses the
+        algorithms."""
         if any(host.device.kind != "cpu" for host in plan.cluster.hosts):
             return PlannedSums()
         return PlannedSums(stage.gradient_sums, plan.cluster, plan.gradient_order == "priority")
@@ -66,10 +65,9 @@ class PlannedSums:
 
 @dataclass(eq=False)
 class Part:
-    """A part of a bucket that is summed at once: its elements from ``start`` to ``stop``.
-
-    ``work`` is its all-reduce under way: over all axes if ``is_in_lane``, else over one axis.
-    """
+    """A part of a bucket with an all-reduce of its own: the elements from ``start`` to ``stop``.
+    ``work`` is its running all-reduce: over all axes if ``is_in_lane`` (run by ``AllReduces``),
+    else over one axis."""
 
     bucket: Bucket
     start: int
@@ -81,12 +79,12 @@ class Part:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters reduced together over ``axes``, in one piece of memory.
+    """Parameters whose gradients are summed together over the mesh ``axes``, in one flat tensor.
 
-    ``waiting`` names the parameters with no gradient yet; the bucket ``is_ready`` when all have
-    come. While it ``is_open`` their gradients go into ``slots``, views of ``flat``.
-    ``with_gradient`` are the parameters with a gradient on this rank: for the others zeros are
-    summed, and dropped.
+    ``waiting`` names the parameters without a gradient so far; the bucket ``is_ready`` when all
+    have one. While it ``is_open``, gradients are copied into ``slots``, views of ``flat``.
+    ``with_gradient`` are the parameters with a gradient on this rank; for the others zeros are
+    summed.
     """
 
     axes: tuple[int, ...]
@@ -105,12 +103,9 @@ class Bucket:
         return any(part.work is not None for part in self.parts)
 
     def open(self) -> None:
-        """Get memory for a step's gradients: the last step's, if nothing else uses it, or new
-        memory.
-
+        """Allocate memory for a step's gradients, or reuse the last step's if nothing else uses it.
         On a CPU new memory costs more than writing to it: 2 ms for 4 MB, which the kernel gives
-        page by page. Memory of a caching allocator is not kept.
-        """
+        page by page. On a GPU the caching allocator makes reuse needless."""
         self.is_open = True
         if self.flat is not None and _users_of is not None:
             users = _users_of(self.flat.untyped_storage()._cdata)
@@ -130,7 +125,8 @@ class Bucket:
         self.slots = dict(zip(names, views, strict=True))
 
     def place(self, parameters: Sequence[StageParameter]) -> None:
-        """Move the gradients of ``parameters`` into their slots; missing gradients are zeros."""
+        """Copy the gradients of ``parameters`` into their slots of the flat tensor; a missing
+        gradient becomes zeros."""
         missing, slots, gradients = [], [], []
         for parameter in parameters:
             slot, gradient = self.slots[parameter.name], parameter.gradient
@@ -147,7 +143,7 @@ class Bucket:
 
 
 class GradientReducer:
-    """The gradient reductions of one stage on one rank."""
+    """The gradient sums (all-reduces) of one stage on one rank."""
 
     def __init__(
         self,
@@ -155,8 +151,8 @@ class GradientReducer:
         device_mesh: DeviceMesh,
         planned: PlannedSums = PlannedSums(),
     ) -> None:
-        """Make the reductions. Collective over the stage if the plan names algorithms or an order.
-        Raises PlanError AP198 where the plan's sums do not fit the parameters."""
+        """Prepare the sums. Collective over the stage if the plan names algorithms or an order.
+        Raises PlanError AP198 if the plan's sums do not fit the parameters."""
         self.device_mesh = device_mesh
         own = {parameter.name: parameter for parameter in parameters}
         self.buckets = _make_buckets(own, by_block=planned.in_order)
@@ -175,7 +171,7 @@ class GradientReducer:
 
     @property
     def can_defer(self) -> bool:
-        """Tell whether each bucket's sums can be waited for separately."""
+        """Tell whether each bucket's sums can be waited for alone, as deferred updates need."""
         return self.in_order and self._all_reduces is not None
 
     def _is_on_gloo(self, axes: Sequence[int]) -> bool:
@@ -183,17 +179,18 @@ class GradientReducer:
         return all(dist.get_backend(group) == "gloo" for group in groups)
 
     def attach(self, parameters: Iterable[StageParameter]) -> None:
-        """Hook the gradients that are to be reduced, or moved into the gradient dtype."""
+        """Register hooks on parameters whose gradients are summed over ranks, or in another
+        dtype."""
         for parameter in parameters:
             if parameter.name in self._bucket_of or parameter.sums_apart:
                 attach_gradient_hook(parameter, self._arrived)
 
     def begin_backward(self, *, last: bool, among: Container[str] | None = None) -> None:
-        """Prepare a backward; only the last backward of a step launches reductions.
+        """Prepare for a backward; only in the last backward of a step are gradient sums started.
 
-        ``among`` are the parameters whose gradients are still to come, once each; all other
-        gradients are there. A parameter of several blocks may get its gradient in parts: it is not
-        launched before ``finish``.
+        ``among`` names the parameters that get a gradient, once each; all other gradients are
+        complete. A parameter of several blocks gets its gradient in parts, so its sum starts in
+        ``finish``.
         """
         self._is_last = last
         self._next = 0
@@ -206,7 +203,8 @@ class GradientReducer:
             bucket.waiting, bucket.is_ready = names, False
 
     def abandon(self) -> None:
-        """Drop the sums of a backward that an error ended: their memory may still be written."""
+        """Forget the running sums of a backward that an error ended; their memory is not reused, as
+        it may still be written."""
         for bucket in self.buckets:
             if bucket.is_open or bucket.is_under_way:
                 bucket.is_open, bucket.flat, bucket.slots = False, None, {}
@@ -227,7 +225,7 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start the bucket's reductions, or, in the plan's order, all parts whose turn has come."""
+        """Start the sums of a bucket or, in a plan's order, of all parts whose turn has come."""
         bucket.is_ready = True
         bucket.with_gradient = [p for p in bucket.parameters if p.gradient is not None]
         if bucket.with_gradient:
@@ -259,14 +257,14 @@ class GradientReducer:
         part.work = dist.all_reduce(tensor, group=group, async_op=True)
 
     def launch_all(self) -> None:
-        """Launch the remaining buckets after the last backward."""
+        """Start the sums of the remaining buckets after the last backward."""
         for bucket in self.buckets:
             if not bucket.is_ready:
                 self._launch(bucket)
         self._is_last = False
 
     def finish(self) -> None:
-        """Launch the remaining buckets after the last backward, and wait for all buckets."""
+        """After the last backward, start the sums of remaining buckets and wait for all sums."""
         self.launch_all()
         for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
             pending = [
@@ -284,7 +282,7 @@ class GradientReducer:
             self._close(bucket)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the sums of a bucket in the plan's order; its gradients are in ``slots``."""
+        """Wait for the sums of a bucket (in plan order only); ``slots`` then has its gradients."""
         for part in bucket.parts:
             if part.work is not None:
                 part.work.wait()
@@ -318,7 +316,8 @@ def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -
 
 
 def _make_parts(buckets: Sequence[Bucket], sums: Sequence[GradientSum]) -> list[Part]:
-    """Make the parts of the buckets in the plan's order; without a plan, a part per bucket."""
+    """Divide the buckets into the parts that the plan sums, in its order; without a plan, one part
+    per bucket."""
     parts = []
     whole = [GradientSum(number, 0, 0, (), LIBRARY) for number in range(len(buckets))]
     if sums and {own.bucket for own in sums} != set(range(len(buckets))):

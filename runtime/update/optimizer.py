@@ -37,11 +37,11 @@ from ..parameters.parameters import StageParameter
 LEARNING_RATE = 3e-4
 
 BuildOptimizer = Callable[[Any], Optimizer]
-"""Function from the list of parameters to an optimizer; an argument called ``named_parameters``
-gets pairs of name and parameter instead."""
+"""The user's function from the list of parameters to an optimizer; if its argument is called
+``named_parameters``, it gets pairs of name and parameter instead."""
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adadelta, ASGD, Rprop)
-"""Optimizers whose step on an element reads nothing of other elements."""
+"""Optimizers that update each element independently of all other elements."""
 
 NORM_ROW = 4096
 
@@ -58,11 +58,9 @@ def default_optimizer(
     fused: bool | None = None,
     learning_rate: float | None = None,
 ) -> Optimizer:
-    """Make the optimizer if the user gives none: the same on one device as by a plan.
-
-    ``name`` is the plan's: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: update by
-    one kernel, where the optimizer has it for all devices.
-    """
+    """Make the default optimizer, the same on one device as under a plan. ``name`` is the plan's:
+    ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: update by one kernel, where the
+    optimizer has it for all devices."""
     parameters = list(parameters)
     if name.startswith("sgd"):
         momentum = MOMENTUM if name == "sgd-momentum" else 0.0
@@ -72,7 +70,7 @@ def default_optimizer(
 
 
 def build_with(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Return the optimizer that the user's ``build`` makes of the trained parameters.
+    """Call the user's ``build`` with the trained parameters; return the optimizer that it makes.
 
     ``build`` gets pairs of a name and a parameter if its only required argument is called
     ``named_parameters``, and the list of the parameters otherwise.
@@ -108,10 +106,11 @@ def build_optimizer(
     learning_rate: float | None = None,
     stand_ins: Iterable[tuple[str, nn.Parameter]] = (),
 ) -> Optimizer:
-    """Make the optimizer of this rank's masters: the user's (see ``build_with``), or the plan's.
+    """Make the optimizer of this rank's masters (the parameters it updates): the user's (see
+    ``build_with``), or the plan's.
 
-    Its groups are as they were made; each ``step`` runs them by mesh and layout (see
-    ``LayoutGroups``). A rank that trains nothing gets the user's optimizer of ``stand_ins``,
+    Its parameter groups stay as the user made them; each ``step`` divides them by mesh and layout
+    (see ``LayoutGroups``). A rank without parameters gets the user's optimizer over ``stand_ins``,
     parameters that never have a gradient, so that schedulers find the same groups on every rank.
 
     Raises UsageError AP903 as ``build_with`` does, and AP904 where the optimizer holds parameters
@@ -150,7 +149,8 @@ def _check_held(optimizer: Optimizer, held: Iterable[StageParameter]) -> None:
 
 
 class LayoutGroups:
-    """The groups of an optimizer, whose ``step`` runs each in parts of one mesh and layout.
+    """Hooks on an optimizer that divide each parameter group by mesh and layout while ``step``
+    runs.
 
     The multi-tensor kernels of ``torch.optim`` (``foreach``, ``fused``) take DTensors of one
     mesh and layout at a time. While a step runs, a group that mixes them is replaced by its
@@ -175,7 +175,8 @@ class LayoutGroups:
         ]
 
     def _join(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Restore the groups, with the values that the step has written into their parts."""
+        """Hook after ``step``: restore the user's parameter groups, with options changed by the
+        step."""
         if self._whole is None:
             return
         parts = iter(optimizer.param_groups)
@@ -196,7 +197,7 @@ class LayoutGroups:
 
 
 def by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group the parameters by mesh and layout."""
+    """Group parameters that have the same mesh and layout."""
     groups: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for master in masters:
         kind = (master.device_mesh, master.placements) if isinstance(master, DTensor) else ()
@@ -205,7 +206,7 @@ def by_layout(masters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class GradientNorm:
-    """A norm whose sum over the ranks is under way; only a read of it waits."""
+    """Norm of the gradient whose sum over ranks may still be running; only a read of it waits."""
 
     def __init__(
         self,
@@ -213,7 +214,8 @@ class GradientNorm:
         work: dist.Work | None,
         progress: Progress | None = None,
     ) -> None:
-        """Make the norm of ``squares``, which ``work`` sums; ``progress`` is told of waits."""
+        """Make the norm from ``squares``, summed over ranks by ``work``; ``progress`` is called
+        before waits."""
         others: tuple[int, ...] = ()
         if progress is not None:
             others = tuple(r for r in range(dist.get_world_size()) if r != dist.get_rank())
@@ -221,11 +223,11 @@ class GradientNorm:
         self.arrival = arrival_of(squares, work, words, others=others, progress=progress)
 
     def value(self) -> Tensor:
-        """Return the norm, once all ranks have given their part."""
+        """Return the norm, after the sum over all ranks has arrived."""
         return self.arrival.value().sqrt()
 
     def host_value(self) -> Tensor:
-        """Return the norm for the host to read."""
+        """Return the norm in memory that the host can read, after a wait for it on the host."""
         return self.arrival.host_value().sqrt()
 
 
@@ -236,11 +238,12 @@ def gradient_norm(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> GradientNorm:
-    """Start the 2-norm of the whole model's gradient. Collective over ``group`` (all ranks).
+    """Start to compute the 2-norm of the whole model's gradient, in float64. Collective over
+    ``group`` (all ranks).
 
     Every element counts once: a rank's sum of squares is divided by the number of ranks of a stage
-    that hold the same elements, and only one of several stages that hold a parameter passes it. A
-    rank with no stage passes no parameters. Float64. ``progress`` is told of waits for it.
+    that hold the same elements; of several stages with a tied parameter, only one passes it. A rank
+    without a stage passes no parameters. ``progress`` is called before waits.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_count: dict[int, list[Tensor]] = {}
@@ -254,11 +257,8 @@ def gradient_norm(
 
 
 def sum_of_all_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all gradients, in float64, on ``device``.
-
-    A device that runs behind its host has kernels that take many tensors, and sum in float64. A CPU
-    sums large tensors by ``sum_of_squares``.
-    """
+    """Return the sum of the squares of all gradients, in float64, on ``device``. A GPU does it by
+    multi-tensor kernels; a CPU by ``sum_of_squares`` for large tensors."""
     if queue_of(device).runs_behind:
         parts = [_as_real(gradient) for gradient in gradients]
         return _sum_of_norms(torch._foreach_norm(parts, 2, torch.float64), device)
@@ -275,12 +275,9 @@ def _sum_of_norms(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """Return the sum of all squares, in float64.
-
-    Rows of ``NORM_ROW`` elements are summed in the tensor's own dtype first: on the CPU
-    ``vector_norm`` with another dtype goes element by element (float32 on one core: 4.6 ns each
-    instead of 0.2).
-    """
+    """Return the sum of a tensor's squared elements, in float64. Rows of ``NORM_ROW`` elements are
+    summed in the tensor's own dtype first: on the CPU ``vector_norm`` with another dtype goes
+    element by element (float32 on one core: 4.6 ns each instead of 0.2)."""
     flat = _summable(tensor).reshape(-1)
     split = flat.numel() - flat.numel() % NORM_ROW
     total: Tensor = torch.linalg.vector_norm(flat[split:]).to(torch.float64).square()
@@ -291,26 +288,25 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as twice as many real numbers; return others as they are."""
+    """View a complex tensor as a real tensor of twice as many numbers; return others unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _summable(tensor: Tensor) -> Tensor:
-    """Convert a tensor in half precision, whose sums would be rounded, to float32."""
+    """Convert a tensor of a 16-bit dtype, in which sums would be inexact, to float32; return others
+    unchanged."""
     tensor = _as_real(tensor)
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor of a gradient of ``norm`` that makes its norm at most ``max_norm``.
-
-    It is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
-    """
+    """Return the factor that reduces a gradient with this ``norm`` to at most ``max_norm``. It is
+    ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def published_gradients(parameters: Iterable[StageParameter]) -> list[Tensor]:
-    """Return this rank's part of the gradients that the optimizer reads."""
+    """Return this rank's part of each gradient that the optimizer reads (masters' ``grad``)."""
     found = []
     for parameter in parameters:
         gradient = parameter.master.grad
@@ -321,7 +317,7 @@ def published_gradients(parameters: Iterable[StageParameter]) -> list[Tensor]:
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients of one device and precision by a number of that device, in place."""
+    """Multiply gradients of one device and dtype by a scalar tensor of that device, in place."""
     if gradients:
         parts = [_as_real(gradient) for gradient in gradients]
         torch._foreach_mul_(parts, factor.to(parts[0].device, parts[0].dtype))

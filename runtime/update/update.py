@@ -48,11 +48,9 @@ BuildScheduler = Callable[[Optimizer], Any]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """Options of an update besides the optimizer's step. Raises UsageError AP900 for bad values.
-
-    ``max_norm`` and ``max_value`` clip the gradient, ``accumulate`` is the number of global
-    batches per update, ``scaler`` scales the loss.
-    """
+    """Options of an update besides the optimizer's. Raises UsageError AP900 for invalid values.
+    ``max_norm`` and ``max_value`` clip the gradient, ``accumulate`` is the number of global batches
+    per update, ``scaler`` scales the loss."""
 
     max_norm: float | None = None
     max_value: float | None = None
@@ -76,7 +74,7 @@ class UpdateOptions:
             raise UsageError("AP900", f"on_nan is {self.on_nan!r}, but must be one of {names}")
 
     def for_precision(self, precision: Precision, device: str) -> UpdateOptions:
-        """Return the options; for fp16 with torch's default scaler if none is given."""
+        """Return the options for a precision: fp16 gets torch's ``GradScaler`` if none is given."""
         if precision != "fp16" or self.scaler is not None:
             return self
         return replace(self, scaler=GradScaler(device))
@@ -88,17 +86,18 @@ class UpdateOptions:
 
     @property
     def decides(self) -> bool:
-        """Tell whether an update whose norm is not finite is skipped."""
+        """Tell whether an update is skipped if its norm is not finite."""
         return self.on_nan != "ignore" or self.scales
 
     @property
     def needs_norm(self) -> bool:
-        """Tell whether the update waits for the norm."""
+        """Tell whether the update has to know the norm of the gradient first."""
         return self.decides or self.max_norm is not None
 
 
 def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
-    """Raise UsageError AP901 unless an asynchronous schedule supports ``options``."""
+    """Raise UsageError AP901 if ``options`` need the whole gradient's norm before an update, which
+    an asynchronous ``schedule`` does not know."""
     plain = UpdateOptions(on_nan=options.on_nan)
     if options != plain or options.on_nan == "skip":
         raise UsageError(
@@ -112,7 +111,7 @@ def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
 
 
 class Update:
-    """Updates of one rank; ``skipped`` counts, on the device, the skipped updates."""
+    """Function that updates one rank's weights; the tensor ``skipped`` counts skipped updates."""
 
     def __init__(
         self,
@@ -123,9 +122,8 @@ class Update:
         build_scheduler: BuildScheduler | None = None,
         parted: PartedUpdate | None = None,
     ) -> None:
-        """Make the updates; ``parted`` steps the optimizer in parts, if it gets gradient copies.
-
-        Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
+        """Make the updates; ``parted``, if given, steps the optimizer part by part with gradient
+        copies. Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
         self.options, self.optimizer, self.parted = options, optimizer, parted
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.float64, device=device)
@@ -141,11 +139,9 @@ class Update:
 
     @property
     def decides_on_host(self) -> bool:
-        """Tell whether the host reads the norm before each step.
-
-        SGD with momentum, unlike Adam, leaves its state undefined where its first step is
-        skipped on the device.
-        """
+        """Tell whether the host must read the norm before each optimizer step, to decide whether to
+        skip it. SGD with momentum, unlike Adam, leaves its state undefined where its first step is
+        skipped on the device."""
         optimizer = self.optimizer
         takes = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
             group.get("fused") for group in optimizer.param_groups
@@ -161,7 +157,7 @@ class Update:
         return scaler.scale(self._one) if scaler is not None and scaler.is_enabled() else None
 
     def loss_scale(self) -> Tensor | float:
-        """Return the factor of each batch's loss before its backward."""
+        """Return the factor by which each batch's loss is multiplied before its backward."""
         share = 1.0 / self.options.accumulate
         scale = self.scale()
         return share if scale is None else scale * share
@@ -172,10 +168,11 @@ class Update:
         norm: Tensor | None,
         loss: Callable[[], Tensor],
     ) -> Tensor | None:
-        """Update the weights; return the norm, unscaled, from before clipping.
+        """Update the weights; return the norm of the gradient before clipping, without the loss
+        scale.
 
         ``gradients`` returns this rank's gradients, which are changed in place. ``norm`` may be
-        missing where the options need none. ``loss`` is read by schedulers that follow it.
+        None if the options need none. ``loss`` is called by schedulers that depend on the loss.
         """
         coefficient, is_bad = None, None
         if norm is not None:
@@ -197,7 +194,7 @@ class Update:
         return norm
 
     def _prepare(self, coefficient: Tensor | None, gradients: Sequence[Tensor]) -> None:
-        """Scale and clip gradients in place."""
+        """Multiply gradients by ``coefficient`` (unscales, clips) and clamp them, in place."""
         if coefficient is not None:
             scale_gradients(gradients, coefficient)
         if self.options.max_value is not None:
@@ -205,11 +202,9 @@ class Update:
                 gradient.clamp_(-self.options.max_value, self.options.max_value)
 
     def _unscaled(self, norm: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the norm without the loss scale, and the factor of gradients; update the scale.
-
-        The scaler is shown the norm as the gradient of one parameter: that is finite where all
-        gradients of all ranks are.
-        """
+        """Remove the loss scale: return the true norm, and the factor for the gradients; update the
+        scaler. The scaler gets the norm as the gradient of a dummy parameter: the norm is finite if
+        all ranks' gradients are."""
         scaler, scale = self.options.scaler, self.scale()
         if scaler is None or scale is None:
             return norm, None
@@ -220,8 +215,8 @@ class Update:
         return self._probe.grad, inverse
 
     def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
-        """Return the function that steps the optimizer, unless ``is_bad``; None if the host knows
-        already that it is bad."""
+        """Return the function that steps the optimizer, but not on the device if ``is_bad`` is
+        true; None if the host has read that it is true."""
         if is_bad is None:
             return self.optimizer.step
         self.skipped += is_bad
@@ -255,10 +250,9 @@ class Update:
         return tuple(group["lr"] for group in self.optimizer.param_groups if "lr" in group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of scheduler, scaler and counters, and a scheduler's group options.
-
-        It is the same on every rank; options that are equal in all groups are stored once.
-        """
+        """Return the state of the scheduler, scaler and counters; with a scheduler also the
+        parameter groups' options. It is the same on every rank; options that are equal in all
+        groups are stored once."""
         state: dict[str, Any] = {"skipped_steps": int(self.skipped)}
         if self.scheduler is not None:
             state["scheduler"] = _without_rates(self.scheduler.state_dict())
@@ -269,7 +263,7 @@ class Update:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a ``state_dict``; parts that are missing, there or here, stay as they are."""
+        """Load a result of ``state_dict``; entries missing in it or in this update are skipped."""
         self.skipped.fill_(state.get("skipped_steps", 0))
         if self.scheduler is not None and "scheduler" in state:
             groups, saved = self.optimizer.param_groups, state.get("groups", ())
@@ -286,11 +280,12 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _RATES = ("base_lrs", "_last_lr")
-"""Scheduler entries with a value per group, which are not saved: groups follow a rank's layouts."""
+"""Entries of a scheduler's state that have a learning rate per group. They are not saved, as groups
+depend on how a rank's parameters are sharded."""
 
 
 def _without_rates(state: Any) -> Any:
-    """Return a scheduler's state, and its inner schedulers', without learning rates of groups."""
+    """Remove the groups' learning rates from a scheduler's state and its inner schedulers'."""
     if isinstance(state, dict):
         return {key: _without_rates(value) for key, value in state.items() if key not in _RATES}
     if isinstance(state, list | tuple):
@@ -299,7 +294,7 @@ def _without_rates(state: Any) -> Any:
 
 
 def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Load a scheduler's state, with the learning rates that the optimizer has."""
+    """Load a scheduler's state, and take the missing learning rates from the optimizer's groups."""
     inner = getattr(scheduler, "_schedulers", ())
     for each in (scheduler, *inner):
         if hasattr(each, "base_lrs"):
@@ -312,16 +307,19 @@ def _load_rates(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> 
 
 
 PART_BYTES = 256_000_000
-"""Largest size of a part's masters. On a GPU, copies below some MB are slower than the link."""
+"""Largest size of a part's masters in bytes. Much smaller copies from and to a GPU would not use
+the whole bandwidth."""
 
 
 class PartedUpdate:
-    """Updates of ``parameters`` on one rank, part by part."""
+    """Update of ``parameters`` on one rank in parts, so that gradient copies need memory for one
+    part only."""
 
     def __init__(
         self, parameters: Iterable[StageParameter], device: torch.device, num_threads: int
     ) -> None:
-        """Divide ``parameters`` into parts; ``num_threads`` CPU threads step a GPU's optimizer."""
+        """Divide ``parameters`` into parts. ``num_threads`` CPU threads step masters in host memory
+        if ``device`` is a GPU."""
         self.device, self.num_threads = device, num_threads
         self.parts = [tuple(part) for part in _parts(parameters)]
         self._staging: dict[torch.dtype, Tensor] = {}
@@ -329,7 +327,8 @@ class PartedUpdate:
     def __call__(
         self, prepare: Callable[[Sequence[Tensor]], None], step: Callable[[], object]
     ) -> None:
-        """Step each part. ``prepare`` scales and clips gradients in place."""
+        """Step the optimizer on each part; ``prepare`` scales and clips the part's gradients in
+        place first."""
         if self.device.type != "cpu":
             torch.set_num_threads(self.num_threads)
         for part in self.parts:
@@ -344,7 +343,7 @@ class PartedUpdate:
             self._refresh([p for p in part if p.formats.offloads and p.spec.requires_grad])
 
     def _publish(self, part: Sequence[StageParameter]) -> None:
-        """Copy gradients to their masters. On a GPU they pass through pinned memory at once."""
+        """Copy a part's gradients to its masters; from a GPU, all at once by pinned memory."""
         if self.device.type == "cpu":
             for parameter in part:
                 parameter.publish()
@@ -359,7 +358,7 @@ class PartedUpdate:
             parameter.publish(given.get(parameter.name))
 
     def _refresh(self, part: Sequence[StageParameter]) -> None:
-        """Copy new values to the device, cast on the host."""
+        """Copy the new values of a part's masters to the device, cast on the host first."""
         if self.device.type == "cpu":
             for parameter in part:
                 parameter.refresh()
@@ -371,7 +370,8 @@ class PartedUpdate:
         queue_of(self.device).mark().synchronize()
 
     def _slices(self, like: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Return pinned memory for copies of device tensors of one dtype; it is kept for later."""
+        """Return pinned host memory in the shapes of ``like``, tensors of one dtype; it is reused
+        by later calls."""
         total = sum(each.numel() for each in like)
         if not total:
             return iter(())

@@ -31,7 +31,7 @@ from .reference import reference_split
 from .verify import Piece, collect, collect_buffers
 
 MOST_SECONDS = 10.0
-"""Estimated time from which a plain step is not run unless it is asked for."""
+"""Estimated time of the plain model's step above which it is run only if the user asks."""
 
 TOLERANCES: dict[Precision, tuple[float, float, float]] = {
     "fp64": (1e-6, 1e-5, 1e-3),
@@ -40,22 +40,23 @@ TOLERANCES: dict[Precision, tuple[float, float, float]] = {
     "fp16": (5e-2, 2e-1, 5e-2),
     "fp8": (5e-2, 2e-1, 5e-2),
 }
-"""Differences of the loss and of a gradient's norm that rounding explains, by precision.
+"""Tolerances by precision: relative difference of the loss, relative difference of a gradient's
+norm, and a floor.
 
-A loss below the third figure is measured against that figure, and a gradient below that share of
-the largest against the share: a small difference of nearly equal numbers is mostly rounding.
+A loss below the floor is compared relative to the floor, and a gradient's norm below that fraction
+of the largest relative to the fraction: such small numbers are mostly rounding.
 """
 
 Weights = Mapping[str, Tensor]
 Inputs = Mapping[str, Tensor]
 PlainLoss = Callable[[Weights, Inputs], Tensor]
-"""Function from the plain model's weights and buffers by name, and a batch by input, to a loss."""
+"""Function from the plain model's weights and buffers by name, and a batch, to the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The loss of a step, the norm of each parameter's gradient, and the norm of each buffer that
-    the forward has changed."""
+    """Results of a first step to compare: the loss, the norm of each parameter's gradient, and the
+    norm of each buffer that the forward has changed."""
 
     loss: float
     norms: Mapping[str, float]
@@ -63,8 +64,8 @@ class FirstStep:
 
 
 def is_quick(plan: Plan) -> bool:
-    """Return whether one device can take the plan's step in ``MOST_SECONDS`` and in the memory that
-    is free, by the plan's prediction."""
+    """Return whether, by the plan's prediction, one device can run the plan's step in
+    ``MOST_SECONDS`` and in the memory that is free here."""
     prediction, count = plan.prediction, len({d for s in plan.stages for d in s.devices})
     if prediction.step_seconds * count > MOST_SECONDS:
         return False
@@ -82,11 +83,12 @@ def check_first_step(
     plain: PlainLoss,
     buffers: Callable[[], Weights],
 ) -> str:
-    """Compare the first step by the plan with the plain model's first step.
+    """Compare the first step by the plan with the first step of the plain model, run on rank 0.
 
-    ``own`` runs the step on ``inputs``, the global batch, completes the gradients and returns the
-    loss. ``buffers`` returns the buffers that the plain model has by itself; it is called on rank
-    0. Returns the reason why nothing was compared, else "". Collective over all ranks.
+    ``own`` runs the plan's step on ``inputs``, the global batch, completes the gradients and
+    returns the loss; ``plain`` computes the plain model's loss. ``buffers`` returns the plain
+    model's buffers; it is called on rank 0. Returns the reason why nothing was compared, else "".
+    Collective over all ranks.
 
     Raises UsageError AP943 where the two differ.
     """
@@ -131,7 +133,7 @@ def check_first_step(
 
 
 def _norm(pieces: Sequence[Piece]) -> float:
-    """Return the norm of a tensor from its pieces, which may overlap."""
+    """Return the norm of a whole tensor from ranks' parts of it, which may overlap."""
     regions = [region for region, _ in pieces]
     shape = [max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True)]
     whole = pieces[0][1].new_zeros(shape)
@@ -172,7 +174,7 @@ def _plain_step(
 
 
 def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> UsageError | None:
-    """Return the error that names the parameters whose gradients differ most, or None."""
+    """Compare two first steps; return the error that names the gradients that differ, or None."""
     of_loss, of_norm, small = TOLERANCES[precision]
     largest = max(plain.norms.values(), default=0.0)
     relative = {
@@ -217,7 +219,7 @@ def _next_key(trainer: Trainer) -> int:
 
 @contextmanager
 def _apart(trainer: Trainer) -> Iterator[None]:
-    """Run a step inside the context that leaves no gradient, calls no hook and is not counted."""
+    """Context to run a step in; it restores gradients, hooks, buffers and the count of steps."""
     runner, parameters = trainer.runner, trainer.model.all_parameters()
     begun, held = runner.batches_begun, _taken(parameters)
     buffers = [
@@ -242,7 +244,7 @@ def _apart(trainer: Trainer) -> Iterator[None]:
 
 
 def _taken(parameters: Sequence[StageParameter]) -> list[tuple[Tensor | None, dict[str, object]]]:
-    """Take gradients and hooks from parameters, and return them."""
+    """Take the gradients and hooks off the parameters; return them."""
     taken = []
     for parameter in parameters:
         master = parameter.master

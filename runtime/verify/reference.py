@@ -48,7 +48,8 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The loss of each step, the first step's gradients, the last step's weights and buffers."""
+    """Results of one-device training: each step's loss, the first step's gradients, the final
+    weights and buffers."""
 
     losses: tuple[float, ...]
     gradients: dict[str, torch.Tensor]
@@ -56,7 +57,7 @@ class Reference:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def on_cpu(self) -> Reference:
-        """Return the reference on the CPU, where the pieces of ranks are gathered."""
+        """Return a copy on the CPU, where the ranks' parts of tensors are gathered too."""
         held = (self.gradients, self.weights, self.buffers)
         return Reference(self.losses, *({n: t.cpu() for n, t in own.items()} for own in held))
 
@@ -71,13 +72,13 @@ def run_reference(
     split: Callable[[Batch], Sequence[Batch]] = lambda batch: (batch,),
     random_dims: Mapping[int, int] | None = None,
 ) -> Reference:
-    """Train ``model`` for one step per batch, whole batches at once, on its own device.
+    """Train the plain ``model`` on its device, one step per batch.
 
-    ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name. A
-    parameter without a gradient is missing in ``gradients``. Random calls (dropout) draw the
-    numbers of a ``Trainer`` of the same ``seed``. ``split`` cuts a batch into micro-batches whose
-    gradients are averaged, where a plan accumulates over rows that depend on each other;
-    ``random_dims`` then are the batch dimensions of the random calls.
+    ``loss(model, batch)`` is the scalar loss. Tied parameters count once, by their first name.
+    ``gradients`` lacks parameters without a gradient. Random ops (dropout) draw the same numbers as
+    a ``Trainer`` with the same ``seed``. ``split`` cuts a batch into micro-batches whose gradients
+    are averaged, as a plan must where rows depend on each other; ``random_dims`` then are the batch
+    dimensions of the random ops.
     """
     parameters = dict(model.named_parameters())
     optimizer = build_with(build_optimizer, parameters.items())
@@ -106,11 +107,9 @@ def run_reference(
 
 
 def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
-    """Return the parts of a global batch that one device must run separately to match a plan.
-
-    These are the parts of each update (the whole batch, unless the schedule is asynchronous), or
-    the micro-batches where rows depend on each other.
-    """
+    """Divide a global batch into the parts that one device must run separately to match a plan.
+    Parts are the rows of each update (all rows, unless the schedule is asynchronous), or the
+    micro-batches if rows depend on each other."""
     graph, count = planned.program.graph, planned.plan.num_microbatches
     if not graph.accumulation.mixing:
         count //= planned.schedule.per_update
@@ -128,7 +127,8 @@ def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """Updates of weights by a schedule; ``stage_of`` maps names of parameters to their stages."""
+    """Rule of an asynchronous schedule: which version of a weight each forward and backward uses.
+    ``stage_of`` maps parameters' names to stages."""
 
     weights: Weights
     num_updates: int
@@ -136,7 +136,8 @@ class UpdateRule:
     stage_of: Mapping[str, int]
 
     def forward_version(self, name: str, update: int) -> int:
-        """Return the number of updates that a parameter has had in the forward of ``update``."""
+        """Return the version of a parameter (its number of updates in the step) that the forward of
+        ``update`` uses."""
         is_buffered = self.weights == "double-buffered"
         delay = 1 if is_buffered else self.num_stages - 1 - self.stage_of.get(name, 0)
         return max(0, update - delay)
@@ -146,7 +147,8 @@ class UpdateRule:
 
 
 def update_rule(planned: Variant) -> UpdateRule | None:
-    """Return the update rule of a plan's asynchronous schedule; None for synchronous schedules."""
+    """Return the rule by which a plan's asynchronous schedule updates weights; None if it is
+    synchronous."""
     schedule, plan = planned.schedule, planned.plan
     if not schedule.is_asynchronous:
         return None
@@ -170,11 +172,9 @@ def run_replay(
     split: Callable[[Batch], Sequence[Batch]] = lambda batch: (batch,),
     random_dims: Mapping[int, int] | None = None,
 ) -> Reference:
-    """Train ``model`` by ``rule``, a step per batch, on its own device.
-
-    Arguments: see ``run_reference``; ``split`` cuts a batch into equally many parts for each
-    update. ``gradients`` are of the first step's last update.
-    """
+    """Train the plain ``model`` on its device, one step per batch, with the stale weights of an
+    asynchronous schedule's ``rule``. Arguments: see ``run_reference``; ``split`` cuts a batch into
+    equally many parts for each update. ``gradients`` are of the first step's last update."""
     replay = _Replay(model, rule, loss, build_optimizer, random_dims)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -201,7 +201,7 @@ class _Replay:
         self._optimizer = build_with(build_optimizer, self._parameters.items())
 
     def step(self, parts: Sequence[Batch], key: int) -> float:
-        """Make all updates of a step; return the mean of the parts' losses."""
+        """Run all updates of a step on a batch's ``parts``; return the parts' mean loss."""
         rule, total = self._rule, 0.0
         each = len(parts) // rule.num_updates
         history = {0: self._copies()}
@@ -237,7 +237,8 @@ class _Replay:
         version: Callable[[str, int], int],
         update: int,
     ) -> None:
-        """Overwrite the weights with a version, unseen by autograd, so that a backward reads it."""
+        """Overwrite each weight with the version that ``version`` gives, without autograd noticing,
+        so that a backward uses it."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(history[version(name, update)][name])
 
@@ -248,15 +249,14 @@ _FACTS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "ndim", "requires_grad", "is_leaf", "grad")
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
-"""Functions that read no values of a parameter."""
+"""Functions on a parameter that do not read its values."""
 
 
 @contextmanager
 def streaming(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[None]:
-    """Make ``model`` compute on ``device`` inside the context; its backward may run afterwards.
-
-    ``tell`` is called with a description of the computation, in the forward and the backward.
-    """
+    """Make ``model`` compute on ``device`` inside the context, its parameters copied there op by
+    op; its backward may run afterwards. ``tell`` is called with a description of the computation,
+    in the forward and the backward."""
     place_buffers(model, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -272,7 +272,7 @@ def streaming(model: nn.Module, device: torch.device, tell: Tell) -> Iterator[No
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers of ``model``, which ops write in place, to ``device``; parameters stay."""
+    """Move the buffers of ``model``, which ops may write, to ``device``; parameters stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -280,7 +280,8 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class _Streaming(TorchFunctionMode):
-    """Mode that gives ops the parameters ``names``, by ``id``, as copies on ``device``."""
+    """Torch function mode that passes parameters to ops as copies on ``device``; ``names`` maps
+    ``id(parameter)`` to its name."""
 
     def __init__(self, names: dict[int, str], device: torch.device, tell: Tell) -> None:
         super().__init__()

@@ -30,18 +30,19 @@ from ..step.trainer import RankTrainer
 from .reference import Reference
 
 NOISE = 1e-6
-"""Share of the largest magnitude below which a tensor is measured against that share."""
+"""Fraction of the largest magnitude of all tensors; a smaller tensor is compared relative to it."""
 
 GRADIENT_NOISE = {torch.float64: 1e-13, torch.float32: 1e-6}
-"""Share of the largest gradient below which gradients are rounding, as of a key bias under
-softmax."""
+"""Fraction of the largest gradient below which gradients are rounding noise, such as of a key bias
+before a softmax."""
 
 Quantity = Literal["loss", "gradient", "weight", "buffer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One compared tensor. ``relative`` is the largest difference over its magnitude."""
+    """Difference of one tensor from the reference; ``relative`` is the largest, relative to its
+    magnitude."""
 
     quantity: Quantity
     name: str
@@ -51,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of ``verify``. ``differences`` has every compared tensor in the model's order."""
+    """The result of ``verify``; ``differences`` has all compared tensors, in the model's order."""
 
     dtype: str
     tolerance: float
@@ -67,13 +68,14 @@ class Verification:
         return not self.failures
 
     def worst(self, quantity: Quantity) -> float:
-        """Return the largest relative difference of one quantity (NaN if any is NaN)."""
+        """Return the largest relative difference of "loss", "gradient", "weight" or "buffer"; NaN
+        if any is."""
         found = [d.relative for d in self.differences if d.quantity == quantity]
         return next((value for value in found if value != value), max(found, default=0.0))
 
 
 Piece = tuple[Region, torch.Tensor]
-"""A box of a whole tensor, and a rank's values in it."""
+"""A rank's part of a tensor: its index ranges (start, stop) by dimension, and its values."""
 
 
 def compare(
@@ -84,13 +86,13 @@ def compare(
     *,
     gradients: Mapping[str, torch.Tensor] | None = None,
 ) -> list[Difference]:
-    """Return the difference of every reference tensor from the ranks' pieces of it.
+    """Compare every reference tensor with the parts of it that ranks hold; return the differences.
 
-    Every piece is compared, so copies that drifted apart are seen. A tensor with a part that no
-    rank holds differs by infinity. Magnitudes are taken over all of ``reference`` for the noise
-    floor; ``blocks`` maps each name to its block. ``gradients`` have moved the reference: where a
-    gradient is rounding noise (``GRADIENT_NOISE``) an adaptive optimizer's step is too, and is
-    measured against the largest magnitude of all.
+    All ranks' parts are compared, so replicas that drifted apart are seen. A tensor that the parts
+    do not cover differs by infinity. Tiny tensors are compared relative to the largest of
+    ``reference`` (``NOISE``); ``blocks`` maps names to blocks. ``gradients`` are of the reference's
+    update: where a gradient is rounding noise (``GRADIENT_NOISE``), so is an adaptive optimizer's
+    step, which is compared relative to the largest magnitude.
     """
     largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     moving = max((_magnitude(tensor) for tensor in (gradients or {}).values()), default=0.0)
@@ -106,7 +108,8 @@ def compare(
 
 
 def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece], scale: torch.Tensor) -> float:
-    """Return the largest error over its scale; where the scale is zero, the error itself counts."""
+    """Return the largest error of the parts relative to ``scale``; where the scale is 0, the
+    absolute error."""
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     covered = torch.zeros(expected.shape, dtype=torch.bool)
     errors = []
@@ -126,7 +129,7 @@ def _magnitude(tensor: torch.Tensor) -> float:
 
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-"""The largest relative difference that rounding explains, by dtype."""
+"""Largest relative difference that counts as rounding, by dtype."""
 
 CHUNK_BYTES = 256_000_000
 TINY = torch.finfo(torch.float64).tiny
@@ -138,11 +141,9 @@ def verify(
     reference: Callable[[], Reference],
     pulse: Pulse | None = None,
 ) -> Verification:
-    """Run one step per batch by the plan and compare with ``reference()``.
-
-    ``batches`` are global, by input name, the same on every rank. A long ``reference`` reports its
-    progress through ``pulse``.
-    """
+    """Run one step per batch by the plan; compare losses, gradients and weights with
+    ``reference()``. ``batches`` are global, by input name, the same on every rank. A long
+    ``reference`` reports its progress through ``pulse``."""
     losses: list[float] = []
     graph = trainer.program.graph
     gradients: dict[str, list[Piece]] = {}
@@ -205,7 +206,8 @@ def collect(
     graph: Graph,
     read: Callable[[StageParameter], Tensor | None],
 ) -> dict[str, list[Piece]]:
-    """Return every rank's pieces of every parameter, on rank 0 (empty elsewhere). Collective."""
+    """Call ``read`` on every rank's parameters and gather the results; return them by name on rank
+    0, {} elsewhere. Collective."""
     collected: dict[str, list[Piece]] = {}
     for names in _chunks(graph):
         wanted = frozenset(names)
@@ -224,7 +226,8 @@ def collect_buffers(
     trainer: RankTrainer,
     read: Callable[[StageModule, str], Tensor] = StageModule.buffer,
 ) -> dict[str, list[Piece]]:
-    """Return every rank's pieces of the buffers that training changes, on rank 0. Collective."""
+    """Gather every rank's part of the buffers that training changes; return them by name on rank 0.
+    Collective."""
     own: dict[str, Piece] = {}
     for stage in trainer.model.stages.values():
         for name in stage.program.updates:
@@ -237,7 +240,7 @@ def collect_buffers(
 
 
 def _chunks(graph: Graph) -> Iterator[list[str]]:
-    """Yield the names of the parameters in runs of about ``CHUNK_BYTES``."""
+    """Yield the parameters' names in lists, each of tensors of about ``CHUNK_BYTES`` together."""
     names: list[str] = []
     size = 0
     for node in graph.parameters:
