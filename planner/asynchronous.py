@@ -42,7 +42,7 @@ def describe_updates(plan: Plan) -> str:
 
 
 def num_updates(plan: Plan) -> int:
-    """Return the number of weight updates in a step; 1 for synchronous schedules."""
+    """Return how often a plan updates the weights per step; 1 for synchronous schedules."""
     if not is_asynchronous(plan.schedule):
         return 1
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
@@ -150,8 +150,7 @@ def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
-    """Return a trained parameter that two stages use, and these two stages; None if there is
-    none."""
+    """Return (trained parameter, stage, other stage) if both stages use it; None if none."""
     ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
     first: dict[str, int] = {}
     for index, (start, stop) in enumerate(pairwise(ends)):

@@ -42,8 +42,7 @@ from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
 EXPOSED = (1.0, 0.5)
-"""Exposed fractions of the collectives of states (ZeRO gathers, gradient sums) to solve stages
-for."""
+"""Fractions of ZeRO gathers and gradient sums to try as not overlapped by compute."""
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """Prices λ of a byte to solve stages for, in multiples of a stage's seconds / a device's bytes."""
@@ -54,9 +53,10 @@ HIGH_PRICES = (3e3, 1e6)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the stages: bytes per device, allowed ZeRO stages, forced recomputation.
+    """Limits on a stage: bytes per device, allowed ZeRO stages, forced recomputation mode.
 
-    ``gap``: maximum gap of a stage, relative to its cost. ``solver`` solves the integer programs.
+    ``gap``: allowed gap of a stage's cost to its lower bound, relative to the cost. ``solver``
+    solves the integer programs.
     """
 
     memory_bytes: float
@@ -72,7 +72,7 @@ _Bounded = tuple[Sequence[Run], Rates]
 
 @dataclass
 class IntraOp:
-    """Solver of stages on one mesh (``model``), with caches of all results."""
+    """Solver of stages on one mesh (``model``): finds layouts, ZeRO and recomputation. Cached."""
 
     model: StageModel
     limits: Limits
@@ -103,25 +103,24 @@ class IntraOp:
 
     @property
     def excess_bytes(self) -> dict[object, float]:
-        """Map runs and settings for which nothing fitted to their least excess over the memory
-        limit."""
+        """Map runs and settings for which nothing fitted to their least bytes over the limit."""
         found = dict(self._noted)
         for pool in self.pools.values():
             found |= pool.excess_bytes
         return found
 
     def note_excess(self, num_bytes: float) -> None:
-        """Record that a run outside the pools needs at least ``num_bytes`` more than the limit."""
+        """Record that a run of no pool needs at least ``num_bytes`` more than the limit."""
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Solve runs of one family without the memory limit, to bound them."""
+        """Compute lower bounds of runs of one family by solving them without a memory limit."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Bound the seconds of runs of one family with the tables of their kinds.
+        """Compute lower bounds of runs of one family by dynamic programming over cost tables.
 
         Return False if the tables are too wide or the time is up.
         """
@@ -135,12 +134,11 @@ class IntraOp:
         return True
 
     def _plain(self, num_microbatches: int) -> Rates:
-        """Return the rates of problems in which bytes have no price."""
+        """Return the weights (``Rates``) of problems in which memory is free, by ZeRO stage."""
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """Return the pool of a run's family, with solutions of runs that were only bounded so far
-        added."""
+        """Return the pool of solutions of a run's family; add solutions found while bounding."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -153,7 +151,7 @@ class IntraOp:
         return pool
 
     def _family(self, run: Run) -> Family | None:
-        """Return the shared problem of a run's family; None if its tables would be too wide."""
+        """Return the problem that the run's family shares; None if its tables are too wide."""
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):
@@ -165,13 +163,13 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Return whether tables, not integer programs, solve a run."""
+        """Return whether cost tables, not integer programs, solve a run."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve runs of one family with tables; None if these are too wide, or no time is left."""
+        """Solve runs of one family by cost tables; None if these are too wide or time is up."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -195,7 +193,7 @@ class IntraOp:
         return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def block_seconds(self, kind: str, num_microbatches: int) -> float:
-        """Return a lower bound of a block's share of the objective; 0 if tables are too wide."""
+        """Return a lower bound of what one block of ``kind`` adds to the objective, or 0."""
         key = (kind, num_microbatches)
         if key not in self._blocks:
             self._blocks[key] = 0.0
@@ -214,8 +212,7 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the best solution of the pool, after adding solutions until the gap is small
-        enough."""
+        """Return the best solution in the pool; add solutions until its gap is small enough."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
         for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
@@ -242,8 +239,9 @@ class IntraOp:
     def _add_exposed(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for collectives of states that exceed the compute beside them; return
-        whether any is new. Runs once per family, with blocks rounded to powers of two."""
+        """Add solutions to the pool for stages whose ZeRO gathers and gradient sums take longer
+        than the compute beside them; return whether any is new. Runs once per family and number of
+        blocks rounded to a power of two."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -267,10 +265,11 @@ class IntraOp:
     def _add_fitting(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for a binding memory limit; return whether any is new.
+        """Add solutions to the pool for a stage near its memory limit; return whether any is new.
 
         The solutions are the best at each price of a byte, with the same recomputation in all
-        blocks. Runs once per family, with blocks and micro-batches in flight in powers of two.
+        blocks. Runs once per family and numbers of blocks and micro-batches in flight, rounded to
+        powers of two.
         """
         in_flight = 1 << (in_flight.bit_length() - 1)
         return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
@@ -291,7 +290,7 @@ class IntraOp:
         prices: tuple[float, ...],
         nothing_fits: bool,
     ) -> bool:
-        """Add the best solutions at ``prices`` of a byte, once; return whether any is new."""
+        """Add the best solutions at ``prices`` per byte, once; return whether any is new."""
         key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
@@ -481,8 +480,7 @@ class IntraOp:
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
     def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
-        """Solve the integer program with a high price of a byte, for runs whose tables are too
-        wide."""
+        """Solve the integer program at a high price per byte, for runs with too wide tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(
             rates.num_microbatches,
