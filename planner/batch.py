@@ -216,8 +216,7 @@ class _Propagation:
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Record an input of ``node`` that is a sum over rows as a total; return if there is
-        one."""
+        """Record an input of ``node`` that is a sum over rows as a total; return whether any is."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None

@@ -23,10 +23,10 @@ from .search.context import Observe, ignore
 from .search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
-"""Number of fastest candidates whose cases come before all others."""
+"""Number of fastest candidates whose cases are measured before all others."""
 
 OTHERS = 1e-3
-"""Weight of a case of other candidates only, relative to a case of the fastest candidates."""
+"""Weight of a case that only slower candidates need, relative to one of the fastest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ MOST_PROGRAMS = 2
 """Maximum number of integer programs solved to narrow the gap of a stage."""
 
 WINNERS_PROGRAMS = 256
-"""Maximum number of integer programs per stage of the chosen plan; practically no limit."""
+"""Maximum number of integer programs per stage of the chosen plan, more than usually needed."""
 
 PROGRAM_SECONDS = 1.0
 """Time limit of an integer program; afterwards the bound proven so far is used."""

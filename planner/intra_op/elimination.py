@@ -255,8 +255,7 @@ def _size(table: Floats) -> int:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """Return a factor's table with axes in the order of ``scope``; absent variables get length
-    1."""
+    """Return a factor's table with axes in the order of ``scope``, of length 1 if absent in it."""
     if factor.scope == scope:
         return factor.table
     axes, index = _places(factor.scope, scope)

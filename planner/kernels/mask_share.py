@@ -125,7 +125,7 @@ class Masks:
 
 
 def _all_of(values: Sequence[Array]) -> Array:
-    """Return the conjunction of masks; unknown masks, which are omitted, hide nothing."""
+    """Return the logical AND of masks; unknown masks are omitted, as if they hid nothing."""
     first, *others = (np.asarray(value, bool) for value in values)
     return np.logical_and(first, others[0]) if others else first
 

@@ -29,7 +29,7 @@ def batch_split(
     dims: Mapping[str, tuple[int | None, ...]],
     strategies: tuple[AxisStrategy, ...],
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split the batch of every tensor that has one, or else all."""
+    """Return the strategies that split the batch of every tensor that has one; all if none does."""
     if node.name not in dims:
         return strategies
     inputs = [dims[ref.name][ref.index] for ref in node.inputs]
@@ -46,7 +46,7 @@ def batch_split(
 def batch_whole(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along its batch, or else all."""
+    """Return the strategies that split no tensor along its batch; all if none is left."""
     if not graph.batch_dims:
         return strategies
     dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
@@ -65,7 +65,7 @@ def batch_whole(
 def parameters_split(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that use every parameter of two or more dims split, or else all."""
+    """Return the strategies that use all parameters of two or more dims split; all if none does."""
     wide = [
         position
         for position, ref in enumerate(node.inputs)

@@ -119,7 +119,7 @@ def _recomputed(
 
 
 def _held(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Return, for each stage, the most micro-batches that either of its two ranks holds of it."""
+    """Return, for each stage, the most micro-batches in flight on either of its two ranks."""
     found = [0] * num_ranks
     for row in compute_orders(SCHEDULE, num_ranks, num_microbatches):
         held: dict[int, int] = {}
@@ -131,7 +131,7 @@ def _held(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> list[float]:
-    """Return the bytes per device of each rank, with both stages and simulated activations."""
+    """Return the bytes per device of each rank with its two stages and simulated activations."""
 
     def lasting(cost: StageCost) -> float:
         return sum(
