@@ -320,4 +320,4 @@ def _listing() -> tuple[tuple[str, str], ...]:
 
 
 RULES = _listing()
-"""Every op that has a rule, with its annotation, or a sentence if that depends on arguments."""
+"""(op, rule) for every op with a rule: its annotation, or a sentence if it depends on arguments."""

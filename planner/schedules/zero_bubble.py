@@ -53,7 +53,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
-    """Order a rank's row as 1F1B with split backwards, weight backwards ``pace * rank`` later."""
+    """Order a rank's row as 1F1B with split backwards; weight gradients ``pace * rank`` later."""
     size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(
@@ -65,7 +65,7 @@ def _split_1f1b(
 
 
 def _with_weights(order: Row, *, behind: int) -> Row:
-    """Insert each input backward's weight backward after the next ``behind`` input backwards."""
+    """Insert each weight backward after the ``behind`` input backwards that follow its own."""
     actions: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
@@ -94,8 +94,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
-    """Yield a rank's actions; ``down`` is its chunk on the way from rank 0 to the last rank, ``up``
-    its chunk on the way back."""
+    """Yield a rank's actions; ``down`` is its chunk towards the last rank, ``up`` on the way
+    back."""
     down, up = _Chunk(rank), _Chunk(2 * num_ranks - 1 - rank)
     left = num_ranks - rank
     for _ in range(2 * left - 1):
@@ -175,7 +175,7 @@ def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator
 
 
 class _Pairs:
-    """Counter of the micro-batches of the two chunks, with the deferred weight backwards."""
+    """Counter of the micro-batches of a rank's two chunks, and its deferred weight backwards."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up
