@@ -27,7 +27,7 @@ RULES = {
     "pipedream-2bw": "at weights that are one update old",
     "ampnet": "backwards with newer weights than their forwards",
 }
-"""Description, by schedule, of the weights that gradients are computed with."""
+"""By schedule: description of the weights at which gradients are computed."""
 
 
 def describe_updates(plan: Plan) -> str:
@@ -108,7 +108,7 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 
 
 def _copied_weight(stage: StagePlan, graph: Graph) -> str:
-    """Return the name of a trained parameter of which a backward reads a copy; "" if there is none.
+    """Return the name of a trained parameter whose copy a backward reads; "" if there is none.
 
     Converting between the replicated layouts R and I makes no copy; any other change of layout
     does. Values computed from split parameters alone, such as the parts of a fused projection, are

@@ -342,7 +342,8 @@ class _Propagation:
         return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
-        """Return whether input ``position`` indexes equal rows: any index selects equal values."""
+        """Return whether input ``position`` is an index into equal rows: its values do not
+        matter."""
         if packet(node.op) != "index" or position == 0:
             return False
         indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]

@@ -57,7 +57,7 @@ class Layouts:
 
     ``values``: the layout in which the stage already holds a value, or None for a value still to be
     received; ``again`` marks values that an earlier block of the stage also reads and keeps.
-    ``leaves``: the layout in which a leaf is held, None where none is given.
+    ``leaves``: the layout in which a leaf (input, constant or buffer) is held, None if not given.
     """
 
     nodes: tuple[NodeLayout, ...]
@@ -304,7 +304,7 @@ class BlockForms:
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """Map each block's position to the position of the first block of its form."""
+        """Map each block's position to the position of the first block of the same form."""
         first: dict[tuple[Any, ...], int] = {}
         return tuple(
             first.setdefault(self._form(reads), position)

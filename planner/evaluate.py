@@ -342,7 +342,7 @@ def stage_prices(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Prices:
-    """Return the unit prices on a stage's devices, or on ``ranks`` with a batch share."""
+    """Return the unit prices on a stage's devices, or on its ``ranks`` with one batch share."""
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(

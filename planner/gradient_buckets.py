@@ -54,7 +54,7 @@ class HeldGradient:
 
 @dataclass(frozen=True, slots=True)
 class BucketContents:
-    """Gradients that one all-reduce sums over ``axes``; the backward of ``block`` ends them."""
+    """Gradients that one all-reduce sums over ``axes``, complete after ``block``'s backward."""
 
     axes: tuple[int, ...]
     block: int

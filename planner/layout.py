@@ -32,7 +32,8 @@ Kind = Literal["S", "R", "I", "P"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """Placement of a tensor along one mesh axis; ``dim`` is the dimension that S splits.
+    """Placement of a tensor along one mesh axis: S splits dimension ``dim``, P is a partial sum, R
+    and I are whole, with a gradient that is a partial sum (R) or whole (I).
 
     >>> str(Placement("S", 1)), str(Placement("R"))
     ('S(1)', 'R')
@@ -324,7 +325,7 @@ def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _lifted_axes(source: Layout, target: Layout) -> set[int]:
-    """Return the axes that split a dimension whose split on an outer axis changes."""
+    """Return the axes whose split is nested in a split on an outer axis that changes."""
     lifted: set[int] = set()
     disturbed: set[int] = set()
     for axis, (before, after) in enumerate(zip(source, target, strict=True)):

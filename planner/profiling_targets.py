@@ -31,7 +31,7 @@ OTHERS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class ProfilingTargets:
-    """Cases and transfers to measure, in order; ``num_asked`` also counts ops already measured."""
+    """Ops and transfers to measure, in order; ``num_asked`` also counts ops already measured."""
 
     ops: tuple[QueriedOp, ...]
     transfers: tuple[QueriedTransfer, ...]

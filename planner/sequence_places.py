@@ -168,7 +168,7 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
 
 
 def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add an op on sums over positions to the sums; raise PlanError unless it is linear in them."""
+    """Add an op on sums over positions to ``found.sums``; raise PlanError unless linear in them."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
         fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)

@@ -34,7 +34,7 @@ class RowShare:
 
     @property
     def batch_size(self) -> int:
-        """Return the batch size whose even split gives each coordinate as many rows, or one."""
+        """Return the batch size whose even split gives each coordinate ``rows`` rows (or 1)."""
         return max(self.rows, 1) * self.parts
 
     @property

@@ -68,7 +68,7 @@ class Walked:
         return found[1]
 
     def of_setting(self, setting: StageFacts) -> dict[Any, BlockCost]:
-        """Return the cached costs of blocks under ``setting``."""
+        """Return the cached costs of blocks for the stage facts ``setting``."""
         prices = setting.prices
         key = (
             prices.mesh,
@@ -195,14 +195,14 @@ class StageWalk:
         return found
 
     def _number(self, name: str) -> int:
-        """Return the number of a node's layout: under its own name, or else its template's."""
+        """Return the number of a node's layout, which may be stored under its template's name."""
         found = self.walked.forms.blocks.entry(self.numbers, name)
         if found is None:
             raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """Return the layout numbers of a block's nodes; most blocks have their template's."""
+        """Return the layout numbers of a block's nodes; most blocks share their template's."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])

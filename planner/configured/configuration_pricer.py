@@ -64,7 +64,7 @@ from ..sequence_places import find_places
 from .configuration import Configuration, find_layers, stage_bounds
 
 ONCE = ("transient", "buffers", "reserve")
-"""Memory categories that the stages of a rank share: the maximum counts, not the sum."""
+"""Memory categories that a rank's stages share: the largest stage counts, not the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,8 @@ class ConfigurationPricer:
         return self.solvers[key]
 
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
-        """Return the restriction of layouts if the priced program sends tokens to experts."""
+        """Return the layout restriction ``given``, with the axes that tokens are sent over if the
+        priced program sends tokens to experts."""
         if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
@@ -403,7 +404,7 @@ def stage_bytes(
 
 
 def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
-    """Return the bytes per micro-batch that each of ``parts`` devices of a stage sends."""
+    """Return the bytes per micro-batch that each of a stage's ``parts`` devices sends on."""
     specs = ((graph.spec(Ref(name, index)), count) for (name, index), count in run.sent.items())
     return sum(spec.num_bytes * count for spec, count in specs) / parts
 

@@ -137,7 +137,8 @@ def build(problem: Problem, *, can_exceed: bool = True) -> Program:
 
 
 def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
-    """Merge rows, and columns, that are equal in all matrices ``costs[matrix, s, w]``.
+    """Merge rows s (made layouts), and columns w (wanted layouts), that are equal in all matrices
+    ``costs[matrix, s, w]``.
 
     Returns the class of each row, the class of each column, and the matrices of the classes. If
     several consumers share a conversion (``merge_columns`` false), only columns without costs are

@@ -117,7 +117,7 @@ class StageBand:
         return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
     def along(self, which: int, strip: TileBlock) -> Floats:
-        """Return q or m of a strip, ``[j, cut]``; a single column if all its rows are equal."""
+        """Return q or m (``which``) of a strip, ``[j, cut]``; one column if its rows are equal."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
             return self._classes(which)[self.cuts.band[cuts.start, columns], None]

@@ -40,7 +40,7 @@ COMBINES: Mapping[str, Combine] = {"sum": sum_cost, "largest": max_cost, "turnin
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Stage of a pipeline: the blocks ``start`` to ``stop`` (exclusive), and the devices."""
+    """Stage of a pipeline: the blocks ``start`` to ``stop`` (exclusive), and adjacent devices."""
 
     start: int
     stop: int
@@ -164,7 +164,7 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """Return the recurrence ``what``, solved for stages whose m is within ``bound``. Cached."""
+        """Return the recurrence for objective ``what`` with m within ``bound``. Cached."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
@@ -187,7 +187,7 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """Return a lower bound of T with ``num_stages`` stages: the least Σ q plus least max m."""
+        """Return a lower bound of T for ``num_stages`` stages: least Σ q plus least max m."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
@@ -215,7 +215,7 @@ class PipelineSearch:
     def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
         """Return the pipeline of least T below ``cutoff`` with ``num_stages`` stages, or None.
 
-        A result of ``below`` or more need not be the least.
+        If the result's T is ``below`` or more, it need not be the least.
         """
         most = min(self.cutoff, below)
         if self.bound(num_stages) >= most:
@@ -268,8 +268,8 @@ class PipelineSearch:
 
 
 def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
-    """Return a lower bound of Σ q over all ways to cut the blocks into ``stages``, given as q by
-    class.
+    """Return a lower bound of Σ q (q: seconds that count once per stage) over all ways to cut the
+    blocks into ``stages``, given as q by class of runs.
 
     For any price ρ of a block, with L blocks in total,
 

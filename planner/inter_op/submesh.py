@@ -152,7 +152,8 @@ class Proposals:
                 yield parts // ep, tp, 1, ep
 
     def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
-        """Return whether tokens sent over "ep" are fewer bytes than the gradients not summed."""
+        """Return whether splitting experts over "ep" pays: the tokens sent are fewer bytes than the
+        gradients that need not be summed."""
         rows = self.request.global_batch / dp
         tokens = rows * (experts.gathered + experts.exchanged / ep)
         return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)

@@ -132,7 +132,7 @@ def bound_by_price(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """Yield (bound, index of the ZeRO stage, index of the policy) in ascending order of bounds."""
+    """Yield (lower bound, index of the ZeRO stage, index of the policy), ascending by bound."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
         zero, policy = divmod(flat, values.shape[1])
         yield float(values[zero, policy]), zero, policy

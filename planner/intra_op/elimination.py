@@ -35,7 +35,8 @@ BATCH_AXES = 2
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Term of the sum to minimize: ``table[a, b, values of the scope]``; a, b are batch axes."""
+    """Term of the sum to minimize, over the variables ``scope``: ``table[a, b, values of the
+    scope]``, where a and b are batch axes."""
 
     scope: tuple[int, ...]
     table: Floats
@@ -169,7 +170,7 @@ class Memo:
     steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
 
     def note(self, factor: Factor) -> Factor:
-        """Register a factor that later problems will contain as the same object."""
+        """Register a factor object that several problems will contain."""
         self.noted[id(factor)] = factor
         return factor
 

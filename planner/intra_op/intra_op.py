@@ -277,7 +277,7 @@ class IntraOp:
     def _save_bytes(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions with the fewest bytes if nothing fits; return whether any is new."""
+        """Add solutions with the fewest bytes to the pool if nothing fits; return if any is new."""
         if not nothing_fits:
             return False
         return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
@@ -290,7 +290,7 @@ class IntraOp:
         prices: tuple[float, ...],
         nothing_fits: bool,
     ) -> bool:
-        """Add the best solutions at ``prices`` per byte, once; return whether any is new."""
+        """Add the best solutions at ``prices`` per byte to the pool; return whether any is new."""
         key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
@@ -352,8 +352,8 @@ class IntraOp:
     def refine(
         self, run: Run, num_microbatches: int, in_flight: int, most: int
     ) -> StageAnswer | None:
-        """Return the answer of ``best`` with a proven gap, narrowed to ``limits.gap`` within the
-        time limit and ``most`` integer programs."""
+        """Return the cheapest solution that fits in memory, after narrowing its proven gap to
+        ``limits.gap`` within the time limit and ``most`` integer programs."""
         found = self.best(run, num_microbatches, in_flight)
         key = (run.key, num_microbatches, in_flight)
         if found is None or found.gap <= SAME - 1 or self._refined.get(key, 0) >= most:
@@ -377,7 +377,8 @@ class IntraOp:
         return found
 
     def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """Solve up to ``most`` integer programs until the gap is small; return the best answer."""
+        """Solve up to ``most`` integer programs until the gap is small; return the best
+        solution."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
@@ -465,7 +466,7 @@ class IntraOp:
         """Solve integer programs instead of tables for the shortest, the middle and the longest
         run.
 
-        A run is bounded only if it was solved under every ZeRO stage.
+        Only runs that were solved under every ZeRO stage get a lower bound.
         """
         ordered = sorted(runs, key=lambda run: run.num_blocks)
         some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}

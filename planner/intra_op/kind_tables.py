@@ -30,11 +30,12 @@ from ..pricing.structure import Edge
 from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
 
 MOST_CELLS = 4_000_000
-"""Maximum cells of a table; the integer program solves wider problems."""
+"""Maximum elements of a cost table; the integer program solves problems with larger tables."""
 
 
 MOST_SOLVED = 12
-"""Maximum number of rates for which solutions of a kind are cached, as their tables are large."""
+"""Maximum weights (``Rates``) for which a kind's solutions are cached, as their tables are
+large."""
 
 
 class TooWideError(Exception):
@@ -89,7 +90,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Decision that other blocks see: classes of its choices by outside layout, first of each."""
+    """Decision whose layouts other blocks see: the class of each choice by these layouts, and the
+    first choice of each class."""
 
     decision: int
     classes: Ints

@@ -79,7 +79,8 @@ def gap_between(bound: float, objective: float) -> float:
 
 @dataclass
 class Pool:
-    """Solutions found on one mesh that fit all runs of the family of ``run``."""
+    """Solutions found on one mesh, each of which can be used for any run of the family of
+    ``run``."""
 
     model: StageModel
     run: Run
@@ -110,7 +111,7 @@ class Pool:
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
     ) -> PooledSolution | None:
-        """Return the best solution for a run of the family; None if nothing fits."""
+        """Return the best solution for a run of the family that fits in memory, or None."""
         if not self.entries:
             return None
         base = StageOptions(num_microbatches, in_flight=in_flight)

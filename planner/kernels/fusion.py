@@ -105,7 +105,7 @@ def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Ops of one fused kernel: ``names`` in the order of ``block``, the names of all its nodes."""
+    """Ops of one fused kernel: ``names`` in order. ``block`` names all nodes of its block."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -229,7 +229,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Return whether an op is an addition that passes its output's gradient on unchanged."""
+        """Return whether an op is an addition whose inputs' gradient is its output's, unchanged."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]

@@ -93,7 +93,7 @@ class Masks:
         return float(np.mean(seen))
 
     def of(self, item: Any) -> Array | None:
-        """Return the value of an op's argument; None if it is unknown."""
+        """Return the value of an op's argument as an array; None if it is unknown."""
         if isinstance(item, bool | int | float):
             return np.asarray(item)
         if not isinstance(item, Ref) or item.index:

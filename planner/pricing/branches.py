@@ -61,7 +61,7 @@ class StagePlacement:
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """Return the factor by which ``target`` receives slower from ``source`` than usually."""
+        """Return how much slower ``target`` receives from ``source`` than from its neighbour."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:
@@ -159,7 +159,8 @@ def find_sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """Return the sections of blocks with these edges and weights.
+    """Return the sections (parallel branches) of blocks with these edges, and ``weights`` (numbers
+    of ops).
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)
@@ -186,7 +187,8 @@ def parallel_sections(
 def _widest(
     edges: Iterable[tuple[int, int]], weights: Sequence[int], split: int
 ) -> tuple[int, int, int] | None:
-    """Return (weight of the smaller side, start, stop) of the best section around ``split``."""
+    """Return the best section with a boundary before block ``split``, as (ops on its smaller side,
+    start, stop)."""
     crossing = [(i, j) for i, j in edges if i < split <= j]
     best: tuple[int, int, int] | None = None
     for start in sorted({0, *(i + 1 for i, _ in crossing)}):

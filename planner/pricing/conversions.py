@@ -52,7 +52,7 @@ class Changes:
     _found: list[_Steps] = field(default_factory=list)
 
     def number(self, layouts: Sequence[Layout]) -> Ints:
-        """Return the numbers of ``layouts``; new layouts get new numbers."""
+        """Return the numbers of ``layouts``; a new layout gets the next number."""
         for layout in layouts:
             if layout not in self.numbers:
                 self.numbers[layout] = len(self.layouts)
@@ -60,7 +60,7 @@ class Changes:
         return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
 
     def between(self, sources: Ints, targets: Ints) -> Ints:
-        """Return ``[source, target]``, the numbers of the pairs of layouts."""
+        """Return ``[source, target]``: the number of each pair of layouts."""
         missing = len(self.layouts) - len(self.pairs)
         if missing:
             self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)

@@ -61,8 +61,9 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 
 
 class SavedTensors(NamedTuple):
-    """Bytes of a choice: (storage, bytes) saved by autograd, the inputs and outputs of its largest
-    member, storages kept by selective recomputation, and batch inputs."""
+    """Bytes of a decision's choice: (storage, bytes) saved by autograd; inputs and outputs of its
+    largest op; (storage, bytes) kept by selective recomputation; (storage, bytes) of batch
+    inputs."""
 
     saved: tuple[Part, ...]
     working_bytes: int

@@ -235,7 +235,7 @@ class MeshPrices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """Return the copies around ZeRO's collectives, which lengthen them and slow compute.
+        """Return the seconds that copies around ZeRO's collectives add to them and to compute.
 
         Parameters are copied out of the buffer they were gathered in, and gradients are cast into
         the buffer that is reduced (``fully_shard``). The device moves these bytes while it

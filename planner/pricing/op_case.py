@@ -31,7 +31,8 @@ Localize = Callable[[Node, Specs, Specs], Arguments]
 def op_case(
     node: Node, inputs: Specs, outputs: Specs, work: Work, *, in_tf32: bool = False
 ) -> OpCase | None:
-    """Return how a profile stores a node at local shapes; None if there is nothing to measure.
+    """Return the case (op, shapes, arguments) by which a profile stores a node at local shapes;
+    None if there is nothing to measure.
 
     There is nothing for an op without forward and backward work, or with an argument that a profile
     cannot express. ``work`` is the op's work at the same shapes. ``in_tf32``: its products run in

@@ -92,7 +92,7 @@ class DecisionSpace:
 
     @property
     def bounds(self) -> list[int]:
-        """Return the end of each decision's range of candidates."""
+        """Return, for each decision, the number after its last candidate."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
@@ -108,7 +108,7 @@ class DecisionSpace:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Split ascending candidate numbers by decision."""
+        """Split candidate numbers, in ascending order, into an array per decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
@@ -339,7 +339,7 @@ def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
 def structure_key(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return a key of a block's decision space that is equal if the decision spaces are.
+    """Return a key of a block's decision space: equal keys mean equal decision spaces.
 
     It is equal for all meshes and numbers of rows for which the block's nodes have the same
     strategies on every axis (ignoring bytes of collectives) and the same products of axes divide

@@ -63,7 +63,7 @@ class ByIdentity(Generic[T]):
 
 @dataclass
 class ConversionCache:
-    """Cache of conversions for meshes with equal axes and groups."""
+    """Cache of layout conversions for meshes with equal axes and rank groups."""
 
     seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
         default_factory=dict

@@ -281,7 +281,8 @@ class Prices(MeshPrices):
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
-    """Scale an op's seconds by its block's factor, if the block was measured as a whole.
+    """Scale an op's seconds by its block's factor (seconds of the whole block / sum over its ops),
+    if the block was measured as a whole.
 
     If the op has as many bytes as in the measured block, the result counts as measured.
     """

@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEW_POLICIES = 400
-"""Number of policies up to which all are tried."""
+"""Number of a stage's recomputation policies up to which all are tried."""
 
 MOST_STEPS = 180
 """Maximum numbers of recomputed blocks to try; more are sampled evenly."""
@@ -177,7 +177,7 @@ def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
-    """Return the policies of a stage, given the number of blocks and the kind of each class.
+    """Return a stage's policies, given the number of blocks and the kind of each class of blocks.
 
     >>> listed = policies((1,), ("layer",))
     >>> [tuple(listed[number]) for number in range(3)]

@@ -114,7 +114,7 @@ class Run:
     def _alike(self) -> tuple[Alike, ...]:
         """Return each block's key, which is the same object for equal blocks.
 
-        Most equal lists of edges already are the same object, which is hashed once.
+        Most equal tuples of edges already are the same object, which is hashed only once.
         """
         marks = [*zip(self.kinds, map(id, self.edges_of), strict=True)]
         every = dict(zip(marks, zip(self.kinds, self.edges_of, strict=True), strict=True))

@@ -94,7 +94,7 @@ class Seconds(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """Seconds forward and backward, the price's source, and the host's seconds to issue them."""
+    """Price of an op: seconds forward and backward, their source, the host's seconds to issue."""
 
     forward: float
     backward: float

@@ -189,7 +189,7 @@ class _Work:
             refs[1] = self.put(made, block, stage, NodeLayout((kept,), (kept,)))
 
     def _add_share(self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout) -> None:
-        """Add a mean over the slice's positions as its share of the mean over all positions."""
+        """Add the slice's share of a mean over all positions: its own mean, scaled."""
         place = self.places.means[own.name]
         low, high = place.rows(*self.bounds)
         mean = self.put(replace(own, name=f"{own.name}_of_slice"), block, stage, layout)

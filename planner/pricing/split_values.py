@@ -16,7 +16,8 @@ from ..positions import Dims, features_only, splits
 def positions_split(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return strategies that split outputs by positions, else other values, else none split."""
+    """Return the strategies that split outputs along positions, or else that split any value so, or
+    else that split no value along rows or positions."""
     fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
     making = tuple(
         strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)

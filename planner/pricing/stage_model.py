@@ -237,7 +237,7 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """Return the layouts that ``layout`` gives for the choices of a member's decision."""
+        """Return the distinct layouts that ``layout`` gives for the choices that lay out a node."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -348,7 +348,7 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """Return (boundary, count) of a run's sent values, its loss and its received values."""
+        """Return (boundary, number of such) of a run's sent values, loss and received values."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss

@@ -130,7 +130,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """Return the pipeline's schedule for ``num_stages`` stages (Chimera: parts of the model)."""
+    """Return a pipeline's action table for ``num_stages`` stages (in Chimera, model parts)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):

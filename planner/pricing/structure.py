@@ -137,7 +137,7 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Return whether a node's input from outside has a separate layout to convert from."""
+        """Return whether a node's input from outside is laid out, and converted, separately."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
@@ -154,7 +154,7 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """Return a kind's edges from parameters that its block alone uses, several times."""
+        """Return a kind's edges from parameters that are used in its block only, several times."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]

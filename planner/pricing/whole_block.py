@@ -92,7 +92,8 @@ def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str
 def whole_blocks(
     graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
 ) -> Basis:
-    """Return ``basis`` with its profile's whole-block factors added for the nodes of ``graph``."""
+    """Return ``basis`` with its profile's factors (seconds of a whole measured block / sum over its
+    ops) added for the nodes of ``graph``."""
     profile = basis.used
     if profile is None:
         return basis

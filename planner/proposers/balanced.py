@@ -151,7 +151,7 @@ def _enough(sums: Floats, number: int) -> float:
 
 
 def _fits(sums: Floats, number: int, most: float) -> bool:
-    """Return whether ``number`` runs of at most ``most``, each as long as possible, suffice."""
+    """Return whether ``number`` runs of weight ``most`` or less can cover the whole sequence."""
     at, count = 0, len(sums) - 1
     for _ in range(number):
         at = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1

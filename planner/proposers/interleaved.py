@@ -40,7 +40,7 @@ from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit
 
 MOST_ACTIONS = 16_384
-"""Maximum of stages times micro-batches of a pipeline that is tried."""
+"""Maximum number of stages times micro-batches of a pipeline to try."""
 
 NUM_CHUNKS = (2, 3, 4, 6, MOST_CHUNKS)
 FEW_CHUNKS, MOST_STAGES = 4, 128
@@ -223,7 +223,7 @@ class Interleaving:
         return len(self.priced) == len(self.stages)
 
     def least_seconds(self) -> float:
-        """Return a lower bound of the step without recomputation."""
+        """Return a lower bound of the step time without recomputation."""
         count = self.base.num_microbatches
         costs = [stage.cost(NO_RECOMPUTE) for stage in self.priced]
         late = [0.0] * len(costs)
@@ -326,7 +326,7 @@ def fits(
 def _answered(
     stage: RankStage, policy: RecomputePolicy, gap: float
 ) -> tuple[StageModel, StageAnswer]:
-    """Return the model and answer of a stage under a recomputation policy."""
+    """Return (model of the mesh, solution) of a stage under a recomputation policy."""
     table, setting = stage.table, stage.setting(policy)
     solution = table.assembly.solution(table.choices)
     objective = stage.cost(policy).objective(stage.num_microbatches)

@@ -159,7 +159,7 @@ def bounded_below(
 def _draft(
     context: SearchContext, rows: int, stages: Stages
 ) -> Iterator[tuple[float, PipelineProposal]]:
-    """Yield (lower bound of the step, pipeline) if the pipeline fits in memory, else nothing."""
+    """Yield (lower bound of the step time, pipeline) if it fits in memory, else nothing."""
     needs = edges(context, rows, stages)
     answers: list[StageAnswer] = []
     depths = stage_depths(needs, len(stages))
@@ -183,7 +183,7 @@ def answers_seconds(
     needs: WeightedEdges | None,
     schedules: Collection[str],
 ) -> float:
-    """Return a lower bound of the step with these stages under any of ``schedules``."""
+    """Return a lower bound of the step time of these stages under any of ``schedules``."""
     halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
     figures = []
     for answer in answers:

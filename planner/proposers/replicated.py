@@ -53,7 +53,7 @@ def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidat
 
 
 def _least(context: SearchContext, base: Candidate) -> float:
-    """Return a lower bound of the step: two ranks share the work of two stages equally."""
+    """Return a lower bound of the step time: two ranks share the work of two stages equally."""
     costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
@@ -110,7 +110,7 @@ def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
 def _recomputed(
     context: SearchContext, base: Candidate, part: int, policy: RecomputePolicy
 ) -> tuple[StageModel, StageAnswer]:
-    """Return the model and answer of a stage under a recomputation policy."""
+    """Return (model of the mesh, solution) of a stage under a recomputation policy."""
     model, answer = base.answers[part]
     ranks = len(base.stages)
     held = context.held(SCHEDULE, ranks, base.rows, ranks - part)

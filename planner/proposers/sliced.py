@@ -97,7 +97,7 @@ def _may_fit(context: SearchContext, base: Candidate) -> bool:
 
 
 def _least_seconds(base: Candidate) -> float:
-    """Return a lower bound of the step: all of the busiest stage, and one slice of the others.
+    """Return a lower bound of the step time: the busiest stage, plus a slice of each other stage.
 
     Masked pairs of attention, which slices skip, are counted nevertheless.
     """

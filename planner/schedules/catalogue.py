@@ -99,7 +99,8 @@ MANY = 2**31
 
 
 def stages_of_ranks(num_ranks: int, num_chunks: int, *, is_v: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank: chunks go over the ranks forth, in a V also back."""
+    """Return the stages of each rank: chunk after chunk over the ranks, always from rank 0 or, in a
+    V, alternately forth and back."""
     rows = [
         range(first, first + num_ranks) for first in range(0, num_ranks * num_chunks, num_ranks)
     ]

@@ -35,8 +35,7 @@ from .schedules import can_have, compute_orders, find_schedule, in_flight
 HalfPairs = tuple[tuple[int, int], ...]
 
 MANY_TIMES = 4
-"""Ratio of micro-batches to stages beyond which further micro-batches do not raise the number
-held."""
+"""Ratio of micro-batches to stages beyond which more micro-batches do not raise the number held."""
 
 
 @lru_cache(maxsize=64)

@@ -50,7 +50,7 @@ from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
 PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
-"""Values of λ, relative to the price at which all bytes of a device cost as much as its work."""
+"""Prices per byte to try, relative to the price at which all bytes of a device cost its work."""
 
 UNLIMITED = 1e18
 """Number of bytes that stands for no memory limit."""
@@ -59,7 +59,7 @@ UNLIMITED = 1e18
 def lower_bound(context: SearchContext) -> float:
     """Return a lower bound of the step time of all plans (any stages per rank). Cached.
 
-    After the time limit, or if the tables of a block are too wide, it is ``work_bound``.
+    After the time limit, or if the cost tables of a block are too large, it is ``work_bound``.
     """
     if context.bound_seconds is None:
         with context.budget.timed("bound"):
@@ -92,7 +92,7 @@ def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
 
 
 def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
-    """Yield parts of the search space: divisions of the devices, with the maximum of stages."""
+    """Yield parts of the search space: tilings of the devices, and their maximum of stages."""
     place, features = context.costs(rows).place, context.request.features
     most_chunks = 1
     if context.request.chunked_schedules:
@@ -330,7 +330,7 @@ def _over_ends(factor: Factor, number: int) -> Floats:
 
 
 def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return a lower bound of the step from the work of the ops alone, without solving anything.
+    """Return a lower bound of the step time from the work of the ops alone, without solving.
 
     Whatever the layouts, the devices that share an op together do all of its FLOPs and access all
     of its bytes, at most at their peak rates: of D devices the busiest computes at least
@@ -338,10 +338,10 @@ def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
         N/D · Σ over ops of  max(flops · seconds per FLOP, bytes · seconds per byte)
 
     in forward and backward, with the rates of the fastest device. For matrix products and
-    attention, which a GPU computes in tiles, only FLOPs count. An op's work at r rows is at most
-    linear in r and N·r is the batch, so the sum is least for the largest micro-batch, which is used
-    for all. Communication, recomputation and idle time are ignored. For measured prices the bound
-    is 0, as peak rates do not bound them.
+    attention, which a GPU computes in tiles, only FLOPs count. N is the number of micro-batches. An
+    op's work at r rows is at most linear in r and N·r is the batch, so the sum is least for the
+    largest micro-batch, which is used for all. Communication, recomputation and idle time are
+    ignored. For measured prices the bound is 0, as peak rates do not bound them.
     """
     if context.basis.used is not None or context.basis.only not in (None, "spec"):
         return 0.0

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3
 
 MOST_CUTS = 256
 FEW_CUTS = 128
-"""Groups of blocks between which a model of more than ``MOST_CUTS`` blocks is first cut."""
+"""Number of groups of blocks between which a model of over ``MOST_CUTS`` blocks is first cut."""
 
 COARSE = 0.05
 """Maximum relative loss by cutting between groups of blocks only, before refinement."""
@@ -109,7 +109,8 @@ class SearchNode:
         self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
 
     def _near(self, best: Pipeline, step: int) -> list[int]:
-        """Return the cuts of pipeline ``best``, and cuts up to ``NEAR`` steps before and after."""
+        """Return the cuts of pipeline ``best``, and cuts ``step`` to ``NEAR`` times ``step`` blocks
+        away from them."""
         own = [stage.start for stage in best.stages[1:]]
         found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]

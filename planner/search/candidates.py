@@ -212,7 +212,7 @@ def candidates(
 
 
 def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
-    """Return a lower bound of the step in any order of actions, also with split backwards."""
+    """Return a lower bound of the step time in any order of actions, split backwards included."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
         (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
@@ -357,7 +357,7 @@ class Candidate:
 
     @property
     def spent_seconds(self) -> dict[str, float]:
-        """Return the seconds of a step on the busiest rank by category, the bubble included.
+        """Return the busiest rank's seconds per step by category, waiting (the bubble) included.
 
         A rank has one part of the model or several chunks; with replicas it runs each of its two
         parts for half of the micro-batches.
@@ -425,7 +425,7 @@ def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dic
 
 
 def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | None = None) -> Any:
-    """Return a lower bound of a pipeline's step for any order of its micro-batches.
+    """Return a lower bound of a pipeline's step time for any order of its micro-batches.
 
     ``figures[stage]``: seconds of forward, backward, receive forward, receive backward, end of
     step; if backwards are split, the second is the first half, and a sixth entry the weight

@@ -316,7 +316,8 @@ class SearchContext:
         return self.budget.left_seconds < (1 - share) * self.request.time_limit_seconds
 
     def is_long(self, began: float) -> bool:
-        """Return whether work since ``began`` is much, and over a third of the work before."""
+        """Return whether the work done since ``began`` is much, and over a third of all work before
+        ``began``."""
         spent = self.budget.work - began
         return spent > max(0.5 * LONG, (began - self.began_work) / 3)
 

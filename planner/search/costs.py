@@ -65,7 +65,7 @@ class Known:
         return Known(*(np.full(number, np.nan) for _ in range(3)))
 
     def take(self, number: int, found: StageAnswer | None, count: int) -> None:
-        """Record the cost ``found`` of class ``number``; infinite if it is None (does not fit)."""
+        """Record the cost ``found`` of class ``number``; infinite if None: it does not fit."""
         if found is None:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
@@ -206,7 +206,8 @@ class PlaceCosts:
     version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
-        """Return the least bounds over the place's meshes, for runs that may be such a stage."""
+        """Return the least bounds over the place's meshes, for runs that may be a ``first`` or
+        ``last`` stage, or an inner stage if both are false."""
         if (first, last) not in self._bounds:
             size = len(self.runs.classes.firsts)
             lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
@@ -221,7 +222,8 @@ class PlaceCosts:
         return self._bounds[first, last]
 
     def seconds(self, in_flight: int, first: bool, last: bool) -> tuple[Floats, Floats]:
-        """Return q and m of each class that may be such a stage: exact or lower bounds."""
+        """Return q and m (see ``Known``) of each class that may be a ``first`` or ``last`` stage,
+        or an inner stage: exact costs, or lower bounds."""
         key = (in_flight, first, last)
         version, found = self._known.get(key, (-1, None))
         if found is None or version != self.version:
@@ -385,7 +387,7 @@ class Costs:
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return the known q and m of a stage: exact, or lower bounds."""
+        """Return a stage's q and m (see ``Known``) as known so far: exact, or lower bounds."""
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")
@@ -393,7 +395,7 @@ class Costs:
         return float(once[number]), float(slowest[number])
 
     def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return the exact q and m of a stage; infinite if it does not fit."""
+        """Return the exact q and m (see ``Known``) of a stage; infinite if it does not fit."""
         place, number = self._of(stage)
         return self.places[place].price(number, self.in_flight(left, first), first, left == 1)
 
@@ -406,8 +408,8 @@ NEIGHBOURS = 2
 """Number of shorter and of longer runs of a series that are priced along with a run."""
 
 STEP = 0.03
-"""Distance between these runs as a fraction of their length, if more than a block: for very long
-runs close neighbours reveal little about the memory limit."""
+"""Distance between the runs priced along with a run (``NEIGHBOURS``), as a fraction of its length
+if more than a block: for very long runs close neighbours reveal little about the memory limit."""
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,7 @@ class Runs:
         return Cuts(places, np.where(numbers == NO_RUN, none, numbers), self.classes.lengths)
 
     def role(self, first: bool, last: bool) -> Ints:
-        """Return the classes of runs that may be a first, inner or last stage."""
+        """Return the classes of runs that may be a first, last or inner stage (neither)."""
         return self.classes.roles[first, last]
 
     @cached_property

@@ -59,7 +59,8 @@ def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
 
 
 def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None) -> Candidate:
-    """Return the proven candidate if it is faster, else ``best`` with the proven bounds."""
+    """Return ``proven`` (the candidate solved further) if it is faster, else ``best`` with the
+    bounds that were proven."""
     if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
         whole = proven if is_whole(proven) else complete_simulation(context, proven)
         if whole.step_seconds < best.step_seconds:

@@ -20,7 +20,7 @@ from .report_plan import op_layouts
 
 class CandidatePool:
     """Candidates of a search: ``known`` fit in memory, ``rejected`` do not. ``proposals``:
-    pipelines of the dynamic program that were simulated."""
+    pipelines of the dynamic program that were simulated. ``is_open``: untried plans may fit."""
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
@@ -38,7 +38,7 @@ class CandidatePool:
 
     @property
     def cutoff(self) -> float:
-        """Return the pipeline time T from which on further proposals are not needed."""
+        """Return the pipeline time T above which further proposals need not be simulated."""
         return (
             self.step_seconds if len(self.proposals) >= self.context.request.top else float("inf")
         )

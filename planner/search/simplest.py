@@ -36,7 +36,7 @@ MOST_TOLERANCE = 0.1
 
 
 class Shape(NamedTuple):
-    """Complexity of a plan, the most important measure first."""
+    """Measures of a plan's complexity, the most important measure first."""
 
     stages_per_rank: int
     pipeline_stages: int
