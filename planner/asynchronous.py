@@ -27,7 +27,7 @@ RULES = {
     "pipedream-2bw": "at weights that are one update old",
     "ampnet": "backwards with newer weights than their forwards",
 }
-"""By schedule: description of the weights at which gradients are computed."""
+"""Description, by schedule, of the weights at which gradients are computed."""
 
 
 def describe_updates(plan: Plan) -> str:

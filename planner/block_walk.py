@@ -283,8 +283,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class BlockForms:
-    """Blocks grouped by form: blocks of one form have equal costs if their layouts are equal.
-    ``storages`` maps each value to the value that owns its memory."""
+    """Blocks grouped by form: blocks of one form cost the same under equal layouts. ``storages``
+    maps each value to the value that owns its memory."""
 
     structure: Structure
     storages: Mapping[Key, Key]

@@ -202,7 +202,8 @@ def search(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> SearchResult:
-    """Search every order of the hosts; return the result of the best order. Raises as ``plan``."""
+    """Search every order of the hosts and return the result of the best order. Raises the errors of
+    ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
@@ -244,7 +245,8 @@ def search(
 def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
-    """Run the proposers and return their pool, even after Ctrl-C. Raises as ``plan``."""
+    """Run the proposers and return the pool of their candidates, even after Ctrl-C. Raises the
+    errors of ``plan``."""
     context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:

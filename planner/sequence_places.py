@@ -44,7 +44,7 @@ _NONE, MEAN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class SeqDim:
-    """Where a value has sequence positions: dimension ``dim`` has ``count`` of them, from position
+    """Sequence positions in a value: dimension ``dim`` has ``count`` of them, from position
     ``first`` on.
 
     If positions are merged with other dimensions, ``dim`` has ``outer`` runs of positions, and
@@ -74,7 +74,7 @@ class SeqDim:
 
 @dataclass(slots=True)
 class SeqDims:
-    """Where the values of a graph have sequence positions. ``length`` is the number of positions.
+    """Sequence positions in the values of a graph. ``length`` is the number of positions.
 
     ``places``: values that are computed slice by slice; ``cut``: inputs, by node and argument
     position, that are computed whole and cut to the slice; ``sums``: ops whose results add up over
@@ -92,8 +92,8 @@ class SeqDims:
 
 
 def find_places(graph: Graph) -> SeqDims:
-    """Return where the values of a graph have sequence positions. Raises PlanError AP548 if
-    computing the sequence in slices would change the result."""
+    """Find the sequence positions in all values of a graph. Raises PlanError AP548 if computing the
+    sequence in slices would change the result."""
     found = SeqDims()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
@@ -109,7 +109,8 @@ def find_places(graph: Graph) -> SeqDims:
 
 
 def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
-    """Add to ``found`` where a node's outputs have positions, or that they are sums over them."""
+    """Add the positions of a node's outputs to ``found``, or record that they are sums over
+    positions."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
     if any(ref.name in found.sums for ref in refs):
@@ -221,7 +222,7 @@ def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return where a view has positions; it keeps the order of elements in memory.
+    """Return the positions of a view (``SeqDim``), which keeps the order of elements in memory.
 
     Raises PlanError AP548 if a new dimension cuts through positions.
     """
@@ -238,7 +239,7 @@ def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return where a slice of consecutive positions has positions."""
+    """Return the positions that a slice of consecutive positions has (``SeqDim``)."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
     size = graph.spec(node.inputs[0]).shape[place.dim]

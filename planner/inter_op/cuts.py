@@ -144,7 +144,7 @@ class StageBand:
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Rows of a stage's bands (``StageBand``) for the given first cuts."""
+    """Rows of a stage's bands (``StageBand``), for the first cuts ``cuts``."""
 
     band: StageBand
     cuts: Ints
@@ -160,7 +160,8 @@ class TileRows:
 
 @dataclass(frozen=True, slots=True)
 class TileBlock:
-    """Some rows and columns of a stage's bands; ``is_alike``: the rows are equal."""
+    """Rows and columns of a stage's bands (``StageBand``) at consecutive cuts; ``is_alike``: the
+    rows are equal."""
 
     band: StageBand
     cuts: range

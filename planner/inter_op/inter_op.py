@@ -164,7 +164,7 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """Return the recurrence for objective ``what`` with m within ``bound``. Cached."""
+        """Return the recurrence for one objective with m within ``bound``. Cached."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):

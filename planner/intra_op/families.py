@@ -176,7 +176,7 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return the factors for sent values, received values and the loss."""
+        """Return the costs of sent values, received values and the loss as factors."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -249,7 +249,7 @@ class Solved:
     parts: tuple[Part, ...]
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the distinct solutions that attain the least objective of any run and problem."""
+        """Yield the distinct solutions with the least objective of any run and problem."""
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
             problems = np.indices(shape)[1].ravel()

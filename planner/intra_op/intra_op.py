@@ -193,7 +193,7 @@ class IntraOp:
         return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def block_seconds(self, kind: str, num_microbatches: int) -> float:
-        """Return a lower bound of what one block of ``kind`` adds to the objective, or 0."""
+        """Return a lower bound of a block's share of the objective; 0 if tables are too wide."""
         key = (kind, num_microbatches)
         if key not in self._blocks:
             self._blocks[key] = 0.0
@@ -317,7 +317,7 @@ class IntraOp:
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
     def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
-        """Return a lower bound (Lagrangian) of a run's objective within the memory limit.
+        """Return a Lagrangian lower bound of a run's objective within the memory limit.
 
         Solutions at the prices near the bound are added to the pool.
         """

@@ -127,7 +127,7 @@ SCALINGS: Mapping[Scaling, tuple[str, float]] = {
     "mxfp8": ("mxfp8", 1 + 1 / 32),
     "nvfp4": ("nvfp4", 0.5 + 1 / 16),
 }
-"""By scaling: format of a product's factors, as named in ``cost_model.ops.compute``, and bytes of a
+"""Format of a product's factors by scaling, as named in ``cost_model.ops.compute``, and bytes of a
 cast element with its share of the scales."""
 
 

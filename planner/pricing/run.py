@@ -61,7 +61,7 @@ Occurrences = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """Class of equal blocks in a run: of one kind, with equal edges from other blocks."""
+    """Class of equal blocks in a run: they have the same kind and equal edges from other blocks."""
 
     kind: str
     edges: tuple[Edge, ...]
@@ -69,7 +69,7 @@ class BlockClass:
 
 
 Alike = tuple[str, tuple[Edge, ...]]
-"""Key of a class of equal blocks: their kind, and their edges from other blocks."""
+"""Key of a class of equal blocks: (kind, edges from other blocks)."""
 
 
 def _class_key(own: Alike) -> Any:

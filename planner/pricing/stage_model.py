@@ -147,7 +147,7 @@ class StageModel:
         return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
-        """Return the decision of a parameter that several blocks use."""
+        """Return the decision that lays out a parameter of several blocks."""
         found = self._shared.get(parameter)
         if found is None:
             found = self._parameter(parameter)

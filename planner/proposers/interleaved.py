@@ -248,7 +248,8 @@ class Interleaving:
     def _waits(
         self, seconds: Sequence[float], costs: Sequence[StageCost], direction: int
     ) -> list[float]:
-        """Return, by stage, the summed seconds of all stages before it and of messages."""
+        """Return, by stage, the summed seconds of all stages before it and of the messages between
+        ranks."""
         received = [cost.receive_seconds[direction] for cost in costs[1:]]
         moves = [
             seconds if rank != other else 0.0

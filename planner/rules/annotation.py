@@ -45,8 +45,8 @@ FLOATS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Which dimensions of an op's inputs and outputs belong together: they have the same letter and
-    are split together.
+    """Correspondence of the dimensions of one node's tensors: dimensions with the same letter are
+    split together.
 
     ``inputs`` and ``outputs`` have a letter per dimension, None if it is never split. ``terms``:
     the op is a sum of products of the inputs at these positions (empty: not linear). ``sums``:

@@ -12,8 +12,8 @@ from .table import ALONG, ANNOTATED, LOSSES, REDUCTIONS, RULES
 
 @dataclass(frozen=True, slots=True)
 class RuleText:
-    """Text about an op's sharding rule. ``annotation`` is empty if the rule depends on arguments;
-    ``splits`` then describes it in words."""
+    """Texts about an op's rule. ``annotation`` is empty if it depends on arguments: see
+    ``splits``."""
 
     op: str
     annotation: str

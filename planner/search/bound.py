@@ -241,8 +241,9 @@ class Neighbours:
 def block_seconds(
     solver: IntraOp, count: int, neighbours: Neighbours, prices: Floats
 ) -> Mapping[str, BlockSeconds]:
-    """Map each kind of block to the least seconds, over all layouts, that one block of it takes on
-    the solver's mesh, by price of a byte. Cached for all meshes with equal cost tables.
+    """Map each kind of block to the least cost (seconds plus priced bytes), over all layouts, of
+    one block of it on the solver's mesh, by price of a byte. Cached for all meshes with equal cost
+    tables.
 
     ``count`` is the number of micro-batches. Raises ``TooWideError``.
     """
