@@ -50,7 +50,8 @@ class Coupling:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Bytes that count once for all decisions that hold them, by class; class −1 holds none."""
+    """Bytes that count once for all decisions that hold them: ``num_bytes[class]``; class −1 holds
+    none."""
 
     holders: tuple[Side, ...]
     num_bytes: Floats
@@ -200,7 +201,8 @@ def _add_pair(
 
 
 def _tie(program: Program, pairs: Ints, chosen: Ints) -> None:
-    """Add the constraint Σ pairs = Σ chosen to the program."""
+    """Add the constraint to the program that the columns ``pairs`` and ``chosen`` have equal
+    sums."""
     columns = np.concatenate([pairs, chosen])
     values = np.concatenate([np.ones(len(pairs)), -np.ones(len(chosen))])
     program.row(columns, values, 0.0, 0.0)

@@ -23,7 +23,7 @@ import numpy as np
 from .cuts import CostTiles, Floats, Ints, StageBand, TileBlock, TileRows
 
 Combine = Callable[[TileRows | TileBlock, Floats], Floats]
-"""Function from a stage's seconds and the later stages' objective to the objective of both."""
+"""Function (a stage's seconds, the later stages' objective) → the objective of both."""
 
 MOST_CELLS = 4_000_000
 """Maximum array elements per vectorized operation; more moves take several operations."""

@@ -368,7 +368,7 @@ class KindTables:
 
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Map each mode to a list: whether any choice of each decision keeps bytes."""
+        """Map each recomputation mode to a list: whether any choice of a decision keeps bytes."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():

@@ -78,7 +78,8 @@ def _find_fixed(graph: Graph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel of several matrix products: the last, the products recomputed backward, all ops."""
+    """A kernel of several matrix products: its last product, the products that its backward
+    recomputes, all its ops."""
 
     last: str
     expanding: tuple[str, ...]

@@ -253,7 +253,8 @@ class MeshPrices:
         )
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
-        """Return the fraction of compute that a device loses during a collective of states."""
+        """Return the fraction of compute that a device loses during a collective of ZeRO's
+        states."""
         given = self.assumptions.slowdown
         if given is not None:
             return 1 - 1 / given

@@ -198,7 +198,8 @@ class Run:
 
     @cached_property
     def full_family(self) -> object:
-        """Return the key of the run's family: runs that differ only in numbers of blocks."""
+        """Return the key of the run's family: runs with the same kinds of blocks and the same
+        received and sent values."""
         return (
             tuple(self.counts),
             tuple(sorted(use for _, use in self.received)),

@@ -224,7 +224,7 @@ class StageModel:
         return held
 
     def made(self, name: str, index: int) -> Options:
-        """Return the layouts that a template node's output may have."""
+        """Return the distinct layouts that a template node's output may have."""
         key = ("made", name, index)
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 

@@ -171,7 +171,7 @@ class MeshCosts:
         )
 
     def price(self, numbers: Sequence[int], in_flight: int) -> Known:
-        """Compute the exact costs of the classes ``numbers``; return all exact costs so far."""
+        """Compute the exact costs of the classes ``numbers``; return all for ``in_flight``."""
         known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
         new = [number for number in numbers if np.isnan(known.objective[number])]
         self._prepare([self.runs.run(number) for number in new], self.runs.count)
@@ -263,7 +263,8 @@ class PlaceCosts:
         return once, slowest
 
     def _block_seconds(self, series: Series) -> float:
-        """Return the least seconds, over the meshes, that a longer run costs per further block."""
+        """Return the least seconds, over the place's meshes, by which each further block of the
+        series raises a run's cost."""
         if series not in self._per_block:
             least, most = (self.runs.run(series.classes[at]).counts for at in (0, -1))
             kinds = [kind for kind in most if most[kind] > least.get(kind, 0)]
