@@ -27,7 +27,7 @@ RULES = {
     "pipedream-2bw": "at weights that are one update old",
     "ampnet": "backwards with newer weights than their forwards",
 }
-"""Description, by schedule, of the weights that gradients are computed with."""
+"""Description, by schedule, of the weights at which gradients are computed."""
 
 
 def describe_updates(plan: Plan) -> str:
@@ -42,7 +42,7 @@ def describe_updates(plan: Plan) -> str:
 
 
 def num_updates(plan: Plan) -> int:
-    """Return the number of weight updates in a step; 1 for synchronous schedules."""
+    """Return how often a plan updates the weights per step; 1 for synchronous schedules."""
     if not is_asynchronous(plan.schedule):
         return 1
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
@@ -108,7 +108,7 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 
 
 def _copied_weight(stage: StagePlan, graph: Graph) -> str:
-    """Return the name of a trained parameter of which a backward reads a copy; "" if there is none.
+    """Return the name of a trained parameter whose copy a backward reads; "" if there is none.
 
     Converting between the replicated layouts R and I makes no copy; any other change of layout
     does. Values computed from split parameters alone, such as the parts of a fused projection, are
@@ -150,8 +150,7 @@ def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
-    """Return a trained parameter that two stages use, and these two stages; None if there is
-    none."""
+    """Return (trained parameter, stage, other stage) if both stages use it; None if none."""
     ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
     first: dict[str, int] = {}
     for index, (start, stop) in enumerate(pairwise(ends)):

@@ -59,10 +59,11 @@ def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None
 def find_batch(
     graph: Graph,
 ) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
-    """Return the batch dimensions of ``find_batch_dims``, and how losses of micro-batches add up.
+    """Return the batch dimensions of ``find_batch_dims``, and the rules by which the losses of
+    micro-batches add up.
 
-    A sum over rows that depends on no parameter may be used like a whole value: it becomes one of
-    ``Accumulation.totals``.
+    A sum over rows that depends on no parameter (a count) may be used like a value without rows: it
+    becomes one of ``Accumulation.totals``. Returns None like ``find_batch_dims``.
     """
     if graph.batch_size < 2:
         return None
@@ -75,7 +76,7 @@ def find_batch(
 
 
 def rows_apart(graph: Graph) -> BatchDims:
-    """Return the batch dimensions of nodes before rows are mixed, as in a contrastive loss.
+    """Return the batch dimensions of all nodes before rows are mixed, as in a contrastive loss.
 
     Nodes that depend on several rows are omitted: their outputs may be split along any dimension.
     """
@@ -123,7 +124,7 @@ def is_mean(node: Node) -> bool:
 
 
 def _has_classes(graph: Graph, node: Node) -> bool:
-    """Return whether the targets of a class loss are class indices: some may then be ignored."""
+    """Return whether the targets of a class loss are class indices; some may then be ignored."""
     return graph.spec(node.inputs[1]).dtype not in FLOATS
 
 
@@ -148,8 +149,7 @@ def is_steady(graph: Graph, ref: Ref) -> bool:
 
 
 def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
-    """Iterate over the nodes that a value depends on, its own and new values of buffers
-    included."""
+    """Iterate over the nodes that a value depends on, also through new values of buffers."""
     pending, seen = [ref.name], set[str]()
     while pending:
         node = graph[pending.pop()]
@@ -163,8 +163,8 @@ def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
 
 
 class _Propagation:
-    """Propagation of the batch through a graph, as splits on a virtual mesh axis. ``labels`` holds
-    the placements; values without a label have equal rows."""
+    """Propagation of the batch dimension through a graph, as if a mesh axis split the batch.
+    ``labels``: placement of each value on this axis; values without a label have equal rows."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -192,7 +192,7 @@ class _Propagation:
         return self.labels if all(self._holds(node) for node in operations) else None
 
     def run_apart(self) -> set[str]:
-        """Label nodes as far as possible; return the nodes that depend on several rows."""
+        """Label as many nodes as possible; return the other nodes, which depend on several rows."""
         operations = [node for node in self.graph if node.kind == "op"]
         met: set[str] = set()
         self._start()
@@ -212,12 +212,11 @@ class _Propagation:
         }
 
     def _used(self, ref: Ref) -> Placement | None:
-        """Return the label of ``ref`` as its users see it: None for a total."""
+        """Return the placement label with which other nodes use ``ref``; None for a total."""
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Mark an input of ``node`` that is a sum over batch data as a total; return whether there
-        is any."""
+        """Record an input of ``node`` that is a sum over rows as a total; return whether any is."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None
@@ -228,7 +227,7 @@ class _Propagation:
         return self._strategies[self._form(node)]
 
     def _form(self, node: Node) -> int:
-        """Return the number of the node's form; strategies are computed once per form."""
+        """Return the number of the node's form: nodes of one form have equal strategies."""
         number = self._forms.get(node.name)
         if number is None:
             found = len(self._strategies)
@@ -263,7 +262,7 @@ class _Propagation:
                 labels[Ref(node.name, index)] = placement
 
     def _demand_inputs(self, refs: tuple[Ref, ...], strategy: AxisStrategy, found: _Labels) -> bool:
-        """Return whether every input that the strategy splits is, or can be, split as it needs."""
+        """Return whether every input that ``strategy`` splits has, or can get, the needed label."""
         return all(
             self._demand(ref, placement, found)
             for ref, placement in zip(refs, strategy.inputs, strict=True)
@@ -271,8 +270,7 @@ class _Propagation:
         )
 
     def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
-        """Return whether ``ref`` is or can be labelled ``placement``; new labels go to
-        ``found``."""
+        """Return whether ``ref`` has or can get the label ``placement``; extend ``found``."""
         held = None if ref in self.totals else self.labels.get(ref, found.get(ref))
         if held is not None:
             return held == placement
@@ -295,8 +293,7 @@ class _Propagation:
         return False
 
     def _holds(self, node: Node) -> bool:
-        """Return whether some strategy agrees with the labels of all inputs and outputs of
-        ``node``."""
+        """Return whether some strategy agrees with the labels of the node's inputs and outputs."""
         held = [self._used(ref) for ref in node.inputs]
         made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
         if not any(held) and not any(made):
@@ -318,8 +315,7 @@ class _Propagation:
         return self._equal_rows[key]
 
     def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
-        """Prove that a constant's parts are equal: it is filled, repeated, or made of equal
-        parts."""
+        """Prove that a constant's parts are equal: filled, repeated, or made of equal parts."""
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
@@ -346,7 +342,8 @@ class _Propagation:
         return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
-        """Return whether input ``position`` indexes equal rows: any index selects equal values."""
+        """Return whether input ``position`` is an index into equal rows: its values do not
+        matter."""
         if packet(node.op) != "index" or position == 0:
             return False
         indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]

@@ -38,7 +38,7 @@ from .pricing.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """Facts that all blocks of a stage share. ``link`` is the link from the stage before.
+    """Facts shared by all blocks of a stage. ``link`` is the link from the previous stage.
 
     ``slices``: lengths of sequence slices. ``splits``: the backward defers weight gradients.
     """
@@ -57,7 +57,7 @@ class Layouts:
 
     ``values``: the layout in which the stage already holds a value, or None for a value still to be
     received; ``again`` marks values that an earlier block of the stage also reads and keeps.
-    ``leaves``: the layout in which a leaf is held, None where none is given.
+    ``leaves``: the layout in which a leaf (input, constant or buffer) is held, None if not given.
     """
 
     nodes: tuple[NodeLayout, ...]
@@ -69,12 +69,12 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds of a block, and the bytes on a rank of the block and of parameters that only it uses.
+    """Seconds of a block, and bytes per rank of the block and of the parameters that only it uses.
 
-    ``late_seconds``: the second half of a split backward, weight gradients. ``late_bytes`` are kept
-    for them; ``gathered_bytes`` are gathered parameters and recomputed values; ``batch_bytes`` is
-    the part of ``kept_bytes`` that belongs to the batch. ``values``: the layouts of
-    ``Reads.values``.
+    ``late_seconds``: the second half of a split backward, which computes weight gradients;
+    ``late_bytes`` are kept for it. ``gathered_bytes`` are gathered parameters and recomputed
+    values; ``batch_bytes`` is the part of ``kept_bytes`` that belongs to the batch. ``values``: the
+    layouts of ``Reads.values``.
     """
 
     seconds: Seconds
@@ -196,7 +196,7 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """End the block (or each half of a split backward) once both device and host have ended."""
+        """End the block, or a half of its split backward, once both device and host finished."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(
@@ -228,7 +228,7 @@ class _BlockWalk:
         self.receive[1] += backward
 
     def _is_repeated(self, ref: Ref, uses: Sequence[tuple[str, int]]) -> bool:
-        """Return whether the conversions of a value with these uses run again in recomputation."""
+        """Return whether recomputation converts a value with the given uses again."""
         if self.mode == "none":
             return False
         kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
@@ -250,8 +250,7 @@ class _BlockWalk:
         self._add(Seconds(forward_communication=forward, backward_communication=backward + again))
 
     def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
-        """Return the bytes on a rank of keys and values that an attention reads; 0 without
-        slices."""
+        """Return the bytes per rank of an attention's keys and values; 0 without slices."""
         if not self.setting.slices or not is_attention(node):
             return 0
         pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)
@@ -270,8 +269,8 @@ class Reads:
     """A block and the values it reads from outside, each listed once in the order of first use.
 
     ``values`` are outputs of other blocks; ``leaves`` are inputs, constants and buffers; ``shared``
-    marks ``parameters`` that other blocks use too. ``sends``: (value, place of its node in the
-    block, position of the last block that reads it) for each value that later blocks read.
+    marks ``parameters`` that other blocks use too. ``sends``: for each value that later blocks
+    read, (value, index of its node in the block, position of the last block that reads it).
     """
 
     block: Block
@@ -284,8 +283,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class BlockForms:
-    """Blocks grouped by form: blocks of a form cost the same under equal layouts. ``storages`` maps
-    a value to the owner of its memory."""
+    """Blocks grouped by form: blocks of one form cost the same under equal layouts. ``storages``
+    maps each value to the value that owns its memory."""
 
     structure: Structure
     storages: Mapping[Key, Key]
@@ -300,12 +299,12 @@ class BlockForms:
 
     @cached_property
     def reads(self) -> tuple[Reads, ...]:
-        """Return the reads of each block."""
+        """Return, for each block, the values that it reads from outside."""
         return tuple(map(self._reads, range(len(self.blocks.blocks))))
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """Map each block's position to the position of the first block of its form."""
+        """Map each block's position to the position of the first block of the same form."""
         first: dict[tuple[Any, ...], int] = {}
         return tuple(
             first.setdefault(self._form(reads), position)
@@ -352,7 +351,7 @@ class BlockForms:
         return sends
 
     def _form(self, reads: Reads) -> tuple[Any, ...]:
-        """Return the key of a block's form: all facts but layouts that determine its costs."""
+        """Return the key of a block's form: everything except layouts that determines its cost."""
         graph, inside = self.graph, set(reads.block.nodes)
         numbers: dict[Key, int] = {}
         parts: list[Any] = [reads.block.kind, bool(reads.block.parameters), reads.shared]
@@ -384,7 +383,7 @@ class BlockForms:
 
     @staticmethod
     def _place(key: Key, numbers: Mapping[Key, int], places: Mapping[str, int]) -> tuple[int, int]:
-        """Identify a value by its node's place in the block, or by number if it is from outside."""
+        """Return a key of a value: its node's index in the block, or a number if from outside."""
         return (numbers[key] if key in numbers else places[key[0]]), key[1]
 
     @cached_property

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 STEPS_PER_PROBLEM = 20
-"""Number of steps of the inter-op dynamic program that take about as long as one stage problem."""
+"""Steps of the inter-op dynamic program that take about as long as solving one stage."""
 
 SOLVING = ("costs", "ilp")
 """Phases of the stage solvers; their time is not counted again in the phases that call them."""
@@ -20,7 +20,7 @@ SOLVING = ("costs", "ilp")
 
 @dataclass
 class Budget:
-    """Budget of a search: its deadline, the seconds spent by phase, and counted work."""
+    """Budget of a plan search: its deadline, the seconds spent in each phase, and the work done."""
 
     deadline: float
     began: float
@@ -36,8 +36,8 @@ class Budget:
 
     @property
     def work(self) -> float:
-        """Counted work, in solved problems of about a hundredth of a second; steps are
-        converted."""
+        """Work done so far, counted in solved problems that take about 0.01 s each; steps of the
+        dynamic program are converted."""
         return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
 
     @property

@@ -34,7 +34,7 @@ from .stage_walk import StageWalk, Walked, walked_none
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Recomputed figures of a plan. ``objective_seconds``: the ILP's objective, by stage."""
+    """Figures of a plan, computed anew. ``objective_seconds``: the ILP's objective, by stage."""
 
     step_seconds: float
     bubble_fraction: float
@@ -78,7 +78,8 @@ class Staged:
 
     @property
     def least_seconds(self) -> float:
-        """Return a lower bound on the step: the busiest rank runs all micro-batches of its stages.
+        """Return a lower bound on the step time: the busiest rank runs all micro-batches of its
+        stages.
 
         It does not hold for schedules with replicas of stages.
         """
@@ -120,7 +121,7 @@ class Staged:
         return figures if self.plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
-        """Return the figures of a one-stage plan whose last gradient sums overlap the next
+        """Return the figures of a one-stage plan whose last gradient all-reduces overlap the next
         forward."""
         gain = order_gain(self.plan, self.costs[0])
         (stage,) = figures.stages
@@ -132,7 +133,7 @@ class Staged:
         )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
-        """Assemble the evaluation from given step time, bubble fraction and peak memory."""
+        """Build the evaluation from a given step time, bubble fraction and peak memory."""
         sends = send_seconds(self.costs, self.edges)
         return Evaluation(
             step_seconds,
@@ -145,9 +146,9 @@ class Staged:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Pricer of plans of one graph, which may be at any batch size.
+    """Pricer of any number of plans of one graph, whatever batch size the graph was captured at.
 
-    The walks of a plan are cached for later plans.
+    It caches the costs of blocks, by precision and micro-batch size, for later plans.
     """
 
     graph: Graph
@@ -206,7 +207,7 @@ class Evaluator:
         return Staged(plan, costs, edges, slices)
 
     def _at(self, plan: Plan) -> Walked:
-        """Return the cached walk of the graph at the plan's precision and micro-batch size."""
+        """Return the cache of block costs for the plan's precision and micro-batch size."""
         key = plan.model.precision, plan.microbatch_size
         if key not in self._walked:
             graph = at_microbatch(self.graph, plan)
@@ -225,7 +226,8 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Walk each stage; with unequal batch shares, return the walk with the most activation bytes.
+    """Return the block-by-block pricing of each stage; with unequal batch shares, the share with
+    the most activation bytes.
 
     ``graph`` is the result of ``at_microbatch``.
     """
@@ -237,8 +239,8 @@ def walked_stages(
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
 ) -> Sequence[HalfPairs]:
-    """Return the micro-batches that each stage holds at once, counted by how much of their backward
-    remains."""
+    """Return, for each stage, the micro-batches in flight, as pairs (waiting for their whole
+    backward, waiting for weight gradients only)."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
     return _held(plan, _edges(walked, plan))
 
@@ -258,7 +260,7 @@ def _stages(
 def _walks(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> Iterator[list[StageWalk]]:
-    """Yield the walks of each stage: one walk per different share of the batch."""
+    """Yield, for each stage, one block-by-block pricing per different share of the batch."""
     held = _held(plan, edges)
     start = 0
     for index, stage in enumerate(plan.stages):
@@ -277,8 +279,7 @@ def _walks(
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
-    """Return the micro-batches that each stage holds at once, counted by how much of their backward
-    remains."""
+    """Return ``held_micro_batches`` of a plan whose stages depend on each other by ``edges``."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
         return stage_half_pairs(plan.schedule, number, plan.num_microbatches, plan.num_chunks)
@@ -323,8 +324,7 @@ def _brief_bytes(cost: StageCost) -> float:
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return (batch size, ranks) of each unequal share of the batch; a single entry without
-    shares."""
+    """Return (batch size, ranks) for each different share of the batch; one entry if all equal."""
     if not stage.shares:
         return [(batch_size, ())]
     return [
@@ -342,7 +342,7 @@ def stage_prices(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Prices:
-    """Return the op prices on a stage's devices, or on ``ranks`` that have a share of their own."""
+    """Return the unit prices on a stage's devices, or on its ``ranks`` with one batch share."""
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(

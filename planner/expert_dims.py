@@ -35,14 +35,15 @@ FIRST_WEIGHT = 3
 
 
 def is_expert_layer(node: Node) -> bool:
-    """Return whether a node is a whole layer of experts that the capture made a single op."""
+    """Return whether a node is a whole mixture-of-experts layer, captured as a single op."""
     return node.op.startswith(LAYER)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertDims:
-    """Dimensions that count experts. ``weights``: number of experts by parameter. ``views``: these
-    parameters and values made of a single one. ``dims``: expert dimensions of all values."""
+    """Tensor dimensions that index experts. ``weights``: number of experts of each expert weight.
+    ``views``: the expert weights, and values computed from one of them alone. ``dims``: the expert
+    dimensions of each value."""
 
     weights: Mapping[str, int]
     views: frozenset[Ref]
@@ -50,7 +51,7 @@ class ExpertDims:
 
 
 def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
-    """Return the weights of experts and all dimensions that count experts."""
+    """Return the weights of experts, and the dimensions of all values that index experts."""
     views = _views(graph, strategies)
     weights: dict[str, int] = {}
     dims: dict[Ref, frozenset[int]] = {}
@@ -137,8 +138,8 @@ def _counts_rows(node: Node, graph: Graph) -> bool:
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
-    """Map possible expert weights, and values made of one weight, to (weight, expert
-    dimensions)."""
+    """Map each parameter that may hold expert weights, and each value made of it alone, to
+    (parameter, its expert dimensions)."""
     found: dict[Ref, tuple[str, frozenset[int]]] = {
         Ref(node.name): (node.name, frozenset({0}))
         for node in graph
@@ -155,7 +156,7 @@ def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozens
 def _read_by(
     node: Node, strategies: Strategies, views: Mapping[Ref, tuple[str, frozenset[int]]]
 ) -> tuple[Ref, ...]:
-    """Return the weights of experts, or views of them, that an op computes with."""
+    """Return the expert weights, or views of expert weights, among the operands of an op."""
     if is_expert_layer(node):
         return tuple(ref for ref in node.inputs[FIRST_WEIGHT:] if ref in views)
     if not node.op.startswith(PRODUCTS):
@@ -170,8 +171,7 @@ def _read_by(
 
 
 def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
-    """Return whether a strategy splits the experts of a weight, the other operand and the
-    result."""
+    """Return whether a strategy splits a weight, the other operand and the result along experts."""
     own = strategy.inputs[position]
     every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
     return every and own.dim in dims
@@ -180,7 +180,7 @@ def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) ->
 def _descended(
     node: Node, strategies: Sequence[AxisStrategy], known: Mapping[Ref, frozenset[int]]
 ) -> dict[Ref, frozenset[int]]:
-    """Return the dimensions of outputs that are split when known dimensions of inputs are."""
+    """Return the output dimensions that are split whenever the ``known`` input dimensions are."""
     fitting = [
         strategy
         for strategy in strategies
@@ -203,10 +203,11 @@ def by_experts(
     by_rows: tuple[AxisStrategy, ...],
     found: ExpertDims,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an op on an axis "ep", chosen from ``strategies`` and ``by_rows``.
+    """Return the strategies of ``node`` on an expert-parallel mesh axis "ep".
 
-    Ops that read experts' weights are split by experts, other ops by rows; values that count
-    experts may be split by either.
+    ``strategies`` are all its strategies, ``by_rows`` the ones that split the batch. An op that
+    reads expert weights is split along experts. An op on other values that have an expert dimension
+    may be split along experts or rows, every other op along rows.
     """
     used = [found.dims.get(ref, frozenset[int]()) for ref in node.inputs]
     if not any(used) and Ref(node.name) not in found.dims:

@@ -77,11 +77,12 @@ OTHER_SCHEDULES = PROPOSERS[6:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """Options of a search: which proposers run, where, and whether the result is bounded.
+    """Options of a search: its proposers, the processes it runs in, whether to bound the result.
 
-    ``start_workers`` starts the processes that search parts of the micro-batch sizes.
-    ``is_bounded`` adds a lower bound on the step, which about doubles the time. ``tables`` may
-    share tables with earlier searches of the same graphs by the same rules.
+    ``start_workers`` starts processes, each of which searches some of the micro-batch sizes.
+    ``is_bounded``: also compute a lower bound on the step time, which about doubles the search
+    time. ``tables`` may hold cost tables of earlier searches of the same graphs with the same
+    rules.
     """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
@@ -91,13 +92,13 @@ class SearchMethod:
 
 
 COARSE = SearchMethod((dynamic_program,), one_worker, is_bounded=False)
-"""Method for a quick first answer: pipelines of one stage per rank only, without a lower bound."""
+"""Method of a quick first search: one stage per rank only, no lower bound."""
 
 
 DEFAULT_METHOD = SearchMethod()
 
 SAME = 1e-6
-"""Relative difference up to which the search and ``evaluate`` agree: rounding explains it."""
+"""Maximum relative difference of the search's prices and ``evaluate``'s: rounding explains it."""
 
 
 def plan(
@@ -201,7 +202,8 @@ def search(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> SearchResult:
-    """Search every order of the hosts; return the result of the best order. Raises as ``plan``."""
+    """Search every order of the hosts and return the result of the best order. Raises the errors of
+    ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
@@ -243,7 +245,8 @@ def search(
 def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
-    """Run the proposers and return their pool, even after Ctrl-C. Raises as ``plan``."""
+    """Run the proposers and return the pool of their candidates, even after Ctrl-C. Raises the
+    errors of ``plan``."""
     context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
@@ -269,7 +272,7 @@ def run_proposers(
 
 
 def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
-    """Return the proposers; a request's placer replaces the dynamic program."""
+    """Return the proposers to run: if the request has a placer, it replaces the dynamic program."""
     if request.placer is None:
         return proposers
     of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)
@@ -278,10 +281,10 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search, for the best order of the hosts.
+    """Result of a search over orders of the hosts.
 
-    ``pool`` has the candidates of the best order, ``others`` the candidates of the other orders;
-    ``contexts`` has the context of every order, or nothing if no lower bound can be computed.
+    ``pool`` has the candidates of the best order, ``others`` the candidates of all other orders;
+    ``contexts`` has the search state of every order, () if no lower bound can be computed.
     """
 
     graph: Graph
@@ -295,8 +298,9 @@ class SearchResult:
     contexts: tuple[SearchContext, ...]
 
     def best_plan(self) -> Plan:
-        """Return the simplest plan within the tolerance of the fastest, with its layout gap
-        tightened, its lower bound, and the losing alternatives."""
+        """Return the simplest plan within the tolerance of the fastest, with its lower bound, the
+        other candidates, and the proven possible gain of better layouts
+        (``SolverInfo.layouts_gap``)."""
         context, pool = self.context, self.pool
         pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
         tolerance = self.request.tolerance
@@ -319,8 +323,7 @@ class SearchResult:
         return replace(found, solver=replace(self._solver_info(found), simplest=why))
 
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
-        """Build the plan of a candidate, in ranks of the given cluster and kinds of the given
-        blocks."""
+        """Build a candidate's plan, with the ranks and kinds of blocks that the caller gave."""
         order, request, context = self.order, self.request, self.context
         found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
         found = in_given_ranks(found, order, self.cluster)
@@ -329,7 +332,8 @@ class SearchResult:
         return in_given_kinds(found, pinned, self.blocks)
 
     def _solver_info(self, plan: Plan) -> SolverInfo:
-        """Return the plan's gap, the effort of the search, and the cause of an early end if any.
+        """Return the plan's gap to the lower bound, the search effort, and why it ended early, if
+        it did.
 
         There is no lower bound for plans with sequence slices, which skip masked pairs of attention
         that the bound counts, nor for asynchronous schedules, which update more often.

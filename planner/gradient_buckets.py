@@ -23,11 +23,12 @@ from .plan import Plan
 
 BUCKET_SIZE = 8_000_000
 FULL_SIZE = 5_000_000
-"""Elements above which a bucket takes no further block. Measured: of 8, 20 and 30 MB of float32, 20
-MB was the fastest on two CPU ranks with 19 M parameters; DistributedDataParallel uses 25 MB."""
+"""Number of elements from which a bucket takes no further block. Measured: of 8, 20 and 30 MB of
+float32, 20 MB was the fastest on two CPU ranks with 19 M parameters; DistributedDataParallel uses
+25 MB."""
 BUCKETS, LEAST_SIZE = 8, 250_000
-"""Number of buckets aimed at, if each gets ``LEAST_SIZE`` elements: the sum of the last bucket
-overlaps no compute, so it should be small."""
+"""Number of buckets to make if each gets at least ``LEAST_SIZE`` elements: the all-reduce of the
+last bucket overlaps no compute, so it should be small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,13 @@ class HeldGradient:
 
     @property
     def done_with(self) -> int:
-        """Position of the block whose backward completes the gradient; -1: the end of the stage."""
+        """Position of the block whose backward completes the gradient; -1: end of the stage."""
         return -1 if self.fully_sharded or self.block is None else self.block
 
 
 @dataclass(frozen=True, slots=True)
 class BucketContents:
-    """Gradients that one all-reduce sums over ``axes``; the backward of ``block`` completes
-    them."""
+    """Gradients that one all-reduce sums over ``axes``, complete after ``block``'s backward."""
 
     axes: tuple[int, ...]
     block: int

@@ -27,9 +27,10 @@ from .requests.request import Forced
 def with_sums(
     plan: Plan, graph: Graph, blocks: Blocks, forced: Forced, *, rules: Rules, basis: Basis
 ) -> Plan:
-    """Return the plan with its gradient sums: the cheapest, or the forced sums.
+    """Return the plan with its gradient all-reduces: the cheapest, or as ``forced`` requires.
 
-    Raises UsageError AP196 for an algorithm that cannot run, AP197 if "priority" is not possible.
+    Raises UsageError AP196 for an all-reduce algorithm that cannot run, AP197 if the gradient order
+    "priority" is impossible.
     """
     evaluator = Evaluator(graph, blocks, rules, replace(basis, asked=None))
     backward = with_algorithms(plan, graph, blocks, forced.allreduce)

@@ -37,21 +37,21 @@ from .pricing.seconds import Groups, Resource, Seconds
 from .pricing.stage_cost import StageCost
 
 Place = tuple[Group, tuple[int, ...]]
-"""A group of ranks, and the number of them on each host."""
+"""A group of ranks, and how many of its ranks are on each host."""
 
 PART_BYTES = (32_000_000, 8_000_000, 2_000_000, 500_000)
-"""Sizes that are tried as the maximum bytes of a sum under "priority"."""
+"""Maximum bytes per gradient sum to try under the gradient order "priority"."""
 
 MOST_PARTS = 256
-"""Maximum sums per step under "priority", plus a sum per block: large models get larger parts."""
+"""Maximum gradient sums per step under "priority", besides one per block."""
 
 LEAST_GAIN = 0.02
-"""Fraction of a step that "priority" must save to be chosen, as splitting sums costs host time."""
+"""Fraction of a step that the order "priority" must save, as splitting sums costs host time."""
 
 
 @dataclass
 class SumPrices:
-    """Prices of a stage's gradient sums. ``places``: the distinct groups along each mesh axis."""
+    """Prices of a stage's gradient sums. ``places``: the distinct rank groups of each mesh axis."""
 
     places: Mapping[str, Sequence[Place]]
     _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class SumPrices:
         return SumPrices({name: tuple(own) for name, own in found.items()})
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
-        """Return the seconds of sum ``own`` by ``algorithm``, over its axes in turn."""
+        """Return the seconds of the sum ``own`` by ``algorithm``, over its mesh axes one by one."""
         key = algorithm, own.num_bytes, own.axes
         if key not in self._known:
             self._known[key] = sum(
@@ -81,7 +81,7 @@ class SumPrices:
         return self._known[key]
 
     def best(self, num_bytes: int, axes: tuple[str, ...]) -> str:
-        """Return the cheapest algorithm if it is the same for all groups, else the library's."""
+        """Return the cheapest algorithm if all rank groups agree on it, else the library's."""
         key = num_bytes, axes
         if key not in self._best:
             places = (place for name in axes for place in self.places[name])
@@ -111,8 +111,8 @@ class SumPrices:
 
 
 def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
-    """Return the plan with sums in backward order, by ``algorithm`` or else by the cheapest each.
-    Raises UsageError AP196 if ``algorithm`` cannot run a sum."""
+    """Return the plan with all-reduces in backward order, run by ``algorithm``, or else each by the
+    cheapest. Raises UsageError AP196 if ``algorithm`` cannot run one."""
     stages = []
     for index, stage in enumerate(plan.stages):
         sums: tuple[GradientSum, ...] = ()
@@ -146,8 +146,9 @@ def _sum(
 
 
 def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
-    """Return a stage's cost with gradient sums in backward order by the plan's algorithms, instead
-    of the library's. The seconds of all its sums are scaled by the same factor."""
+    """Return a stage's cost with its gradients all-reduced in backward order by the plan's
+    algorithms instead of the library's. All times of gradient sums are scaled by the same
+    factor."""
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost
@@ -166,7 +167,7 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
 
 
 def only_library(plan: Plan) -> bool:
-    """Return whether the library runs every sum, so that the prices of the search hold.
+    """Return whether the library runs every all-reduce, so that the prices of the search hold.
 
     This is always true with NCCL.
     """
@@ -199,9 +200,9 @@ def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
 def with_priority(
     plan: Plan, graph: Graph, blocks: Blocks, cost: StageCost, algorithm: str | None
 ) -> Plan:
-    """Return the plan with its sums in the order in which the next forward needs them, split into
-    parts of the best size. ``cost`` belongs to its only stage; ``why_not_priority`` must be
-    empty."""
+    """Return the plan with its gradient sums in the order in which the next forward needs them,
+    split into parts of the best size. ``cost`` is the cost of its only stage; ``why_not_priority``
+    must be empty."""
     (stage,) = plan.stages
     prices, size = SumPrices.of(plan.cluster, stage), summed_bytes(plan)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
@@ -222,16 +223,18 @@ def with_priority(
 
 
 def overlapped_seconds(plan: Plan, cost: StageCost) -> float:
-    """Return the seconds of a step whose last sums overlap the next forward. ``cost`` belongs to
-    the plan's only stage, with sums by the library."""
+    """Return the seconds of a step whose last gradient sums overlap the next forward. ``cost`` is
+    the cost of the plan's only stage, with sums by the library."""
     sums = _priced(plan, cost, plan.stages[0].gradient_sums)
     return step_seconds(_blocks(plan, cost), sums, overlaps_steps=True)
 
 
 def order_gain(plan: Plan, cost: StageCost) -> float:
-    """Return the seconds of a step that "priority" saves. ``cost`` as for ``overlapped_seconds``.
+    """Return the seconds per step that the gradient order "priority" saves. ``cost`` as for
+    ``overlapped_seconds``.
 
-    Both orders are simulated block by block; in backward order each block's gradients are a sum.
+    Both orders are simulated block by block; in backward order the gradients of a block are one
+    sum.
     """
     groups = cost.issued_groups
     own = np.repeat(groups.seconds[:, Resource.GRADIENT_SYNC], groups.counts)
@@ -241,8 +244,8 @@ def order_gain(plan: Plan, cost: StageCost) -> float:
 
 
 def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
-    """Return the seconds of each sum, scaled so that the library's sums of whole buckets take the
-    time in ``cost``, which may be measured."""
+    """Return the seconds of each of ``sums``, scaled so that the library's sums of whole buckets
+    take as long as in ``cost``, whose times may be measured."""
     prices = SumPrices.of(plan.cluster, plan.stages[0])
     whole = {own.bucket: replace(own, num_bytes=own.num_bytes * own.num_parts) for own in sums}
     library = sum(prices.seconds(LIBRARY, own) for own in whole.values())

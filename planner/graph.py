@@ -87,16 +87,17 @@ class OpRule:
 class Fused:
     """Memory traffic of an op that is part of a fused kernel (found by ``planner.kernels.fusion``).
 
-    Fields hold positions among the op's inputs or indices of its outputs: ``reads`` and ``writes``
-    of the kernel at this op in the forward; ``reads_gradients``, the outputs whose gradient its
+    Fields hold positions among the op's inputs or indices of its outputs: ``reads``/``writes`` from
+    and to memory at this op in the forward; ``reads_gradients``, the outputs whose gradient its
     backward reads; ``gradients``, the inputs whose gradient it writes (twice where it adds to
     another part); ``keeps_*``, kept for the backward. ``kernels_*``: number of kernels counted at
     this op.
 
-    ``in_product_kernel`` marks the ops of a kernel over products (``kernels.product_kernels``).
-    ``share`` is the fraction of their FLOPs that is computed, after masks and repeated operands;
-    ``again`` marks products that the backward recomputes, ``is_attention`` the ops of a kernel with
-    a softmax, and ``product_dtype`` is the format of a product's operands.
+    ``in_product_kernel`` marks the ops of a kernel with matrix products
+    (``kernels.product_kernels``). ``share`` is the fraction of their FLOPs that is computed, after
+    masks and repeated operands; ``again`` marks products that the backward recomputes,
+    ``is_attention`` the ops of a kernel with a softmax, and ``product_dtype`` is the format of a
+    product's operands.
     """
 
     reads: tuple[int, ...] = ()
@@ -208,9 +209,9 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 
 
 def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
-    """Append the contents of ``value`` to ``parts`` in order, each ``Ref`` mapped by ``named``.
+    """Append the contents of ``value`` to ``parts`` in order, with ``named(ref)`` for each ``Ref``.
 
-    Arguments with equal lists are equal. Types are listed, so ``1`` and ``True`` differ.
+    Two values are equal if their lists are. Types are listed, so ``1`` and ``True`` differ.
 
     >>> parts = []
     >>> flat_form((Ref("x"), [1]), lambda ref: 0, parts)
@@ -398,7 +399,7 @@ class Blocks:
 
     @cached_property
     def kinds(self) -> dict[str, Block]:
-        """Map each kind to its first block, the template whose node names stand for the kind's."""
+        """Map each kind to its first block, the template whose node names stand for the kind."""
         kinds: dict[str, Block] = {}
         for block in self.blocks:
             kinds.setdefault(block.kind, block)

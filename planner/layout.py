@@ -32,7 +32,8 @@ Kind = Literal["S", "R", "I", "P"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """Placement of a tensor along one mesh axis; ``dim`` is the dimension that S splits.
+    """Placement of a tensor along one mesh axis: S splits dimension ``dim``, P is a partial sum, R
+    and I are whole, with a gradient that is a partial sum (R) or whole (I).
 
     >>> str(Placement("S", 1)), str(Placement("R"))
     ('S(1)', 'R')
@@ -96,12 +97,12 @@ def format_layout(layout: Layout) -> str:
 
 
 def held_layout(layout: Layout) -> Layout:
-    """Return the layout with R replaced by I: without a gradient the two are the same."""
+    """Return the layout with R replaced by I; without a gradient, they are the same."""
     return tuple(INVARIANT if each.kind == "R" else each for each in layout)
 
 
 def boundary_layout(layout: Layout) -> Layout:
-    """Return the layout in which stages exchange a value: splits are kept, all else becomes I."""
+    """Return the layout in which stages exchange a value: splits stay, all else becomes I."""
     return tuple(each if each.is_shard else INVARIANT for each in layout)
 
 
@@ -203,17 +204,17 @@ Region = tuple[tuple[int, int], ...]
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """Return the box of a whole tensor of ``shape``."""
+    """Return the box ((0, size), …) of a whole tensor of ``shape``."""
     return tuple((0, size) for size in shape)
 
 
 def region_shape(region: Region) -> tuple[int, ...]:
-    """Return the shape of a box."""
+    """Return the shape of a box ((start, stop), …) of a tensor."""
     return tuple(stop - start for start, stop in region)
 
 
 def region_slices(region: Region, frame: Region | None = None) -> tuple[slice, ...]:
-    """Return the slices that cut ``region`` out of a tensor that holds ``frame``, or the whole.
+    """Return the slices that cut the box ``region`` out of a tensor that holds the box ``frame``.
 
     >>> region_slices(((2, 4),), ((2, 6),))
     (slice(0, 2, None),)
@@ -226,7 +227,7 @@ def region_slices(region: Region, frame: Region | None = None) -> tuple[slice, .
 
 
 def intersect(first: Region, second: Region) -> Region | None:
-    """Return the intersection of two boxes; None if it is empty.
+    """Return the intersection of two boxes of a tensor; None if it is empty.
 
     >>> intersect(((0, 4), (0, 2)), ((2, 6), (0, 2)))
     ((2, 4), (0, 2))
@@ -253,8 +254,7 @@ def local_region(
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "dispatch"]
-"""Kinds of collectives. In a swap, ranks r and n - 1 - r exchange a tensor: balanced attention
-only."""
+"""Kinds of collectives. "swap": ranks r and n - 1 - r exchange tensors (balanced attention)."""
 
 CONVERSIONS: dict[tuple[Kind, Kind], tuple[Collective | None, Collective | None]] = {
     ("S", "S"): ("all_to_all", "all_to_all"),
@@ -280,7 +280,7 @@ the gradient, I→P and R→P the value).
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Change of placement on one mesh axis."""
+    """Change of a tensor's placement on one mesh axis."""
 
     axis: int
     source: Placement
@@ -325,7 +325,7 @@ def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _lifted_axes(source: Layout, target: Layout) -> set[int]:
-    """Return the axes that split a dimension whose split on an outer axis changes."""
+    """Return the axes whose split is nested in a split on an outer axis that changes."""
     lifted: set[int] = set()
     disturbed: set[int] = set()
     for axis, (before, after) in enumerate(zip(source, target, strict=True)):
@@ -384,8 +384,7 @@ class NodeLayout:
 
 
 BALANCED = "balanced"
-"""Label of causal attention with balanced queries, half swapped: see
-``rules.balanced_attention``."""
+"""Label of causal attention with balanced queries: see ``rules.balanced_attention``."""
 
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
@@ -414,7 +413,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Return whether splits on ``axes`` of ``sizes`` cut grouped dimensions only between groups."""
+    """Return whether splits on axes of ``sizes`` cut grouped dimensions only between groups."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

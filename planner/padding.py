@@ -57,7 +57,8 @@ class Padding:
 
 
 def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
-    """Return the planned length, and the padding by input name along positions.
+    """Return the sequence length that the plan is made for, and, by input name, how the input may
+    be padded along sequence positions to this length.
 
     Raises PlanError AP560 if padding would change the result.
     """
@@ -83,7 +84,7 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
 
 
 def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
-    """Return the inputs that hold targets of losses, each with the target that its loss ignores."""
+    """Return (input with targets of a loss, target value that the loss ignores) pairs."""
     found = []
     for name in sorted(places.sums):
         node = graph[name]
@@ -124,7 +125,7 @@ def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
 
 
 def _first(graph: Graph, node: Node) -> int:
-    """Return the first position of a slice of targets; 0 if it cuts no positions."""
+    """Return the first position that a slicing op keeps of targets; 0 if it keeps all positions."""
     dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", None) or 0
     shape = graph.spec(node.inputs[0]).shape
     if shape[dim] == node.spec.shape[dim]:

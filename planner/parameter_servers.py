@@ -157,7 +157,7 @@ def check_not_served(plan: Plan | None) -> None:
 
 
 def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
-    """Raise InfeasibleError AP301 if the fullest rank of a served plan exceeds its memory."""
+    """Raise InfeasibleError AP301 if the fullest rank of a plan with servers exceeds its memory."""
     assert plan.servers is not None
     ranks = sorted({*plan.servers.workers, *plan.servers.servers})
     limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
@@ -193,7 +193,7 @@ def check_served_model(graph: Graph, precision: str) -> None:
 
 
 def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
-    """Map each trained parameter to its block; to 0 if several blocks use it."""
+    """Map each trained parameter to its block's position; to 0 if several blocks use it."""
     found: dict[str, int] = {}
     for index, block in enumerate(blocks.blocks):
         for node in block.nodes:
@@ -254,7 +254,7 @@ def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[fl
 def served_step_seconds(
     plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks
 ) -> float:
-    """Return the seconds of a step: all workers together compute a global batch."""
+    """Return the seconds in which all workers together compute one global batch."""
     job = server_job(plan, costs, graph, blocks)
     return len(job.worker_ranks) / simulate_servers(job, ITERATIONS).iterations_per_second()
 

@@ -62,8 +62,9 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """An all-reduce of gradients after the last backward: of part ``part`` of ``num_parts`` of the
-    stage's bucket number ``bucket`` (``gradient_buckets``), over each of ``axes`` in turn.
+    """An all-reduce of gradients after the last backward. It sums part ``part`` of ``num_parts`` of
+    the stage's bucket number ``bucket`` (``gradient_buckets``), over each of the mesh ``axes`` in
+    turn.
 
     The gradients are complete after the backward of the stage's block number ``block``; -1: after
     the whole backward. ``num_bytes`` is the size of the sum. ``algorithm`` runs it (see
@@ -85,8 +86,8 @@ class StagePlan:
     """A stage: a run of blocks on a mesh of devices, with all its decisions.
 
     ``devices`` are cluster ranks in the mesh's row-major order. ``zero`` is the ZeRO stage of
-    parameters that are replicated over mesh axis 0, the axis that shards states. ``layouts`` maps a
-    node's name, in the first block of its kind in the whole graph, to its chosen layout; inputs,
+    parameters that are replicated over mesh axis 0, over which states are sharded. ``layouts`` maps
+    a node's name, in the first block of its kind in the whole graph, to its chosen layout; inputs,
     constants and shared parameters have their own names. ``forward_seconds``/``backward_seconds``
     are per micro-batch. ``shares`` are the rows of a micro-batch that each coordinate of mesh axis
     0 takes; () for an even split. ``gradient_sums`` are the all-reduces of a stage that shards no
@@ -200,12 +201,12 @@ class SolverInfo:
     sums gradients in backward order, by the library. ``seconds`` splits planning time by phase.
     ``stopped`` names the cause of an early end, if any.
 
-    ``layouts_gap``: the integer programs bound, for every stage on its mesh, the gain of other
-    layouts, ZeRO stages and recomputation for a micro-batch, its share of the step's end included.
-    This is the relative gain of T, the dynamic program's time of the pipeline, if every stage
-    gained that much; with several stages per rank, before the pipeline was cut again. None if
-    unknown. ``simplest`` is None if the plan is the fastest found. ``solver`` solved the integer
-    programs. ``is_reused``: the plan was taken from an earlier search, to which ``seconds`` belong.
+    ``layouts_gap``: the fraction by which better layouts, ZeRO stages and recomputation on the same
+    meshes can at most shorten T, the dynamic program's time of the pipeline. It is proven by
+    integer programs for every stage; with several stages per rank, for the pipeline before it was
+    cut further. None if unknown. ``simplest`` is None if the plan is the fastest found. ``solver``
+    solved the integer programs. ``is_reused``: the plan was taken from an earlier search, to which
+    ``seconds`` belong.
     """
 
     gap: float
@@ -223,8 +224,8 @@ class SolverInfo:
 class Tried:
     """A part of the cluster, or a memory limit, for which a plan was searched.
 
-    ``step_seconds`` is 0 if there is no plan; ``value`` is the objective (tokens per dollar, or
-    bytes), None if it has none; ``reason`` explains why it was rejected, "" if it was not.
+    ``step_seconds`` is 0 if there is no plan; ``value`` is its objective (tokens per dollar, or
+    bytes), None if there is none; ``reason`` explains why the plan was rejected, "" if it was not.
     """
 
     name: str

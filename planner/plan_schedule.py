@@ -52,7 +52,7 @@ def splits_backward(schedule: Schedule, stage: int) -> bool:
 
 
 def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
-    """Return the plan of a single update; stages of an asynchronous schedule are built from it.
+    """Return the plan of one weight update; stages of asynchronous schedules are built from it.
 
     Sums over the micro-batches of a step (``Graph.accumulation``) then cover one update only.
     """

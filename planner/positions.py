@@ -25,7 +25,8 @@ NONE: frozenset[int] = frozenset()
 
 
 def position_dims(graph: Graph, strategies: Strategies) -> Dims:
-    """Map each value that depends on the batch to its dimensions that count rows or positions."""
+    """Map each value that depends on the batch to its dimensions that count rows or positions of
+    sequences."""
     found: dict[Ref, frozenset[int]] = {
         Ref(node.name): frozenset(range(len(node.spec.shape))) for node in graph.inputs
     }
@@ -48,8 +49,7 @@ def position_dims(graph: Graph, strategies: Strategies) -> Dims:
 def _carried(
     node: Node, offered: _Offered, read: Sequence[frozenset[int]]
 ) -> tuple[frozenset[int], ...]:
-    """Return, for each output, the dimensions that some strategy splits together with a dimension
-    of an input in ``read``."""
+    """Return, by output, the dims that some strategy splits along with input dims ``read``."""
     follow = [
         strategy
         for strategy in offered

@@ -22,7 +22,7 @@ PARTS = ("compute", "communication")
 
 
 def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rules: Rules) -> Plan:
-    """Return ``plan`` with the shares of its predicted seconds by source."""
+    """Return ``plan`` with the shares of its time by source of prices (measured, …)."""
     profile = basis.used
     whole = _seconds([stage.prediction for stage in plan.stages], plan.num_microbatches)
     total = sum(whole.values())

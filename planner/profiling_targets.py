@@ -23,15 +23,15 @@ from .search.context import Observe, ignore
 from .search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
-"""Number of fastest candidates whose cases come before all others."""
+"""Number of fastest candidates whose cases are measured before all others."""
 
 OTHERS = 1e-3
-"""Weight of a case of other candidates only, relative to a case of the fastest candidates."""
+"""Weight of a case that only slower candidates need, relative to one of the fastest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilingTargets:
-    """Cases and transfers to measure, in order; ``num_asked`` also counts ops already measured."""
+    """Ops and transfers to measure, in order; ``num_asked`` also counts ops already measured."""
 
     ops: tuple[QueriedOp, ...]
     transfers: tuple[QueriedTransfer, ...]
@@ -47,7 +47,8 @@ def asked_cases(
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
 ) -> ProfilingTargets:
-    """Return the search's queries for a request that are not measured. Raises as ``plan``."""
+    """Return the ops and transfers whose price a search for the request queries but no measurement
+    has. Raises the errors of ``find_plan.plan``."""
     everything = CostQueries(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
     found = search(graph, blocks, cluster, request, observe=observe, basis=basis)
@@ -81,7 +82,7 @@ def _seconds(asked: CostQueries) -> dict[object, float]:
 def _weigh(
     weights: dict[object, float], own: CostQueries, candidate: Candidate, fastest: float
 ) -> None:
-    """Weigh each case by its fraction of the candidate's step, times the candidate's speed."""
+    """Weigh each queried op by its fraction of the candidate's step, times relative speed."""
     factor = fastest / candidate.step_seconds**2 if candidate.step_seconds else 0.0
     for key, seconds in _seconds(own).items():
         weights[key] = max(weights.get(key, 0.0), seconds * factor)

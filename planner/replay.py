@@ -78,8 +78,7 @@ class Replay:
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
     def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
-        """Return, by mode of ``RECOMPUTE_MODES``, whether a value is converted again in the
-        backward.
+        """Return, by ``RECOMPUTE_MODES``, whether the backward converts a value again.
 
         ``uses`` are all its uses in the block: an op and the position of its input.
         """
@@ -130,8 +129,7 @@ class _Replays:
 
     @cached_property
     def _makes(self) -> frozenset[str]:
-        """Return the ops that must run to make values saved for gradients: results or
-        statistics."""
+        """Return the ops that make saved values (results, statistics), so they must rerun."""
         extra = self.rules.saved_extra_bytes
         return frozenset(
             name
@@ -174,8 +172,7 @@ class _Replays:
 
     @cached_property
     def _products(self) -> frozenset[str]:
-        """Return the costly ops that save only inputs, for which recomputation skips the op
-        itself."""
+        """Return the costly ops that save only inputs, so recomputation need not rerun them."""
         costly = (name for name in self._reached if is_costly(self.nodes[name]))
         return frozenset(name for name in costly if name not in self._makes)
 
@@ -189,7 +186,7 @@ class _Replays:
 
     @cached_property
     def _inner(self) -> frozenset[str]:
-        """Return the ops of kernels over products whose results never reach memory: they run as
+        """Return the ops of fused product kernels whose results never reach memory: they run as
         part of the kernel of the last product."""
         kernels = (
             (name, node.fused) for name, node in self.nodes.items() if node.fused is not None
@@ -202,9 +199,9 @@ class _Replays:
         return bool(self._saved[name]) or name in self._makes
 
     def _selective(self, replaced: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        """Return the ops that are rerun under ``selective``, and the ops whose results are kept.
+        """Return the ops that selective recomputation reruns, and the ops whose results it keeps.
 
-        ``replaced`` maps products and sums to the sum that is kept instead.
+        ``replaced`` maps each product or sum to the sum whose result is kept in its place.
         """
         sums = set(replaced.values())
         again: set[str] = set()
@@ -234,8 +231,7 @@ class _Replays:
                 yield name, found
 
     def _sum_of(self, kept: str, again: set[str]) -> str | None:
-        """Return the sum that alone reads a value in recomputation, by ops that save nothing, if
-        any."""
+        """Return the only sum that recomputation needs a kept value for, else None."""
         if kept in self._roots or len(self.nodes[kept].outputs) > 1:
             return None
         most, name = self.nodes[kept].spec.num_bytes, kept
@@ -255,12 +251,13 @@ class _Replays:
                 return None
 
     def _has_rows(self, name: str) -> bool:
-        """Return whether an op's result has batch rows: only then does it grow with the batch."""
+        """Return whether an op's result has a batch dimension: if so, it grows with the batch."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Yield the uses of values by ops that are not rerun, except saved inputs and inputs of
-        costly ops that are called for their saved tensors."""
+        """Yield (op, input position) of values that recomputation does not convert again: inputs of
+        ops that are not rerun, except saved inputs and inputs of costly ops called for their saved
+        tensors."""
         for name in skipped - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:

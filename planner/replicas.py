@@ -58,7 +58,7 @@ def check_replicas(graph: Graph) -> None:
 def with_replica_sums(
     costs: Sequence[StageCost], schedule: str, cluster: Cluster, num_ranks: int
 ) -> tuple[StageCost, ...]:
-    """Return Chimera's costs with gradient sums between replicas; other costs unchanged.
+    """Return Chimera's stage costs with gradient sums between replicas; others unchanged.
 
     Each device sums its gradients with its counterpart in the other rank.
     """

@@ -23,7 +23,8 @@ from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"
 COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
-"""Random ops (``passes.ops.random_ops``): an element's number depends on its index in the whole."""
+"""Random ops (``passes.ops.random_ops``) in which the index of an element in the whole tensor
+determines its number."""
 _VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -43,9 +44,11 @@ _NONE, MEAN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class SeqDim:
-    """Dimension ``dim`` of a value: ``count`` sequence positions from position ``first`` on.
+    """Sequence positions in a value: dimension ``dim`` has ``count`` of them, from position
+    ``first`` on.
 
-    Merged with other dimensions, it has ``outer`` runs of them, and ``inner`` entries for each.
+    If positions are merged with other dimensions, ``dim`` has ``outer`` runs of positions, and
+    ``inner`` entries for each position.
 
     >>> SeqDim(1, first=0, count=8).rows(4, 8), SeqDim(1, first=1, count=7).rows(4, 8)
     ((4, 8), (3, 7))
@@ -71,7 +74,7 @@ class SeqDim:
 
 @dataclass(slots=True)
 class SeqDims:
-    """Positions in a graph, found by ``find_places``. ``length`` is the number of positions.
+    """Sequence positions in the values of a graph. ``length`` is the number of positions.
 
     ``places``: values that are computed slice by slice; ``cut``: inputs, by node and argument
     position, that are computed whole and cut to the slice; ``sums``: ops whose results add up over
@@ -89,7 +92,8 @@ class SeqDims:
 
 
 def find_places(graph: Graph) -> SeqDims:
-    """Return the positions in a graph. Raises PlanError AP548 if slices would change the result."""
+    """Find the sequence positions in all values of a graph. Raises PlanError AP548 if computing the
+    sequence in slices would change the result."""
     found = SeqDims()
     if graph.updates:
         raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
@@ -105,7 +109,8 @@ def find_places(graph: Graph) -> SeqDims:
 
 
 def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
-    """Add the places or sums of a node's outputs to ``found``."""
+    """Add the positions of a node's outputs to ``found``, or record that they are sums over
+    positions."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
     if any(ref.name in found.sums for ref in refs):
@@ -144,7 +149,7 @@ def _is_alone(graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> bool:
 
 
 def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, SeqDim] | None:
-    """Return the input, with its place, by which positions enter a trained op; else None."""
+    """Return (input, its positions) by which positions enter a trained op; else None."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
     for index, ref in enumerate(node.inputs):
@@ -164,7 +169,7 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
 
 
 def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add an op on sums over positions to the sums; raise PlanError unless it is linear in them."""
+    """Add an op on sums over positions to ``found.sums``; raise PlanError unless linear in them."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
         fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
@@ -217,7 +222,7 @@ def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return the place of positions in a view, which keeps the order of elements in memory.
+    """Return the positions of a view (``SeqDim``), which keeps the order of elements in memory.
 
     Raises PlanError AP548 if a new dimension cuts through positions.
     """
@@ -234,7 +239,7 @@ def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return the place of positions in a slice of consecutive positions."""
+    """Return the positions that a slice of consecutive positions has (``SeqDim``)."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
     size = graph.spec(node.inputs[0]).shape[place.dim]
@@ -281,8 +286,7 @@ def _follow_strategy(
 
 
 def _fits(strategy: AxisStrategy, places: Mapping[int, SeqDim]) -> bool:
-    """Return whether a strategy without communication splits exactly the positions in
-    ``places``."""
+    """Return whether a strategy splits exactly the given positions, without communication."""
     outputs = strategy.outputs
     return (
         not strategy.collectives

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 PIECES = 32
-"""Minimum number of pieces per even share: servers differ by at most 3 %."""
+"""Minimum number of pieces in an even share: servers then differ by at most 3 %."""
 LEAST_ELEMENTS = 1024
 """Minimum elements of a piece, as each piece costs the bookkeeping of a request."""
 

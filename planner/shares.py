@@ -21,8 +21,8 @@ from .pricing.stage_cost import StageCost
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """Share of a coordinate, one of ``parts``: rows ``first`` to ``first + rows`` of ``total``
-    rows.
+    """Rows ``first`` to ``first + rows`` of the ``total`` rows of a micro-batch: the share of one
+    of ``parts`` coordinates (indices along mesh axis 0).
 
     A coordinate without rows computes on one row of weight zero: its partial sums are zero.
     """
@@ -34,7 +34,7 @@ class RowShare:
 
     @property
     def batch_size(self) -> int:
-        """Return the batch size whose even split gives each coordinate as many rows, or one."""
+        """Return the batch size whose even split gives each coordinate ``rows`` rows (or 1)."""
         return max(self.rows, 1) * self.parts
 
     @property
@@ -44,7 +44,7 @@ class RowShare:
 
 
 def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
-    """Return the rows of ``coordinate``; None if the batch is split evenly.
+    """Return the rows of a coordinate (index along mesh axis 0); None for an even split.
 
     >>> share_of((3, 5), 1)
     RowShare(first=3, rows=5, total=8, parts=2)
@@ -55,7 +55,7 @@ def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
 
 
 def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple[int, ...]:
-    """Return the ranks of a mesh (row-major) that are at ``coordinate`` of its first axis.
+    """Return the ranks of a row-major mesh whose index along the first axis is ``coordinate``.
 
     >>> coordinate_ranks((4, 5, 6, 7), 2, 1)
     (6, 7)
@@ -88,7 +88,7 @@ def why_not(
 
 
 def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
-    """Return whether axis 0 splits a value by rows only, and no other axis splits its rows."""
+    """Return whether axis 0 splits a value along rows only, and no other axis splits its rows."""
     dim = graph.batch_dims[ref.name][ref.index]
     rows: Placement | None = None if dim is None else shard(dim)
     if graph[ref.name].kind == "parameter":
@@ -98,10 +98,10 @@ def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
 
 
 def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
-    """Combine the costs of coordinates into their stage's: the slowest counts in each part of a
-    step.
+    """Combine the costs of a stage's batch shares to the stage's cost: in each part of a step, the
+    slowest share counts.
 
-    Its bytes are the fullest coordinate's.
+    Its bytes are the bytes of the share with the most.
     """
     found = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
     fullest = max(costs, key=lambda cost: cost.total_bytes)
@@ -128,7 +128,8 @@ def best_shares(
     ``seconds(coordinate, rows)`` must not decrease with the rows; it is infinite for rows that do
     not fit. The first shares are in proportion to ``speeds``, rounded by largest remainder; then
     rows of the slowest coordinate move to any coordinate that stays faster with them. Once there is
-    none, the shares are optimal: fewer rows for the slowest make another as slow.
+    no such coordinate, the shares are optimal: taking rows from the slowest would make another at
+    least as slow.
 
     >>> best_shares(8, (3.0, 5.0), lambda rank, rows: rows / (3.0, 5.0)[rank])
     (3, 5)

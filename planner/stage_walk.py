@@ -31,9 +31,9 @@ from .schedules.held import HalfPairs, held_bytes, splits
 
 @dataclass(frozen=True)
 class Walked:
-    """Cache of the costs of a graph's blocks at one batch size, keyed by all facts they depend on.
+    """Cache of the costs of a graph's blocks at one batch size, keyed by everything they depend on.
 
-    ``layouts`` lists the distinct layouts so far; keys contain their positions in it.
+    ``layouts`` lists the distinct layouts so far; keys contain a layout's position in this list.
     """
 
     forms: BlockForms
@@ -68,7 +68,7 @@ class Walked:
         return found[1]
 
     def of_setting(self, setting: StageFacts) -> dict[Any, BlockCost]:
-        """Return the cached costs of blocks under ``setting``."""
+        """Return the cached costs of blocks for the stage facts ``setting``."""
         prices = setting.prices
         key = (
             prices.mesh,
@@ -89,13 +89,14 @@ class Walked:
 
 
 def walked_none(graph: Graph, blocks: Blocks, rules: Rules) -> Walked:
-    """Return an empty cache for a graph."""
+    """Return an empty cache of block costs for a graph."""
     return Walked(BlockForms(Structure(graph, blocks), rules.storage_of(graph)))
 
 
 @dataclass
 class StageWalk:
-    """Pricing of a stage whose blocks begin at ``start``. ``held``: see ``schedules.held``."""
+    """Pricing of a stage of a plan, block by block from block ``start`` on. ``held``: its
+    micro-batches in flight, see ``schedules.held``."""
 
     walked: Walked
     graph: Graph
@@ -151,7 +152,7 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """Return the seconds by block. A parameter of several blocks counts with the first."""
+        """Return the seconds by block; a parameter of several blocks counts with the first."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
@@ -194,14 +195,14 @@ class StageWalk:
         return found
 
     def _number(self, name: str) -> int:
-        """Return the number of a node's layout: under its own name, or else its template's."""
+        """Return the number of a node's layout, which may be stored under its template's name."""
         found = self.walked.forms.blocks.entry(self.numbers, name)
         if found is None:
             raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """Return the layout numbers of a block's nodes; most blocks have their template's."""
+        """Return the layout numbers of a block's nodes; most blocks share their template's."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])
@@ -210,8 +211,7 @@ class StageWalk:
         return self._of_kind[block.kind]
 
     def _ends(self) -> Seconds:
-        """Return the seconds of converting sent values to the boundary, and the loss to every
-        rank."""
+        """Return the seconds of layout conversions for sent values, and for the loss."""
         total, loss = Seconds(), self.graph.loss
         reads, position = self.walked.forms.reads, self.walked.forms.structure.position
         for own in reads[self.start : self.stop]:

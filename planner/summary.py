@@ -99,7 +99,7 @@ def summary_text(
     microbatch_size: int,
     offload: Offload = "none",
 ) -> str:
-    """Format the line; ``schedule``, from ``schedule_text``, is omitted for a single rank.
+    """Format the summary line of a plan; ``schedule`` is left out for a single rank.
 
     >>> rank = RankSummary(Mesh(("dp", "tp"), (4, 2)), zero=1, num_blocks=8)
     >>> summary_text([rank, rank], "1F1B", 16, 4)
@@ -113,7 +113,7 @@ def summary_text(
 
 
 def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
-    """Return the parts of the line that precede the micro-batches."""
+    """Return the parts of a plan's summary line that precede the micro-batches."""
     has_one_zero = len({rank.zero for rank in ranks}) == 1
     texts = [_rank_text(rank, with_zero=not has_one_zero) for rank in ranks]
     if len(set(texts)) == 1:
@@ -128,7 +128,7 @@ def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
 
 
 def offload_text(offload: Offload) -> tuple[str, ...]:
-    """Return the part of the line about offloading to host memory.
+    """Return the part of a plan's summary line about offloading to host memory.
 
     >>> offload_text("optimizer"), offload_text("none")
     (('optimizer offloaded',), ())

@@ -18,8 +18,8 @@ DROPOUT = "autoparallel.counter_dropout.default"
 
 @dataclass(frozen=True, slots=True)
 class WrittenAttention:
-    """Names of an attention's nodes. ``columns`` are the nodes with a dimension of key
-    positions."""
+    """Names of the nodes of an attention that is written out in separate ops. ``columns``: its
+    nodes with a dimension of key positions."""
 
     keys: str
     scores: str
@@ -34,7 +34,7 @@ class WrittenAttention:
 
 
 def find_written(graph: Graph) -> tuple[WrittenAttention, ...]:
-    """Return the causal attentions of a graph that are written out as separate ops."""
+    """Return the causal attentions of a graph that are written out in separate ops."""
     return tuple(_written(graph))
 
 

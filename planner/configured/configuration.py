@@ -85,7 +85,7 @@ class Configuration:
 
     @property
     def form(self) -> tuple[str, bool, bool, bool]:
-        """Options that the priced graph depends on."""
+        """Options that determine which graph is priced."""
         return self.precision, self.compiled, self.compiles_ends, self.fuses_products
 
     @property
@@ -140,13 +140,13 @@ class Configuration:
 
 
 _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
-"""Suffix of a block's name if the block is in a list of layers: ".3", or ".3+1" for its second
-part."""
+"""Suffix of the name of a block in a list of layers: ".3", or ".3+1" for its second part."""
 
 
 def find_layers(blocks: Blocks) -> range:
-    """Return the positions of the layers: the longest run of equal blocks, or of numbered members
-    of one list if longer. A member of a kind that no other block has does not count as a layer."""
+    """Return the positions of the layers: the longest run of equal blocks or, if longer, of
+    numbered members of one list. A member whose kind no other block has does not count as a
+    layer."""
     kinds = [plain_kind(block.kind) for block in blocks.blocks]
     counts, numbers = Counter(kinds), [_NUMBER.search(block.name) for block in blocks.blocks]
     lists = [
@@ -157,7 +157,7 @@ def find_layers(blocks: Blocks) -> range:
 
 
 def find_equal(blocks: Blocks) -> range:
-    """Return the positions of the longest run of equal blocks, ignoring differences by pins."""
+    """Return the positions of the longest run of equal blocks, whatever their pinned layouts."""
     return _longest_run([plain_kind(block.kind) for block in blocks.blocks])
 
 

@@ -64,7 +64,7 @@ from ..sequence_places import find_places
 from .configuration import Configuration, find_layers, stage_bounds
 
 ONCE = ("transient", "buffers", "reserve")
-"""Memory categories that the stages of a rank share: the maximum counts, not the sum."""
+"""Memory categories that a rank's stages share: the largest stage counts, not the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,9 @@ class PricedStep:
 
 @dataclass
 class ConfigurationPricer:
-    """Pricer of configurations of one model; it caches the work that they share.
+    """Pricer of configurations of one model; it caches results that several configurations need.
 
-    ``basis`` holds measured times; ``pins`` are layouts that the user fixed.
+    ``basis`` holds measured times; ``pins`` are the layouts that the user requires.
     """
 
     graph: Graph
@@ -124,8 +124,7 @@ class ConfigurationPricer:
         self.blocks = pinned_blocks(self.graph, self.blocks, self.pins)
 
     def price(self, cluster: Cluster, configuration: Configuration) -> PricedStep:
-        """Return the priced step of a configuration. Raises ``UsageError`` if it does not fit the
-        model or the cluster."""
+        """Return the priced step. Raises ``UsageError`` if model or cluster do not allow it."""
         return self.step(configuration, self.staged(cluster, configuration))
 
     def staged(self, cluster: Cluster, configuration: Configuration) -> Staged:
@@ -250,8 +249,8 @@ class ConfigurationPricer:
         firsts: tuple[int, int],
         bounds: tuple[int, int],
     ) -> Mapping[str, NodeLayout]:
-        """Return the best layouts of a stage; ``firsts``: first ranks of the previous stage and of
-        this."""
+        """Return the best layouts of a stage; ``firsts`` are the first ranks of the previous stage
+        and of this stage."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
@@ -306,7 +305,8 @@ class ConfigurationPricer:
         return self.solvers[key]
 
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
-        """Return the restriction of layouts if the priced program sends tokens to experts."""
+        """Return the layout restriction ``given``, with the axes that tokens are sent over if the
+        priced program sends tokens to experts."""
         if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
@@ -345,7 +345,7 @@ def _bounds(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage; with replicas, the rank of the first replica."""
+    """Return the pipeline rank of each stage; the first replica's rank if it is replicated."""
     found: dict[int, int] = {}
     for chunk in zip(*parts_of_ranks(own.schedule, own.pp, own.num_chunks), strict=True):
         for rank, part in enumerate(chunk):
@@ -404,7 +404,7 @@ def stage_bytes(
 
 
 def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
-    """Return the bytes per micro-batch that each of ``parts`` devices of a stage sends."""
+    """Return the bytes per micro-batch that each of a stage's ``parts`` devices sends on."""
     specs = ((graph.spec(Ref(name, index)), count) for (name, index), count in run.sent.items())
     return sum(spec.num_bytes * count for spec, count in specs) / parts
 
@@ -412,7 +412,7 @@ def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
 def beside_stages(
     schedule: Schedule, sent: Sequence[float], mesh: Mesh, kind: Literal["cuda", "cpu"]
 ) -> tuple[Mapping[str, float], ...]:
-    """Return the memory that each pipeline rank needs beside its stages, by category.
+    """Return, for each pipeline rank, the bytes by category that do not belong to its stages.
 
     >>> from ..schedules.schedules import build_schedule
     >>> mesh = Mesh(("dp", "tp"), (4, 2))

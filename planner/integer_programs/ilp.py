@@ -33,8 +33,7 @@ from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, St
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Decision that lays out a value, and the class (layout) of the value for each of its
-    choices."""
+    """Decision that lays out a value, and the class (layout) of the value for each choice."""
 
     decision: int
     classes: Ints
@@ -42,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """Value that ``source`` produces and ``consumers`` read, with ``cost[produced, wanted]``."""
+    """Value made by ``source`` and read by ``consumers`` at ``cost[made class, wanted class]``."""
 
     source: Side
     consumers: tuple[Side, ...]
@@ -75,7 +74,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One of the sums of which a peak is the maximum: bytes by decision, and shared bytes."""
+    """One of the sums of which a peak is the maximum: bytes by decision, plus shared bytes."""
 
     linear: tuple[tuple[int, Floats], ...]
     shared: tuple[SharedBytes, ...] = ()
@@ -139,10 +138,12 @@ def build(problem: Problem, *, can_exceed: bool = True) -> Program:
 
 
 def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
-    """Merge rows, and columns, that are equal in all matrices ``costs[matrix, s, w]``.
+    """Merge rows s (made layouts), and columns w (wanted layouts), that are equal in all matrices
+    ``costs[matrix, s, w]``.
 
-    Out: the class of each row, of each column, and the matrices of the classes. If several
-    consumers share a conversion (``merge_columns`` false), only columns without costs are merged.
+    Returns the class of each row, the class of each column, and the matrices of the classes. If
+    several consumers share a conversion (``merge_columns`` false), only columns without costs are
+    merged.
     """
     row_of, rows = classes_of([costs[:, row].tobytes() for row in range(costs.shape[1])])
     reduced = costs[:, rows]
@@ -181,7 +182,8 @@ def _add_pair(
     shape: Floats,
     cost: Floats,
 ) -> Ints:
-    """Add columns e[s, w] with rows for both marginals; return their numbers as a matrix."""
+    """Add columns e[s, w], one per pair of classes of the two sides, and rows that tie their sums
+    to the choices; return the column numbers as a matrix."""
     decisions = source.decision, side.decision
     pairs = program.columns(cost, "conversion", decisions).reshape(shape.shape)
     for row in range(shape.shape[0]):
@@ -199,14 +201,15 @@ def _add_pair(
 
 
 def _tie(program: Program, pairs: Ints, chosen: Ints) -> None:
-    """Add the row Σ pairs = Σ chosen to the program."""
+    """Add the constraint to the program that the columns ``pairs`` and ``chosen`` have equal
+    sums."""
     columns = np.concatenate([pairs, chosen])
     values = np.concatenate([np.ones(len(pairs)), -np.ones(len(chosen))])
     program.row(columns, values, 0.0, 0.0)
 
 
 UNIT_BYTES = 1e6
-"""Bytes per unit of memory rows: in megabytes numbers suit the solver's tolerances."""
+"""Bytes per unit in memory constraints: numbers in megabytes suit the solver's tolerances."""
 
 
 def _add_memory(
@@ -265,8 +268,8 @@ def _add_alternative(
 def _shared_columns(
     program: Program, choices: Sequence[Ints], shared: SharedBytes
 ) -> tuple[Ints, Floats]:
-    """Add a column per class, bounded below by every holder's choice of it; return columns and
-    sizes."""
+    """Add a column per class, at least as large as every holder's choice of the class; return the
+    columns and their bytes."""
     decisions = tuple(dict.fromkeys(side.decision for side in shared.holders))
     held = program.columns(np.zeros(len(shared.num_bytes)), "held", decisions)
     for side in shared.holders:
@@ -304,8 +307,8 @@ def optimize(
     """Solve a problem: ``build``, ``solve`` and ``invert``; price the answer again from its
     choices.
 
-    The answer's objective is within a relative ``gap`` of the optimum; if nothing is below
-    ``cutoff``, as its bound then shows, it may be arbitrary. ``start`` is a known assignment.
+    The answer's objective is within a relative ``gap`` of the optimum; if its bound shows that no
+    solution is below ``cutoff``, its choices are arbitrary. ``start`` is a known assignment.
 
     Raises ``TimeLimitError`` (AP701) if nothing was found in time, ``MachineError`` (AP403) if the
     solver fails, ``KeyboardInterrupt`` if it is interrupted.
@@ -378,8 +381,7 @@ def _columns_of(problem: Problem, choices: Sequence[int]) -> Floats:
 
 
 def _normalized(problem: Problem) -> tuple[float, Problem]:
-    """Return a scale and the problem scaled by it: costs up to 1e3 exceed the solver's
-    tolerances."""
+    """Return a scale and the scaled problem; costs above 1e3 exceed the solver's tolerances."""
     largest = max((float(np.abs(cost).max(initial=0.0)) for cost in problem.costs), default=0.0)
     for coupling in problem.couplings:
         largest = max(largest, float(np.abs(coupling.cost).max(initial=0.0)))
@@ -401,7 +403,7 @@ def scaled(problem: Problem, scale: float) -> Problem:
 
 
 def cost(problem: Problem, choices: Sequence[int]) -> float:
-    """Return the cost of an assignment, computed from the problem (without prices of memory)."""
+    """Return the cost of an assignment, computed from the problem without prices of memory."""
     total = problem.constant
     total += sum(float(own[choice]) for own, choice in zip(problem.costs, choices, strict=True))
     for coupling in problem.couplings:

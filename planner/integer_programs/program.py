@@ -29,8 +29,7 @@ INTEGRALITY = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Columns that were added together: their kind, the decisions behind them, and their
-    numbers."""
+    """Columns added in one call: their kind, the decisions they stand for, their numbers."""
 
     kind: str
     decisions: tuple[int, ...]
@@ -73,7 +72,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """Result of a solver: a value per column (empty without a solution), and the proven bound.
+    """Result of a solver: a value for each column (empty without a solution), and the proven bound.
 
     ``detail`` is the solver's error text if it failed.
     """
@@ -110,7 +109,7 @@ class Solver(Protocol):
 
 
 class LoadedProgram(Protocol):
-    """Interface of a program loaded into a solver, to be run with or without integrality."""
+    """Interface of a program loaded into a solver, which runs it as a linear or integer program."""
 
     def run(self, *, integral: bool) -> Raw: ...
 

@@ -37,8 +37,7 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a pipeline: stages for a run of blocks on a run of devices, and their total
-    seconds."""
+    """Stages for consecutive blocks on consecutive devices, and the sum of their seconds."""
 
     seconds: float
     stages: Stages
@@ -50,7 +49,8 @@ _Least = tuple[Floats, NDArray[np.int64], NDArray[np.int64]]
 
 
 def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> tuple[Pipeline, ...]:
-    """Return the best pipeline for each number of stages, the best of all first.
+    """Return the best pipeline that runs the section's branches on separate devices, for each
+    number of stages, the fastest first.
 
     Blocks must follow the section; they do in any model, as every value leads to the loss.
     """
@@ -67,7 +67,8 @@ def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> t
 
 
 def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: int) -> float:
-    """Return T; the costs of stages depend on the longest path, in stages, from each to the end."""
+    """Return the pipeline time T of ``stages``; each stage's cost depends on its number of stages
+    to the end, on the longest path."""
     before = [stage for stage in stages if stage.start < section.start]
     after = [stage for stage in stages if stage.start >= section.stop]
     branches = [
@@ -97,7 +98,7 @@ def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
 
 
 def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
-    """Yield bounds on a stage's cost; one bound suffices if only the sum counts."""
+    """Yield upper limits on a stage's cost to try; no limit is enough for a single micro-batch."""
     yield float("inf")
     if num_microbatches == 1:
         return
@@ -117,7 +118,7 @@ def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
 
 @dataclass
 class _Bounded:
-    """Search among pipelines whose stages each cost at most ``bound``."""
+    """Search of pipelines in which no stage costs more than ``bound``."""
 
     table: Table
     section: Section
@@ -126,7 +127,7 @@ class _Bounded:
     masked: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def found(self) -> Iterator[Stages]:
-        """Yield the best pipelines by numbers of stages and end of the branches' devices."""
+        """Yield the best pipelines by numbers of stages and by last device of the branches."""
         num_blocks, devices = self.table.num_blocks, self.table.num_devices
         start, stop = self.section.start, self.section.stop
         for after in range(1, MOST_STAGES + 1):
@@ -139,7 +140,7 @@ class _Bounded:
                         yield (*stages, *last.stages)
 
     def _before(self, start: int, end: int, after: int, deepest: int) -> Iterator[Stages]:
-        """Yield the stages before the section and of branches that end before device ``end``."""
+        """Yield the stages before and in the section if its branches end at device ``end``."""
         for first, branches in self._branches(0, end, after, deepest).items():
             if start == 0:
                 if first == 0:
@@ -151,8 +152,8 @@ class _Bounded:
                     yield (*lead.stages, *branches.stages)
 
     def _branches(self, index: int, end: int, after: int, deepest: int) -> dict[int, _Part]:
-        """Map each first device to the stages of branches ``index`` on, and the longest's
-        seconds."""
+        """Map each possible first device to the stages of branches ``index`` and later, and the
+        seconds of the slowest branch."""
         if index == len(self.section.branches):
             return {end: _Part(0.0, ())}
         start, stop = self.section.branches[index]
@@ -174,8 +175,7 @@ class _Bounded:
     ) -> _Part:
         """Cut blocks ``start`` to ``stop`` into ``count`` stages on devices ``on`` (first, end).
 
-        ``after`` further stages follow, so the first of them has ``count + after`` stages to the
-        end.
+        ``after`` further stages follow, so the first stage has ``count + after`` stages to the end.
         """
         if start >= stop or not float(self._least(stop, on, count, after)[0][start]) < np.inf:
             return NONE
@@ -190,10 +190,11 @@ class _Bounded:
         return _Part(seconds, tuple(stages))
 
     def _least(self, stop: int, on: tuple[int, int], count: int, after: int) -> _Least:
-        """Return, by first block, the least sum of ``count`` stages up to block ``stop``, and the
-        end and size of the first of them.
+        """Return, for each first block, the least sum F of the costs of ``count`` stages up to
+        block ``stop``, and the end block and device number of the first stage.
 
-        F(k, d, n) = min over i, m of t(k..i, m devices at d) + F(i, d + m, n − 1).
+        F(k, d, n) = min over i, m of t(k..i, m devices at d) + F(i, d + m, n − 1), where t is the
+        cost of a stage of blocks k to i − 1.
         """
         key = (stop, *on, count, after)
         found = self.runs.get(key)

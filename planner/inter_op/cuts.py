@@ -18,8 +18,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Seconds = Callable[[int, int, bool], tuple[Floats, Floats]]
-"""Function of (stages to the end, place, whether it is the first) that returns the seconds of each
-class: q, which every stage takes once, and m, which the slowest stage takes in addition.
+"""Function of (stages to the end, place, whether it is the first stage) that returns two times for
+each class of runs: q, which counts once per stage, and m, which counts for the slowest stage only.
+A place is a set of submeshes on which stages cost the same.
 
 Both are infinite if the run is impossible. Stages that cost the same share the arrays.
 """
@@ -27,10 +28,11 @@ Both are infinite if the run is impossible. Stages that cost the same share the 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Cuts between blocks, before the blocks ``at``, ascending from 0 to the number of blocks.
+    """Possible stage boundaries (cuts), before the blocks ``at``, ascending from 0 to the block
+    count.
 
-    ``numbers[k, i]`` is the class between the cuts k and i, ``len(lengths)`` if there is none;
-    ``lengths`` has the number of blocks in the runs of each class.
+    ``numbers[k, i]`` is the class (runs that cost the same) of the blocks between cuts k and i,
+    ``len(lengths)`` if they cannot be a stage; ``lengths`` has each class's number of blocks.
     """
 
     at: Ints
@@ -43,7 +45,7 @@ class Cuts:
 
     @cached_property
     def band(self) -> Ints:
-        """Return ``[k, j]``, the class of the run between the cuts k and k + j + 1."""
+        """Return ``[k, j]``, the class of the blocks between the cuts k and k + j + 1."""
         size = len(self.at)
         padded = np.full((size, 2 * size - 1), len(self.lengths), dtype=np.int64)
         padded[:, :size] = self.numbers
@@ -53,13 +55,13 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Return, by cut, the number of leading classes that are equal at the previous cut."""
+        """Return, for each cut, how many leading classes its row shares with the previous cut's."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)
 
     def width(self, num_blocks: int) -> int:
-        """Return the most cuts that a run of ``num_blocks`` blocks spans."""
+        """Return the most cuts that a run of ``num_blocks`` blocks spans, over all first cuts."""
         if num_blocks not in self._widths:
             stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
             self._widths[num_blocks] = int((stops - np.arange(len(self.at))).max())
@@ -68,7 +70,9 @@ class Cuts:
 
 @dataclass
 class StageBand:
-    """Seconds of a stage, by class and as bands, without runs whose m exceeds ``bound``.
+    """Seconds of one stage of a pipeline for every run of blocks, as an array ``[k, j]`` (a band)
+    for the blocks between cuts k and k + j + 1. Runs whose m (``Seconds``) exceeds ``bound`` are
+    left out.
 
     ``most_blocks`` is the length of the longest run within the bound.
     """
@@ -95,25 +99,25 @@ class StageBand:
         return self.cuts.width(self.most_blocks)
 
     def _classes(self, which: int) -> Floats:
-        """Return the seconds by class within the bound, and a last, infinite entry for "no run"."""
+        """Return q (``which`` 0) or m (1) by class within the bound; the last entry is infinite."""
         if which not in self._made:
             own = np.where(self._within, self.by_class[which], np.inf)
             self._made[which] = np.append(own, np.inf)
         return self._made[which]
 
     def rows(self, cuts: Ints) -> TileRows:
-        """Return the band's rows at ``cuts``, evaluated lazily."""
+        """Return the band's rows for the first cuts ``cuts``, evaluated on demand."""
         return TileRows(self, cuts)
 
     def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
-        """Return the lazy band's rows at consecutive cuts, for runs that end before ``high``."""
+        """Return the rows of consecutive first cuts, for runs that end before cut ``high``."""
         rows = np.arange(cuts.start + 1, cuts.stop)
         needed = np.minimum(columns.stop, high - rows)
         alike = self.cuts.alike[cuts.start + 1 : cuts.stop]
         return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
     def along(self, which: int, strip: TileBlock) -> Floats:
-        """Return the seconds ``[j, cut]`` of a strip; a single cut if all are equal."""
+        """Return q or m (``which``) of a strip, ``[j, cut]``; one column if its rows are equal."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
             return self._classes(which)[self.cuts.band[cuts.start, columns], None]
@@ -124,15 +128,14 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Return the band's rows at ``cuts``; ``which`` selects q (0) or m (1)."""
+        """Return the band's rows for the first cuts ``cuts``; ``which`` selects q (0) or m (1)."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]
         return band[cuts]
 
     def _band(self, which: int, number: int) -> Floats | None:
-        """Return the whole band; None until enough rows were requested to make it worth
-        building."""
+        """Return the band of q or m; None until so many rows were requested that it pays."""
         self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
             self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]
@@ -141,7 +144,7 @@ class StageBand:
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Rows of a stage's bands at any cuts."""
+    """Rows of a stage's bands (``StageBand``), for the first cuts ``cuts``."""
 
     band: StageBand
     cuts: Ints
@@ -157,7 +160,8 @@ class TileRows:
 
 @dataclass(frozen=True, slots=True)
 class TileBlock:
-    """Rows and columns of a stage's bands; ``is_alike``: all rows are equal in the used columns."""
+    """Rows and columns of a stage's bands (``StageBand``) at consecutive cuts; ``is_alike``: the
+    rows are equal."""
 
     band: StageBand
     cuts: range
@@ -175,7 +179,7 @@ class TileBlock:
 
 @dataclass
 class CostTiles:
-    """Bands of all stages, within a bound on m."""
+    """Seconds of every stage as bands (``StageBand``), for runs whose m is within ``bound``."""
 
     cuts: Cuts
     seconds: Seconds

@@ -44,7 +44,8 @@ class HostOrder:
 
 
 def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, ...]:
-    """Return the orders of hosts to try, the given order first; no other if all hosts are equal.
+    """Return the orders of hosts to try, the given order first; only this order if all hosts are
+    equal.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [order.hosts for order in host_orders(parse_cluster("4x8xH100"))]
@@ -69,7 +70,8 @@ def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, .
 def over_orders(
     cluster: Cluster, request: Request, attempt: Callable[[HostOrder, Request], Found]
 ) -> list[tuple[HostOrder, Found]]:
-    """Run ``attempt`` for each order of the hosts; return the orders and results that succeeded.
+    """Run ``attempt`` for each order of the hosts; return the orders that succeeded, with their
+    results.
 
     Each order has an equal share of the remaining time limit. Raises the first order's error if all
     failed.
@@ -162,7 +164,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def _kind(host: Host) -> tuple[object, ...]:
-    """Return the key of a host's kind: all facts but its rack; equal hosts are interchangeable."""
+    """Return a key of a host, equal for interchangeable hosts: everything except its rack."""
     device = host.device
     return (
         device.speed,
@@ -183,7 +185,7 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """Yield orders of the hosts of one rack, with different sequences of kinds."""
+    """Yield orders of the hosts of one rack, each with another sequence of host kinds."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for host in hosts:
         groups.setdefault(_kind(cluster.hosts[host]), []).append(host)
@@ -202,7 +204,7 @@ def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator
 
 
 def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield every distinct sequence of kinds; hosts of a kind keep their order."""
+    """Yield every distinct sequence of host kinds; hosts of one kind keep their order."""
     if not any(groups):
         yield ()
         return

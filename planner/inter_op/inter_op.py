@@ -31,8 +31,7 @@ from .cuts import Floats as Floats
 from .sweep import Combine, Move, Sweep, Tiling, max_cost, sum_cost, turnaround_cost
 
 HALVED = 1e-4
-"""Relative width to which an interval of bounds is halved; then its upper end is lowered in
-steps."""
+"""Relative width to which an interval of bounds on m is bisected, before steps from above."""
 
 MOST_SWEEPS = 200
 
@@ -41,7 +40,7 @@ COMBINES: Mapping[str, Combine] = {"sum": sum_cost, "largest": max_cost, "turnin
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Stage of a pipeline: the blocks ``start`` to ``stop`` (exclusive), and the devices."""
+    """Stage of a pipeline: the blocks ``start`` to ``stop`` (exclusive), and adjacent devices."""
 
     start: int
     stop: int
@@ -56,20 +55,21 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages in order, and the pipeline time T in seconds."""
+    """Stages of a pipeline in order, and its estimated step time T in seconds."""
 
     stages: tuple[StageChoice, ...]
     seconds: float
 
 
 def total_seconds(stages: Sequence[tuple[float, float]]) -> float:
-    """Return T = Σ q + max m of stages, each given as (q, m)."""
+    """Return the pipeline time T = Σ q + max m of stages (q, m): q counts once per stage, m for the
+    slowest stage only."""
     return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
 
 
 def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
-    """Return T with the cost of every stage reduced by its gap: the least that better layouts can
-    reach.
+    """Return the pipeline time T if each stage's cost fell by the fraction ``gaps[stage]``, the
+    most that better layouts can save.
 
     >>> gap_adjusted_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
     8.5
@@ -83,8 +83,8 @@ def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[f
 class Table:
     """Input of the dynamic program: sizes of submeshes by first device, and stage costs.
 
-    ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of seconds of the blocks
-    k to i − 1, infinite where impossible; the first argument counts the stages to the end.
+    ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of seconds of a stage of
+    blocks k to i − 1, infinite where impossible; ``stages_left`` counts the stages to the end.
     """
 
     num_blocks: int
@@ -93,7 +93,7 @@ class Table:
     costs: Callable[[int, int, int], Floats]
 
     def tiling(self, most: int) -> Tiling:
-        """Return the tiling with every submesh as a move; each submesh is a separate place."""
+        """Return the tiling in which every submesh is a possible stage with costs of its own."""
         moves: list[Move] = []
         for first in range(self.num_devices):
             for size in self.sizes(first):
@@ -104,7 +104,7 @@ class Table:
 
 @dataclass
 class _TableSeconds:
-    """Stage seconds from a table, as ``cuts.Seconds``; every run is its own class."""
+    """Seconds of stages from a ``Table``, as ``cuts.Seconds``; every run is its own class."""
 
     table: Table
     tiling: Tiling
@@ -147,10 +147,11 @@ def pipelines(
 
 @dataclass
 class PipelineSearch:
-    """Search for the best pipelines of a tiling, by number of stages.
+    """Search for the best pipelines on a tiling (ways to divide the devices into stages), by number
+    of stages.
 
     Only pipelines faster than ``cutoff`` are searched, so stages whose m exceeds the cutoff minus
-    the least Σ q are skipped (``_limit``).
+    the least Σ q are skipped (``_limit``); q and m: see ``total_seconds``.
     """
 
     tiling: Tiling
@@ -163,7 +164,7 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """Return the cached sweep with a bound, for ``num_stages`` stages or more, if given."""
+        """Return the recurrence for one objective with m within ``bound``. Cached."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
@@ -186,7 +187,7 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """Return a lower bound of T with ``num_stages`` stages: the least Σ q plus least max m."""
+        """Return a lower bound of T for ``num_stages`` stages: least Σ q plus least max m."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
@@ -194,7 +195,7 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """Return the least ``sweep.turnaround_cost`` over pipelines of ``num_stages`` stages."""
+        """Return the least ``sweep.turnaround_cost`` of all pipelines of ``num_stages`` stages."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
@@ -214,7 +215,7 @@ class PipelineSearch:
     def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
         """Return the pipeline of least T below ``cutoff`` with ``num_stages`` stages, or None.
 
-        A result of ``below`` or more need not be the least.
+        If the result's T is ``below`` or more, it need not be the least.
         """
         most = min(self.cutoff, below)
         if self.bound(num_stages) >= most:
@@ -242,8 +243,8 @@ class PipelineSearch:
         return best if best.seconds < self.cutoff else None
 
     def _middle(self, low: float, high: float, *, is_first: bool) -> float:
-        """Return the bound that splits an interval: a bound swept before for another number of
-        stages if possible."""
+        """Return the bound on m at which to split an interval: if possible, one already solved for
+        another number of stages."""
         known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
         if known and not self.tiling.fixed:
             return min(known, key=lambda bound: abs(bound - (low + high) / 2))
@@ -252,7 +253,7 @@ class PipelineSearch:
         return (low + high) / 2 if high > low * (1 + HALVED) else float(np.nextafter(high, 0.0))
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
-        """Return the pipeline of least Σ q with every m ≤ bound, its largest m and its Σ q."""
+        """Return (pipeline of least Σ q with every m ≤ ``bound``, its max m, its Σ q) or None."""
         sweep = self._sweep("sum", bound, None if bound == self._limit else num_stages)
         if not np.isfinite(sweep.least(num_stages)):
             return None
@@ -267,7 +268,8 @@ class PipelineSearch:
 
 
 def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
-    """Return a lower bound of Σ q over all cuts of the blocks into ``stages``, given by seconds.
+    """Return a lower bound of Σ q (q: seconds that count once per stage) over all ways to cut the
+    blocks into ``stages``, given as q by class of runs.
 
     For any price ρ of a block, with L blocks in total,
 

@@ -36,8 +36,7 @@ from ..rules_protocol import Rules
 from .heterogeneous import run_sizes
 
 LONG_POSITIONS = 16_384
-"""Sequence length from which a single sequence may keep several hosts busy, or fill their
-memory."""
+"""Sequence length from which one sequence may keep several hosts busy, or fill their memory."""
 
 SHORTEST_POSITIONS = 64
 """Minimum positions per rank; with fewer, products are too thin to gain by more ranks."""
@@ -46,7 +45,7 @@ WEIGHT_DIMS = 3
 """Number of dimensions of a weight of experts."""
 
 EXCHANGES = 4
-"""Transfers of tokens per step: to their experts and back, and the same for their gradients."""
+"""Transfers of tokens per step: to the experts and back, and the same for the tokens' gradients."""
 
 SUMS = 2
 """Bytes that an all-reduce sends per reduced byte (Patarasuk & Yuan 2009)."""
@@ -54,10 +53,11 @@ SUMS = 2
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of a graph: their ``number``, which an axis must divide, and bytes.
+    """Experts of a graph: their ``number``, which the size of an axis must divide, and bytes.
 
-    ``gradients``: bytes of the gradients of all their weights. Bytes of tokens per row and
-    direction: ``gathered`` by layers that are a single op, ``exchanged`` by others.
+    ``gradients``: bytes of the gradients of all expert weights. Bytes of tokens per row and
+    direction: ``gathered`` by expert layers that are a single op, ``exchanged`` by other expert
+    layers.
     """
 
     number: int
@@ -78,8 +78,7 @@ def _positions(node: Node, graph: Graph) -> int:
 
 
 def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> Experts | None:
-    """Return the experts of a graph, None without any; ``strategies`` are for an axis of two
-    ranks."""
+    """Return the experts of a graph or None; ``strategies`` are ops' strategies on two ranks."""
     if not any(len(node.spec.shape) == WEIGHT_DIMS for node in graph.parameters):
         return None
     found = expert_dims(graph, strategies)
@@ -102,7 +101,7 @@ def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Proposer of meshes besides dp × tp for a request on a cluster."""
+    """Proposer of meshes with more axes than dp and tp, for a request on a cluster."""
 
     positions: int
     experts: Experts | None
@@ -153,14 +152,15 @@ class Proposals:
                 yield parts // ep, tp, 1, ep
 
     def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
-        """Return whether tokens are fewer bytes than the gradients that "ep" does not sum."""
+        """Return whether splitting experts over "ep" pays: the tokens sent are fewer bytes than the
+        gradients that need not be summed."""
         rows = self.request.global_batch / dp
         tokens = rows * (experts.gathered + experts.exchanged / ep)
         return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)
 
 
 def proposals(graph: Graph, cluster: Cluster, request: Request, rules: Rules) -> Proposals:
-    """Return the proposer of meshes for a graph, with its positions and experts."""
+    """Return the proposer of meshes for a graph, with the graph's sequence length and experts."""
     gradient_bytes = policy(request.precision, request.optimizer, request.states).gradient_bytes
 
     def strategies(node: Node) -> tuple[AxisStrategy, ...]:
@@ -221,10 +221,10 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
 
 
 def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """Return the permitted uses of a mesh's axes.
+    """Return the permitted uses of a mesh's axes: fixed by the axis names, unless ``free``.
 
-    ``free``: the solver decides the use of unforced axes; of three axes "dp" stays fixed, as tables
-    of three free axes are too wide.
+    ``free``: the solver decides the use of every axis that is not forced; of three axes "dp" stays
+    fixed, as cost tables of three free axes are too wide.
     """
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 

@@ -23,21 +23,22 @@ import numpy as np
 from .cuts import CostTiles, Floats, Ints, StageBand, TileBlock, TileRows
 
 Combine = Callable[[TileRows | TileBlock, Floats], Floats]
-"""Function from a stage's seconds and the later stages' objective to the objective of both."""
+"""Function (a stage's seconds, the later stages' objective) → the objective of both."""
 
 MOST_CELLS = 4_000_000
-"""Maximum cells of an array in one step; more moves are processed in several steps."""
+"""Maximum array elements per vectorized operation; more moves take several operations."""
 
 MANY_CELLS = 1 << 13
-"""Cells above which a move is processed alone, in strips, which need no copies."""
+"""Array elements above which a move is processed alone, strip by strip, without copies."""
 
 STRIP_CELLS = 1 << 15
-"""Approximate cells of a strip, few enough to stay in cache."""
+"""Approximate array elements of a strip, few enough to stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Possible stage from position ``start`` to ``stop``, with its devices and their place."""
+    """Possible stage on the devices from position ``start`` to ``stop`` of a tiling. ``place``:
+    number of the group of submeshes on which stages cost the same."""
 
     start: int
     stop: int
@@ -48,7 +49,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """Moves of one place, each from a different position."""
+    """Possible stages (moves) with equal costs, each from a different start position."""
 
     starts: Ints
     stops: Ints
@@ -63,7 +64,8 @@ class Moves:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Ways to tile the devices with stages; position 0 is the first, ``end`` the last.
+    """Ways to divide the devices into stages. A stage (move) leads from position to position, from
+    0 to ``end``.
 
     If ``fixed``, the p-th stage is at position p; otherwise any number of stages up to ``most`` is
     tried.
@@ -85,13 +87,14 @@ class Tiling:
         return {start: tuple(moves) for start, moves in found.items()}
 
     def moves_from(self, left: int, start: int) -> Iterator[Move]:
-        """Yield the moves from a position if ``left`` stages, this included, remain to the end."""
+        """Yield the possible stages from ``start`` if ``left`` stages, this included, remain."""
         for move in self._from.get(start, ()):
             if (move.stop == self.end) == (left == 1):
                 yield move
 
     def groups(self, left: int, *, first: bool) -> dict[int, Moves]:
-        """Group by place the moves with ``left`` stages to the end, from position 0 or others."""
+        """Group the possible stages with ``left`` stages to the end, from position 0 (``first``) or
+        other positions, by place."""
         key = (left if self.fixed else min(left, 2), first)
         if key not in self._groups:
             starts = {self.most - left} if self.fixed else set(self._from)
@@ -106,7 +109,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Solved recurrence: ``values[s]`` maps a position to F(s, ·, position), by cut."""
+    """Solved recurrence: ``values[s]`` maps each position to an array over cuts: the least
+    objective of the last s stages, if they begin at this position and cut."""
 
     tiling: Tiling
     bands: CostTiles
@@ -146,7 +150,7 @@ class Sweep:
     def _least(
         self, band: StageBand, moves: Moves, later: _After, last: Ints
     ) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Yield subsets of a place's moves, their cuts, and the least objective from each cut."""
+        """Yield (some of the moves, first cuts for them, least objective from each cut)."""
         if not band.width:
             return
         begin, end = later.cuts(band, moves.stops)
@@ -172,8 +176,8 @@ class Sweep:
             yield some, cuts, self.combine(band.rows(cuts), after).min(axis=2)
 
     def _in_strips(self, band: StageBand, cuts: range, later: _After, stop: int) -> Floats:
-        """Return, for each of ``cuts``, the least objective of a stage that ends at position
-        ``stop``."""
+        """Return, for each first cut in ``cuts``, the least objective of a stage that ends at
+        position ``stop`` and all later stages."""
         low, high = int(later.low[stop]), int(later.high[stop])
         found = []
         at_once = max(1, STRIP_CELLS // band.width)
@@ -185,7 +189,7 @@ class Sweep:
         return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
-        """Return the least objective of ``num_stages`` stages over all blocks and devices."""
+        """Return the least objective of ``num_stages`` stages for all blocks on all devices."""
         value = self.values[num_stages].get(0) if num_stages < len(self.values) else None
         return float("inf") if value is None else float(value[0])
 
@@ -214,7 +218,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _After:
-    """Objective of later stages by position: a row of ``values``, and the range of its cuts."""
+    """Objective of the later stages by position: row in ``values``, range of finite cuts."""
 
     values: Floats
     row: Ints
@@ -223,7 +227,7 @@ class _After:
 
     @staticmethod
     def of(after: dict[int, Floats], end: int) -> _After:
-        """Stack the values of all positions, padded with as many infinite cuts."""
+        """Stack the objectives of all positions as rows, padded with infinite entries."""
         size = len(next(iter(after.values())))
         values = np.full((len(after), 2 * size), np.inf)
         row, low, high = (np.full(end + 1, fill) for fill in (0, size, -1))
@@ -237,14 +241,14 @@ class _After:
         return bool((self.high[positions] >= 0).any())
 
     def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
-        """Return the first and last cut from which a stage may reach each of the positions."""
+        """Return, by stop position, the first and last cut from which a stage can reach it."""
         at = band.cuts.at
         low = np.minimum(self.low[stops], len(at) - 1)
         begin = np.searchsorted(at, at[low] - band.most_blocks)
         return begin, self.high[stops] - 1
 
     def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
-        """Return ``[move, cut, j]``, the objective from the cut j + 1 further on."""
+        """Return ``[move, cut, j]``: the later objective from the cut j + 1 cuts further on."""
         step = self.values.strides[1]
         rows, size = self.values.shape
         every = np.lib.stride_tricks.as_strided(
@@ -254,14 +258,14 @@ class _After:
         return found
 
     def strip(self, stop: int, cuts: range, columns: range) -> Floats:
-        """Return ``[j, cut]``, the objective from the cut j + 1 further on, as a view."""
+        """Return ``[j, cut]``: the later objective from the cut j + 1 cuts further on (a view)."""
         step = self.values.strides[1]
         start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))
 
 
 def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
-    """Return, by position, the last cut that earlier stages reach within the bound; −1: none."""
+    """Return, by position, the last cut that earlier stages can reach within the bound, or −1."""
     alive = np.zeros(tiling.end + 1, dtype=bool)
     alive[tiling.end] = True
     longest: dict[tuple[int, int], int] = {}
@@ -288,13 +292,13 @@ def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
 
 
 def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return Σ q, seconds that stages take once, of a stage and the later ``after``."""
+    """Return Σ q (seconds that count once per stage) of a stage and the later stages ``after``."""
     total: Floats = stage.once + after
     return total
 
 
 def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return max m, further seconds of the slowest stage, of a stage and the later ``after``."""
+    """Return max m (seconds of the slowest stage) over a stage and the later stages ``after``."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 

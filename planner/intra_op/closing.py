@@ -28,8 +28,7 @@ MOST_PROGRAMS = 2
 """Maximum number of integer programs solved to narrow the gap of a stage."""
 
 WINNERS_PROGRAMS = 256
-"""Maximum number of integer programs for a stage of the chosen plan: more than the recomputation
-policies near the stage's."""
+"""Maximum number of integer programs per stage of the chosen plan, more than usually needed."""
 
 PROGRAM_SECONDS = 1.0
 """Time limit of an integer program; afterwards the bound proven so far is used."""
@@ -42,8 +41,7 @@ def priced_rates(
     zeros: Sequence[int],
     prices: Sequence[float],
 ) -> Rates:
-    """Return the rates of problems for every pair of a ZeRO stage and a price of a byte, by ZeRO
-    stage."""
+    """Return the weights (``Rates``) of problems for all pairs of a ZeRO stage and a byte price."""
     states = tuple(float(price) for _ in zeros for price in prices)
     return Rates(
         num_microbatches,
@@ -64,7 +62,7 @@ def round_price(price: float) -> float:
 
 
 def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
-    """Return the recomputation policies of a run that the forced or the allowed modes admit."""
+    """Return a run's recomputation policies that use only the forced or the allowed modes."""
     listed = policies(*run.class_counts)
     return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
@@ -78,8 +76,8 @@ def bounds(
     num_zeros: int,
     free_bytes: float,
 ) -> Floats:
-    """Return the lower bounds ``[zero, policy]``; ``free_bytes`` is the memory limit minus fixed
-    bytes."""
+    """Return Lagrangian lower bounds of a run's cost, ``[zero, policy]``; ``ways`` has the weights
+    of each recomputation mode, ``free_bytes`` is the memory limit minus fixed bytes."""
     rates = next(iter(ways.values()))
     prices = np.array(rates.state_prices).reshape(num_zeros, -1)
     total = np.zeros((*prices.shape, len(listed)))
@@ -110,11 +108,11 @@ def bound_by_price(
     zeros: Sequence[int],
     scale: tuple[float, float],
 ) -> tuple[float, int, list[float]]:
-    """Bound the cost of solutions that fit in memory; return the bound, its ZeRO stage, and the
-    grid prices around the λ that attains it.
+    """Bound the cost of solutions that fit in memory by trying prices λ of a byte; return the
+    bound, its ZeRO stage, and the tried prices around the best λ.
 
-    ``ways`` makes the rates of problems from ZeRO stages and prices; ``scale`` has the free bytes
-    and the price at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
+    ``ways`` makes the problems' weights from ZeRO stages and prices; ``scale`` is (free bytes,
+    price at which all bytes of a device cost as much as the stage). Raises ``TooWideError``.
     """
     free, unit = scale
     grid = np.geomspace(1e-3, 1e2, 12) * unit
@@ -134,7 +132,7 @@ def bound_by_price(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """Yield (bound, index of the ZeRO stage, index of the policy) in ascending order of bounds."""
+    """Yield (lower bound, index of the ZeRO stage, index of the policy), ascending by bound."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
         zero, policy = divmod(flat, values.shape[1])
         yield float(values[zero, policy]), zero, policy

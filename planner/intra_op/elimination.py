@@ -35,7 +35,8 @@ BATCH_AXES = 2
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Term of the sum: ``table[a, b, values of the scope]``, with the batch axes a and b."""
+    """Term of the sum to minimize, over the variables ``scope``: ``table[a, b, values of the
+    scope]``, where a and b are batch axes."""
 
     scope: tuple[int, ...]
     table: Floats
@@ -43,8 +44,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order in which variables are eliminated; total and maximum cells of the tables that it
-    makes."""
+    """Order in which to eliminate variables, and the total and maximum sizes of the tables made."""
 
     variables: tuple[int, ...]
     num_cells: int
@@ -89,14 +89,15 @@ def _cells(sizes: Sequence[int], variable: int, near: set[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Record of an elimination: the variable, and the factors that contained it."""
+    """One eliminated variable, and the factors that contained it."""
 
     variable: int
     met: tuple[Factor, ...]
 
     def best(self, rows: Ints, columns: Ints, known: Ints, size: int) -> Ints:
-        """Return the variable's best value in each assignment, given ``known[assignment,
-        variable]`` and the row and column of the assignment's problem, each ``[assignment, 1]``."""
+        """Return the variable's best value per assignment. ``known[assignment, variable]`` has the
+        values of later variables; ``rows`` and ``columns`` say to which problem of the batch each
+        assignment belongs, ``[assignment, 1]``."""
         total = np.zeros((len(known), size))
         values = np.arange(size)
         for factor in self.met:
@@ -113,11 +114,11 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """Result of an elimination: minima ``table[a, b, values of kept]``; ``steps`` recover the
-    variables.
+    """Result of an elimination: minima ``table[a, b, values of kept variables]``; ``steps`` recover
+    the values of the other variables.
 
-    After ``in_a_row``, which flattens the batch, ``num_columns`` is the length of the original
-    rows.
+    After ``in_a_row``, which flattens the batch of problems, ``num_columns`` is the former row
+    length.
     """
 
     sizes: tuple[int, ...]
@@ -156,22 +157,20 @@ class Eliminated:
         return np.array([self._known[key] for key in keys])
 
     def every(self, shape: tuple[int, int]) -> Ints:
-        """Recover all variables in every problem of the batch, row by row, when no variable is
-        kept."""
+        """Recover all variables in every problem of the batch; no variable must be kept."""
         rows, columns = (each.ravel() for each in np.indices(shape))
         return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
 @dataclass
 class Memo:
-    """Cache of elimination steps whose factors are all registered (``noted``), compared by
-    identity."""
+    """Cache of elimination steps, keyed by their factors, which must be registered (``noted``)."""
 
     noted: dict[int, Factor] = field(default_factory=dict)
     steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
 
     def note(self, factor: Factor) -> Factor:
-        """Register a factor that later problems will contain as the same object."""
+        """Register a factor object that several problems will contain."""
         self.noted[id(factor)] = factor
         return factor
 
@@ -257,8 +256,7 @@ def _size(table: Floats) -> int:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """Return a factor's table with its axes in the order of ``scope``, length 1 for absent
-    variables."""
+    """Return a factor's table with axes in the order of ``scope``, of length 1 if absent in it."""
     if factor.scope == scope:
         return factor.table
     axes, index = _places(factor.scope, scope)
@@ -270,8 +268,7 @@ def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
 def _places(
     own: tuple[int, ...], scope: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """Return the permutation of axes from ``own`` to ``scope``, and an index that inserts absent
-    axes."""
+    """Return the permutation from axes ``own`` to ``scope``, and an index to insert absent axes."""
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))

@@ -24,8 +24,7 @@ from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Cost of an edge between kinds, if any, as a link; and the bytes of its value for each value
-    of the source variable."""
+    """Cost of an edge between blocks, and bytes of its value by choice of the source variable."""
 
     link: Link | None
     source: int
@@ -34,8 +33,9 @@ class _Crossing:
 
 @dataclass
 class Family:
-    """Problem that all runs of a family share: variables for the ends of kinds and shared
-    parameters."""
+    """Optimization problem shared by a family: all runs of blocks with the same set of kinds and
+    the same values sent and received. Its variables choose the layouts that blocks of a kind show
+    each other (the kind's ends) and the layouts of parameters used by several blocks."""
 
     model: StageModel
     kinds: dict[str, KindTables]
@@ -48,8 +48,7 @@ class Family:
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
-        """Build the variables of a run's family: the ends of its kinds and the shared
-        parameters."""
+        """Build the variables of a run's family: ends of its kinds, and shared parameters."""
         sizes: list[int] = []
         place: dict[tuple[str, int], tuple[int, Ints]] = {}
         first: dict[str, int] = {}
@@ -67,8 +66,7 @@ class Family:
         return Family(model, own, sizes, place, first, run.shared)
 
     def _place(self, node: str) -> tuple[int, Ints]:
-        """Return the variable that decides the layout of ``node``, and the choice for each of its
-        values."""
+        """Return the variable that decides a node's layout, and its choice for each value."""
         structure = self.model.structure
         if structure.graph[node].kind == "parameter" and structure.is_shared(node):
             return self.place[node, 0]
@@ -76,7 +74,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cost of an edge between kinds as a factor over variables. Cached."""
+        """Return the cost of an edge between blocks in terms of the variables. Cached."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]
@@ -101,7 +99,7 @@ class Family:
         return _Crossing(Link(tables, tuple(axes)), source, held)
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
-        """Return the least objective of every run in every problem of the batch.
+        """Return the least objective of each of ``runs`` in every problem of the batch ``rates``.
 
         Raises ``TooWideError`` if its tables would be too large.
         """
@@ -120,8 +118,8 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """Return a lower bound per problem of the batch if every block may use any of the rates
-        ``ways``.
+        """Return a lower bound of a run's objective per problem, if every block may use the
+        recomputation mode of any of ``ways``.
 
         Values that recomputed blocks read from outside count only if all of ``ways`` recompute.
         Raises ``TooWideError``.
@@ -178,7 +176,7 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return the factors for sent values, received values and the loss."""
+        """Return the costs of sent values, received values and the loss as factors."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -200,8 +198,7 @@ class Family:
         return factors
 
     def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
-        """Return, by run and problem, the latencies of gradient synchronization and the least wait
-        for it."""
+        """Return, by run and problem, latencies of gradient sums and the wait no layout avoids."""
         least_wait, count = self.model.least_wait, rates.num_microbatches
         waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
         found: Floats = np.array(waits) * (1 - rates.exposed)
@@ -214,8 +211,8 @@ class Family:
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
     ) -> Iterator[Solution]:
-        """Yield, for each solution, the choices of every kind and shared parameter, given values of
-        the ends.
+        """Yield, for each solution, the choices of every kind and shared parameter, given the
+        values of the family's variables.
 
         ``values[solution, variable]``; ``problems`` has the index of each solution's problem.
         """
@@ -235,7 +232,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Return counts by run as an array that broadcasts along the first axis of a table."""
+    """Return counts by run as an array that broadcasts over all table axes but the first."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 
@@ -244,8 +241,7 @@ Part = tuple[int, Eliminated, dict[str, Eliminated]]
 
 @dataclass(frozen=True)
 class Solved:
-    """Solution of a family: ``least[run, problem]``, and ``parts`` with eliminations to recover
-    choices."""
+    """Solved runs: ``least[run, problem]`` (objective); ``parts`` recover the choices."""
 
     family: Family
     rates: Rates
@@ -253,7 +249,7 @@ class Solved:
     parts: tuple[Part, ...]
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the distinct solutions that attain the least objective of any run and problem."""
+        """Yield the distinct solutions with the least objective of any run and problem."""
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
             problems = np.indices(shape)[1].ravel()

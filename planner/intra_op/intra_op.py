@@ -42,8 +42,7 @@ from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
 EXPOSED = (1.0, 0.5)
-"""Exposed fractions of the collectives of states (ZeRO gathers, gradient sums) to solve stages
-for."""
+"""Fractions of ZeRO gathers and gradient sums to try as not overlapped by compute."""
 
 PRICES = (0.03, 0.3, 3.0, 100.0)
 """Prices λ of a byte to solve stages for, in multiples of a stage's seconds / a device's bytes."""
@@ -54,9 +53,10 @@ HIGH_PRICES = (3e3, 1e6)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the stages: bytes per device, allowed ZeRO stages, forced recomputation.
+    """Limits on a stage: bytes per device, allowed ZeRO stages, forced recomputation mode.
 
-    ``gap``: maximum gap of a stage, relative to its cost. ``solver`` solves the integer programs.
+    ``gap``: allowed gap of a stage's cost to its lower bound, relative to the cost. ``solver``
+    solves the integer programs.
     """
 
     memory_bytes: float
@@ -72,7 +72,7 @@ _Bounded = tuple[Sequence[Run], Rates]
 
 @dataclass
 class IntraOp:
-    """Solver of stages on one mesh (``model``), with caches of all results."""
+    """Solver of stages on one mesh (``model``): finds layouts, ZeRO and recomputation. Cached."""
 
     model: StageModel
     limits: Limits
@@ -103,25 +103,24 @@ class IntraOp:
 
     @property
     def excess_bytes(self) -> dict[object, float]:
-        """Map runs and settings for which nothing fitted to their least excess over the memory
-        limit."""
+        """Map runs and settings for which nothing fitted to their least bytes over the limit."""
         found = dict(self._noted)
         for pool in self.pools.values():
             found |= pool.excess_bytes
         return found
 
     def note_excess(self, num_bytes: float) -> None:
-        """Record that a run outside the pools needs at least ``num_bytes`` more than the limit."""
+        """Record that a run of no pool needs at least ``num_bytes`` more than the limit."""
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Solve runs of one family without the memory limit, to bound them."""
+        """Compute lower bounds of runs of one family by solving them without a memory limit."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Bound the seconds of runs of one family with the tables of their kinds.
+        """Compute lower bounds of runs of one family by dynamic programming over cost tables.
 
         Return False if the tables are too wide or the time is up.
         """
@@ -135,12 +134,11 @@ class IntraOp:
         return True
 
     def _plain(self, num_microbatches: int) -> Rates:
-        """Return the rates of problems in which bytes have no price."""
+        """Return the weights (``Rates``) of problems in which memory is free, by ZeRO stage."""
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """Return the pool of a run's family, with solutions of runs that were only bounded so far
-        added."""
+        """Return the pool of solutions of a run's family; add solutions found while bounding."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -153,7 +151,7 @@ class IntraOp:
         return pool
 
     def _family(self, run: Run) -> Family | None:
-        """Return the shared problem of a run's family; None if its tables would be too wide."""
+        """Return the problem that the run's family shares; None if its tables are too wide."""
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):
@@ -165,13 +163,13 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Return whether tables, not integer programs, solve a run."""
+        """Return whether cost tables, not integer programs, solve a run."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve runs of one family with tables; None if these are too wide, or no time is left."""
+        """Solve runs of one family by cost tables; None if these are too wide or time is up."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -214,8 +212,7 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the best solution of the pool, after adding solutions until the gap is small
-        enough."""
+        """Return the best solution in the pool; add solutions until its gap is small enough."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
         for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
@@ -242,8 +239,9 @@ class IntraOp:
     def _add_exposed(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for collectives of states that exceed the compute beside them; return
-        whether any is new. Runs once per family, with blocks rounded to powers of two."""
+        """Add solutions to the pool for stages whose ZeRO gathers and gradient sums take longer
+        than the compute beside them; return whether any is new. Runs once per family and number of
+        blocks rounded to a power of two."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -267,10 +265,11 @@ class IntraOp:
     def _add_fitting(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions for a binding memory limit; return whether any is new.
+        """Add solutions to the pool for a stage near its memory limit; return whether any is new.
 
         The solutions are the best at each price of a byte, with the same recomputation in all
-        blocks. Runs once per family, with blocks and micro-batches in flight in powers of two.
+        blocks. Runs once per family and numbers of blocks and micro-batches in flight, rounded to
+        powers of two.
         """
         in_flight = 1 << (in_flight.bit_length() - 1)
         return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
@@ -278,7 +277,7 @@ class IntraOp:
     def _save_bytes(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions with the fewest bytes if nothing fits; return whether any is new."""
+        """Add solutions with the fewest bytes to the pool if nothing fits; return if any is new."""
         if not nothing_fits:
             return False
         return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
@@ -291,7 +290,7 @@ class IntraOp:
         prices: tuple[float, ...],
         nothing_fits: bool,
     ) -> bool:
-        """Add the best solutions at ``prices`` of a byte, once; return whether any is new."""
+        """Add the best solutions at ``prices`` per byte to the pool; return whether any is new."""
         key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
@@ -318,7 +317,7 @@ class IntraOp:
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
     def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
-        """Return a lower bound (Lagrangian) of a run's objective within the memory limit.
+        """Return a Lagrangian lower bound of a run's objective within the memory limit.
 
         Solutions at the prices near the bound are added to the pool.
         """
@@ -353,8 +352,8 @@ class IntraOp:
     def refine(
         self, run: Run, num_microbatches: int, in_flight: int, most: int
     ) -> StageAnswer | None:
-        """Return the answer of ``best`` with a proven gap, narrowed to ``limits.gap`` within the
-        time limit and ``most`` integer programs."""
+        """Return the cheapest solution that fits in memory, after narrowing its proven gap to
+        ``limits.gap`` within the time limit and ``most`` integer programs."""
         found = self.best(run, num_microbatches, in_flight)
         key = (run.key, num_microbatches, in_flight)
         if found is None or found.gap <= SAME - 1 or self._refined.get(key, 0) >= most:
@@ -378,7 +377,8 @@ class IntraOp:
         return found
 
     def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """Solve up to ``most`` integer programs until the gap is small; return the best answer."""
+        """Solve up to ``most`` integer programs until the gap is small; return the best
+        solution."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
         if family is None or num_policies(*run.class_counts) > MOST_POLICIES:
@@ -466,7 +466,7 @@ class IntraOp:
         """Solve integer programs instead of tables for the shortest, the middle and the longest
         run.
 
-        A run is bounded only if it was solved under every ZeRO stage.
+        Only runs that were solved under every ZeRO stage get a lower bound.
         """
         ordered = sorted(runs, key=lambda run: run.num_blocks)
         some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
@@ -481,8 +481,7 @@ class IntraOp:
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
     def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
-        """Solve the integer program with a high price of a byte, for runs whose tables are too
-        wide."""
+        """Solve the integer program at a high price per byte, for runs with too wide tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(
             rates.num_microbatches,

@@ -30,20 +30,22 @@ from ..pricing.structure import Edge
 from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
 
 MOST_CELLS = 4_000_000
-"""Maximum cells of a table; the integer program solves wider problems."""
+"""Maximum elements of a cost table; the integer program solves problems with larger tables."""
 
 
 MOST_SOLVED = 12
-"""Maximum number of rates for which solutions of a kind are cached, as their tables are large."""
+"""Maximum weights (``Rates``) for which a kind's solutions are cached, as their tables are
+large."""
 
 
 class TooWideError(Exception):
-    """Signal that tables would be too large; always caught inside the planner."""
+    """Signal that cost tables would be too large; always caught inside the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Weights of seconds and bytes for a batch of problems, which differ in ZeRO stage and λ.
+    """Weights of seconds and bytes for a batch of problems that differ in ZeRO stage and λ (price
+    per byte).
 
     ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one micro-batch
     keeps (λ times the micro-batches in flight). All blocks use recomputation ``mode``. ``exposed``,
@@ -81,15 +83,15 @@ class Rates:
         return (len(rows), columns) if alike and stages == self.zeros else (len(self.zeros), 1)
 
     def prices(self, saved: bool) -> Floats:
-        """Return λ by problem, of ``saved`` bytes or of states."""
+        """Return the price per byte in each problem: of kept (``saved``) bytes, or of states."""
         given = self.saved_prices if saved else self.state_prices
         return np.array(given or (0.0,) * len(self.zeros))
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Decision that other blocks see: the class of each choice, and the first choice of each
-    class."""
+    """Decision whose layouts other blocks see: the class of each choice by these layouts, and the
+    first choice of each class."""
 
     decision: int
     classes: Ints
@@ -98,10 +100,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTables:
-    """Cost of an edge by its distinct sides: node and classes of each side, seconds by classes.
+    """Seconds of an edge's conversions by layout classes of its source and of each use.
 
-    The first side is the source, the others are uses: ``forward[source, use]``. ``repeats`` says,
-    for each of ``RECOMPUTE_MODES``, whether a recomputed block converts the value again.
+    ``nodes`` and ``classes`` are of the source first, then of the uses: ``forward[source, use]``.
+    ``repeats`` says, for each of ``RECOMPUTE_MODES``, whether a recomputed block converts the value
+    again.
     """
 
     nodes: tuple[str, ...]
@@ -121,9 +124,9 @@ class EdgeTables:
 
 
 def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """Return the costs of the conversions of an edge; None if they cost nothing.
+    """Return the seconds of converting an edge's value; None if conversions cost nothing.
 
-    Raises ``TooWideError`` if a table over all its sides would be too large.
+    Raises ``TooWideError`` if a table over the source and all uses would be too large.
     """
     merged = model.merged(edge)
     if not merged.forward.any() and not merged.backward.any():
@@ -180,7 +183,7 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """Edge as a factor over variables; ``axes``: see ``conversion_table``."""
+    """An edge's cost as a factor over elimination variables; ``axes``: see ``conversion_table``."""
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
@@ -201,7 +204,7 @@ class Link:
 
 @dataclass
 class KindTables:
-    """Variables and tables of a kind of block on a mesh; ``solve`` eliminates all but its ends."""
+    """Cost tables of a kind of block on a mesh; ``solve`` minimizes over all inner decisions."""
 
     model: StageModel
     kind: str
@@ -243,8 +246,7 @@ class KindTables:
         self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
-        """Return a variable over ``classes`` of a decision: the decision itself, or a further
-        variable tied to it."""
+        """Return a variable whose values are ``classes`` of a decision's choices."""
         size = int(classes.max()) + 1
         if size == len(classes):
             return decision
@@ -259,8 +261,7 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the decisions that other blocks see; choices that look equal to them are one
-        class."""
+        """Return the kind's ends: decisions whose layouts other blocks see (``End``)."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables
@@ -297,7 +298,7 @@ class KindTables:
         assert self.order
 
     def solve(self, rates: Rates) -> Eliminated:
-        """Return the least cost of a block by the classes of its ends, for each problem. Cached."""
+        """Return a block's least cost by layout classes of its ends, per problem. Cached."""
         found = self._solved.get(rates)
         if found is None:
             order = self.order
@@ -313,8 +314,7 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Concatenate over the choices of all decisions: seconds, recomputation seconds ``[mode,
-        choice]``, bytes of states."""
+        """Concatenate the decisions' seconds, recomputation seconds and state bytes by choice."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
@@ -329,13 +329,12 @@ class KindTables:
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
-        """Sum the kept bytes of a block's decisions; ``of`` reduces the bytes of a decision's
-        choices."""
+        """Sum a block's kept bytes over decisions; ``of`` reduces a decision's bytes by choice."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
 
     def _own(self, rates: Rates) -> list[Factor]:
-        """Return a factor per decision: the cost of each of its choices, without conversions."""
+        """Return a factor per decision: the cost of each choice without layout conversions."""
         seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
@@ -356,8 +355,8 @@ class KindTables:
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
-        """Return the factor of a decision's cost, ``part[row, column, choice]``, with batch axes of
-        length 1 along which it is constant."""
+        """Return decision ``number``'s cost ``part[row, column, choice]`` as a factor; batch axes
+        along which it is constant get length 1."""
         if not self._is_same[number]:
             return Factor((number,), part)
         if rates.saved_prices and self._keeps[rates.mode][number]:
@@ -369,7 +368,7 @@ class KindTables:
 
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Map each mode to a list: whether any choice of each decision keeps bytes."""
+        """Map each recomputation mode to a list: whether any choice of a decision keeps bytes."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():
@@ -378,8 +377,7 @@ class KindTables:
 
     @cached_property
     def _is_same(self) -> list[bool]:
-        """Return, for each decision, whether its cost is the same for all ZeRO stages, numbers of
-        micro-batches and prices of states."""
+        """Return, by decision, whether its cost is equal in all problems of any batch."""
         return [
             not own.states[:, :, HELD].any()
             and not own.seconds[:, :, STEP].any()

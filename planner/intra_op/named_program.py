@@ -33,8 +33,7 @@ LONGEST = 100
 
 @dataclass(frozen=True, slots=True)
 class NamedProgram:
-    """A program with a name for each of its columns, and the decisions behind its binary
-    columns."""
+    """A linear program with named columns, and the decisions behind its binary columns."""
 
     title: str
     program: Program

@@ -32,7 +32,7 @@ SAME = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution in the pool, with the table of its costs."""
+    """A solution in the pool, with its cost table (``StageTable``)."""
 
     table: StageTable
     solution: Solution
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class PooledSolution:
-    """Best solution of the pool for a run, with its setting and objective."""
+    """Best solution of the pool for a run, with its ZeRO and recomputation, and its objective."""
 
     entry: Entry
     setting: StageOptions
@@ -49,7 +49,7 @@ class PooledSolution:
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """Best solution of a stage: its choices (by kind), setting, objective and gap."""
+    """Solution of a stage: choices by kind, ZeRO and recomputation, objective, gap to its bound."""
 
     run: Run
     table: StageTable
@@ -60,7 +60,7 @@ class StageAnswer:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of each coordinate of axis "dp"; () for an even split."""
+        """Rows of a micro-batch per index along mesh axis "dp"; () if all are equal."""
         return ()
 
     @property
@@ -79,7 +79,8 @@ def gap_between(bound: float, objective: float) -> float:
 
 @dataclass
 class Pool:
-    """Pool of solutions for the family of ``run`` on one mesh."""
+    """Solutions found on one mesh, each of which can be used for any run of the family of
+    ``run``."""
 
     model: StageModel
     run: Run
@@ -110,7 +111,7 @@ class Pool:
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
     ) -> PooledSolution | None:
-        """Return the best solution for a run of the family; None if nothing fits."""
+        """Return the best solution for a run of the family that fits in memory, or None."""
         if not self.entries:
             return None
         base = StageOptions(num_microbatches, in_flight=in_flight)
@@ -143,7 +144,7 @@ class Pool:
         self, run: Run, figures: Floats, num_microbatches: int
     ) -> tuple[Floats, Floats]:
         """Return the objectives of ``figures[solution, zero, figure]``, and lower bounds that hold
-        for any overlap of the collectives of states with compute."""
+        however ZeRO's collectives overlap compute."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
         groups = self._groups(run)
@@ -157,7 +158,7 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """Return the figures of a run without recomputation, ``[solution, zero, figure]``."""
+        """Return a run's seconds and bytes without recomputation, ``[solution, zero, figure]``."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
             rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
@@ -180,7 +181,7 @@ class Pool:
         return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
-        """Return the figures of a kind, shared parameter or boundary in every solution. Cached."""
+        """Return a row's or boundary's seconds and bytes in every solution. Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
@@ -195,8 +196,7 @@ class Pool:
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """Return lower bounds of the seconds, recomputation to fit included; infinite if nothing
-        fits."""
+        """Return lower bounds of the seconds with enough recomputed; infinite if impossible."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
@@ -209,11 +209,11 @@ class Pool:
         base: StageOptions,
         best: PooledSolution | None,
     ) -> PooledSolution | None:
-        """Return the best of ``best`` and of solutions that fit with recomputation, tried in
-        ``order``.
+        """Return the best of ``best`` and of solutions that fit once blocks are recomputed;
+        solutions are tried in ``order``.
 
-        ``figures`` has, by solution and ZeRO stage, a lower bound of the seconds with enough
-        recomputed, and the bytes over the limit.
+        ``figures``, by solution and ZeRO stage: lower bounds of the seconds with enough recomputed,
+        and the bytes over the limit.
         """
         lower, over_limit = figures
         for column in order:

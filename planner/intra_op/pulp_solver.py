@@ -94,8 +94,7 @@ def short_name(pulp_name: str) -> str:
 
 
 def _preference(pulp_name: str) -> tuple[bool, int]:
-    """Return a sort key of interfaces: Python before executables, an installed CBC before
-    PuLP's."""
+    """Return a sort key: Python interfaces first, and an installed CBC before PuLP's."""
     return pulp_name.endswith("_CMD"), CBC.index(pulp_name) if pulp_name in CBC else 0
 
 
@@ -181,7 +180,7 @@ class PulpSolver:
 
 
 class _Loaded:
-    """A program as a PuLP problem, with the options and deadline of the solve."""
+    """A program converted to a PuLP problem, with the options and deadline of its solution."""
 
     def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
         self.budget = Budget.of(options.time_limit_seconds)

@@ -38,7 +38,7 @@ APART = frozenset(
         *("dropout", "feature_dropout"),
     )
 )
-"""Ops of fusible families that nevertheless run as separate kernels."""
+"""Ops that run as separate kernels although other ops of their families can be fused."""
 
 
 def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
@@ -51,7 +51,7 @@ def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
-    """Return the graph with the ``Fused`` of ``found`` on the nodes that it names."""
+    """Return the graph with the ``Fused`` entries of ``found`` set on the nodes that they name."""
     nodes = tuple(
         replace(node, fused=found[node.name]) if node.name in found else node
         for node in graph.nodes
@@ -105,7 +105,7 @@ def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Ops of one fused kernel: ``names`` in the order of ``block``, the names of all its nodes."""
+    """Ops of one fused kernel: ``names`` in order. ``block`` names all nodes of its block."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -229,7 +229,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Return whether an op is an addition that passes its output's gradient on unchanged."""
+        """Return whether an op is an addition whose inputs' gradient is its output's, unchanged."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]
@@ -267,7 +267,7 @@ class _Group:
         return found
 
     def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
-        """Yield the positions of inputs whose gradient is written; twice if it is added to another.
+        """Yield the positions of inputs whose gradient is written, twice if added to another one.
 
         All inputs of an addition have the same gradient, which is written only once.
         """

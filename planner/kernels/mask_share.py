@@ -93,7 +93,7 @@ class Masks:
         return float(np.mean(seen))
 
     def of(self, item: Any) -> Array | None:
-        """Return the value of an op's argument; None if it is unknown."""
+        """Return the value of an op's argument as an array; None if it is unknown."""
         if isinstance(item, bool | int | float):
             return np.asarray(item)
         if not isinstance(item, Ref) or item.index:
@@ -125,7 +125,7 @@ class Masks:
 
 
 def _all_of(values: Sequence[Array]) -> Array:
-    """Return the conjunction of masks; unknown masks, which are omitted, hide nothing."""
+    """Return the logical AND of masks; unknown masks are omitted, as if they hid nothing."""
     first, *others = (np.asarray(value, bool) for value in values)
     return np.logical_and(first, others[0]) if others else first
 

@@ -39,7 +39,7 @@ from .mask_share import Masks
 _APART = (APART | {"cross_entropy_loss"}) - {
     *("cumsum", "cumprod", "logcumsumexp", "prod", "dropout")
 }
-"""Ops that a kernel over products never contains."""
+"""Ops that a kernel with matrix products never contains."""
 
 _HALF = frozenset(("bfloat16", "float16"))
 
@@ -47,7 +47,7 @@ _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 
 def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
-    """Return the graph with a ``Fused`` on each op of a kernel over products."""
+    """Return the graph with a ``Fused`` on each op of a kernel that fuses matrix products."""
     fixed, masks = _find_fixed(graph), Masks(graph)
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
@@ -56,7 +56,7 @@ def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
-    """Return the blocks with separate kinds for different fractions of visible positions."""
+    """Return the blocks, split into kinds with different fractions of positions hidden by masks."""
 
     def shares(block: Block) -> object:
         fused = (graph[name].fused for name in block.nodes)
@@ -78,8 +78,8 @@ def _find_fixed(graph: Graph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel over products: its last product, the products its backward recomputes, all its
-    ops."""
+    """A kernel of several matrix products: its last product, the products that its backward
+    recomputes, all its ops."""
 
     last: str
     expanding: tuple[str, ...]
@@ -108,7 +108,7 @@ class _Block:
         return found
 
     def _fuses(self, name: str) -> bool:
-        """Return whether a kernel over products may contain an op."""
+        """Return whether a kernel that fuses matrix products may contain an op."""
         return is_fusible(self.nodes[name], _APART)
 
     @cached_property
@@ -140,8 +140,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return how often each value of a product is repeated: as often as both operands are, else
-        1 if they are repeated differently."""
+        """Return how many copies of each value a product makes, because its operands are expanded:
+        1 if they are expanded differently."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 
@@ -151,14 +151,13 @@ class _Block:
 
     @cached_property
     def _ends(self) -> frozenset[str]:
-        """Return the nodes whose values are read after the forward: the loss, updated buffers."""
+        """Return the nodes whose values are read after the forward: loss and new buffer values."""
         return frozenset(ref.name for ref in (self.graph.loss, *self.graph.updates.values()))
 
     def _region(self, product: str) -> tuple[str, frozenset[str]] | None:
-        """Return the contracting product that an expanding product leads to, and the ops between.
-
-        None if another op reads a value in between.
-        """
+        """Return the contracting product (smaller output than input) that an expanding product
+        (larger output) feeds, and the ops between them; None if another op reads a value in
+        between."""
         between: set[str] = set()
         last: set[str] = set()
         waiting = [product]
@@ -177,8 +176,7 @@ class _Block:
         return (last.pop(), frozenset(between)) if len(last) == 1 else None
 
     def _contracts(self, product: str, name: str) -> bool:
-        """Return whether a product's output is smaller than its only operand that ``name``
-        makes."""
+        """Return whether a product's output is smaller than its only operand made by ``name``."""
         made = self.nodes[product].spec.numel
         read = [ref for ref in self._products[product] if ref.name == name]
         return len(read) == 1 and self._numel(read[0]) > made
@@ -214,9 +212,9 @@ class _Block:
         )
 
     def _find_feeders(self, inside: set[str]) -> frozenset[str]:
-        """Return the ops that are computed inside the kernels that read them.
+        """Return the ops whose results are recomputed inside the kernels that read them.
 
-        Only kernels read their values; they write more bytes than they read, or read such an op.
+        Such an op is read by kernels only, and writes more bytes than it reads or reads such an op.
         """
         read_inside = set(inside)
         for name in reversed(self.names):
@@ -295,8 +293,7 @@ class _Block:
         return found[0] if all(found) else own
 
     def _half_source(self, name: str, seen: set[str]) -> str:
-        """Return the 16-bit format of a value of the block that ``name`` is computed from, or
-        ""."""
+        """Return a 16-bit format of block values that ``name`` is computed from, or ""."""
         if name in seen or self.graph[name].kind in ("parameter", "constant"):
             return ""
         seen.add(name)

@@ -25,7 +25,7 @@ from .stage_model import Kept, StageModel
 from .structure import Edge, Occurrences, Row, Run
 
 Solution = Mapping[str, tuple[int, ...]]
-"""Map from each kind to its decisions' choices, and from each shared parameter to its choice."""
+"""Choices by kind of block (one per decision), and the choice of each shared parameter."""
 
 GATHERED_BLOCKS = 2
 """Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
@@ -33,12 +33,12 @@ GATHERED_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """Options of a run as a stage: ZeRO, micro-batches per step and in flight, recomputed blocks.
+    """Options of a stage: ZeRO, micro-batches per step and in flight, recomputed blocks.
 
-    ``policy`` has the number of recomputed blocks of each of the run's classes. ``limit_bytes``
+    ``policy`` has the number of recomputed blocks of each class (equal blocks). ``limit_bytes``
     limits the memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
-    schedule that splits backwards, pairs of micro-batches that wait for their whole backward, and
-    for their weight gradients only (``schedules.held``).
+    schedule that splits backwards, pairs (micro-batches that wait for their whole backward,
+    micro-batches that wait for weight gradients only; ``schedules.held``).
     """
 
     num_microbatches: int = 1
@@ -51,7 +51,8 @@ class StageOptions:
 
 
 class StageProblem:
-    """Problem of a run: its decisions in one list, which can be converted to an integer program."""
+    """Layout problem of a run of blocks: its decisions (groups of nodes laid out together) in one
+    list, which can be converted to an integer program."""
 
     def __init__(self, model: StageModel, run: Run) -> None:
         self.model = model
@@ -73,7 +74,7 @@ class StageProblem:
         return self.model.kind(kind).edges
 
     def position(self, name: str) -> int:
-        """Return the position in the list of the decision that ``name`` is a member of."""
+        """Return the position in the list of the decision that lays out node ``name``."""
         structure = self.model.structure
         if structure.graph[name].kind == "parameter" and structure.is_shared(name):
             return self.start[name]
@@ -97,7 +98,7 @@ class StageProblem:
         )
 
     def _sync(self, setting: StageOptions) -> float:
-        """Return the latencies of gradient synchronization, and the wait that no layout avoids."""
+        """Return the latencies of gradient sums, and waits that no layout avoids."""
         share = objective_weights(setting.num_microbatches)
         wait = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
         return wait + float(
@@ -143,7 +144,7 @@ class StageProblem:
         )
 
     def solution(self, choices: tuple[int, ...]) -> Solution:
-        """Return flat choices as choices by kind and shared parameter."""
+        """Convert choices in list order to choices by kind and shared parameter."""
         found: dict[str, tuple[int, ...]] = {}
         for kind in self.run.counts:
             start = self.start[kind]
@@ -153,7 +154,7 @@ class StageProblem:
         return found
 
     def choices(self, solution: Solution) -> tuple[int, ...]:
-        """Return the flat choices of a solution; the inverse of ``solution``."""
+        """Return a solution's choices in list order; the inverse of ``solution``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
     def _memory(self, setting: StageOptions, rows: Mapping[Row, Occurrences]) -> Memory:
@@ -191,7 +192,7 @@ class StageProblem:
         )
 
     def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
-        """Return the storages that a kind's block keeps, an entry per storage."""
+        """Return the tensors' storages that a kind's block keeps, with bytes times ``factor``."""
         holders: dict[str, dict[int, list[set[int]]]] = {}
         for number, choices in enumerate(kept):
             for index, parts in enumerate(choices):
@@ -216,8 +217,7 @@ class StageProblem:
     def _peaks(
         self, rows: Mapping[Row, Occurrences], zero: int
     ) -> tuple[tuple[Alternative, ...], ...]:
-        """Return transient bytes as peaks: the largest op; gathered parameters, one block's
-        values."""
+        """Return transient bytes as two peaks: largest op; gathered weights and rerun block."""
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
@@ -237,8 +237,7 @@ class StageProblem:
         return tuple(working), tuple(blocks)
 
     def _made_again(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
-        """Return the bytes that a selectively recomputed block recomputes: all that its backward
-        needs, minus the kept values."""
+        """Return the bytes that a selectively recomputed block gathers and recomputes."""
         model = self.model.kind(kind)
         either = tuple(
             tuple((*own, *kept) for own, kept in zip(saved, selected, strict=True))
@@ -255,7 +254,7 @@ class StageProblem:
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """Return ``sides`` without repetitions: equal decisions that always want the same class."""
+    """Return ``sides`` without repetitions of one decision with the same classes."""
     found: list[Side] = []
     for side in sides:
         if not any(
@@ -272,13 +271,14 @@ def constant_bytes(model: StageModel, run: Run) -> int:
 
 
 def context_bytes(model: StageModel) -> int:
-    """Return the bytes of a device that hold no tensor: its context and communication buffers."""
+    """Return the bytes of a device that hold no tensor: CUDA context and communication buffers."""
     num_groups = sum(size > 1 for size in model.prices.mesh.shape)
     return reserve_bytes(model.prices.device.kind, num_groups)
 
 
 def fixed_bytes(model: StageModel, run: Run) -> float:
-    """Return the bytes of any choice: constants, buffers, and the largest op at its smallest."""
+    """Return the bytes that a run takes at least, whatever the choices: constants, buffers, and the
+    largest op in its smallest layout."""
     sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
     working = max((float(each.min()) for each in sizes), default=0.0)
     return constant_bytes(model, run) + context_bytes(model) + working

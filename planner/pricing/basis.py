@@ -29,7 +29,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class QueriedOp:
-    """An op that was queried: predicted ``seconds`` over all its uses, relative ``error``."""
+    """An op whose price was queried: predicted ``seconds`` of all uses, relative ``error``."""
 
     case: OpCase
     source: Source
@@ -39,7 +39,7 @@ class QueriedOp:
 
 @dataclass(slots=True)
 class QueriedTransfer:
-    """A collective or message on a group that was queried, with its least and most bytes."""
+    """A collective or message whose price was queried on a group, with its least and most bytes."""
 
     kind: Kind
     group: Group
@@ -52,17 +52,17 @@ class QueriedTransfer:
 
 @dataclass
 class CostQueries:
-    """Record of all queries. ``uses`` maps a node to its number of occurrences in the model."""
+    """Record of all price queries. ``uses`` maps a node to its number of uses in the model."""
 
     uses: Mapping[str, int] = field(default_factory=dict)
     num_microbatches: int = 1
     ops: dict[OpCase, QueriedOp] = field(default_factory=dict)
     transfers: dict[tuple[Kind, Group], QueriedTransfer] = field(default_factory=dict)
     unwritten: set[str] = field(default_factory=set)
-    """Ops with work that cannot be measured alone, as a profile cannot express an argument."""
+    """Ops with work that a profile cannot measure alone, as it cannot express an argument."""
 
     def of(self, num_microbatches: int) -> CostQueries:
-        """Return the same record, for queries about a micro-batch out of ``num_microbatches``."""
+        """Return the same record, for prices of one of ``num_microbatches`` micro-batches."""
         return CostQueries(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
 
     def op(self, name: str, found: QueriedOp, seconds: float) -> None:
@@ -116,8 +116,7 @@ def uses_of(blocks: Blocks) -> dict[str, int]:
 
 
 AttentionKernel = Literal["flash", "cudnn"]
-"""Kernel of fused attention: PyTorch's FlashAttention-2, or cuDNN's, which TransformerEngine runs
-on Hopper and later devices."""
+"""Kernel of fused attention: PyTorch's FlashAttention-2, or cuDNN's (TransformerEngine, Hopper)."""
 
 Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 """Unit of 8-bit and 4-bit scaling: a tensor, a row, 32 elements (MXFP8), 16 of 4 bits (NVFP4)."""
@@ -128,7 +127,7 @@ SCALINGS: Mapping[Scaling, tuple[str, float]] = {
     "mxfp8": ("mxfp8", 1 + 1 / 32),
     "nvfp4": ("nvfp4", 0.5 + 1 / 16),
 }
-"""By scaling: format of a product's factors, as named in ``cost_model.ops.compute``, and bytes of a
+"""Format of a product's factors by scaling, as named in ``cost_model.ops.compute``, and bytes of a
 cast element with its share of the scales."""
 
 
@@ -177,7 +176,7 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Return whether the backward repeats no collective of an op that it does not rerun.
+        """Return whether the backward repeats collectives only of ops that it reruns.
 
         This package's own backward may repeat them: it reruns the kernels of attention over several
         ranks, with their collectives, for the tensors that autograd keeps.
@@ -186,7 +185,7 @@ class CostAssumptions:
 
     @property
     def sends_tokens(self) -> bool:
-        """Return whether each rank of experts has its own tokens and sends them to experts."""
+        """Return whether expert-parallel ranks hold different tokens and send them to experts."""
         return self.dispatcher != "gather"
 
 

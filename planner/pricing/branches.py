@@ -33,7 +33,7 @@ WeightedEdges = tuple[tuple[int, int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks ``bounds[0]`` to ``bounds[-1]``, which are parallel branches, cut at the bounds.
+    """Parallel branches of a model: the runs of blocks between neighbouring positions ``bounds``.
 
     No branch reads values of another branch.
     """
@@ -55,14 +55,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """Devices of stages: the first and the last device of each, on a cluster."""
+    """Devices of pipeline stages: the first and the last device of each stage."""
 
     cluster: Cluster
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """Return the ratio of the time in which stage ``target`` receives a value from stage
-        ``source`` to the time from the devices just before ``target``."""
+        """Return how much slower ``target`` receives from ``source`` than from its neighbour."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:
@@ -72,7 +71,7 @@ class StagePlacement:
 
 
 def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
-    """Return the edges whose paths imply all ``pairs``; None if they are a chain of all stages.
+    """Return the fewest edges whose paths imply all ``pairs``; None if they form a chain.
 
     >>> reduce_edges([(0, 1), (1, 2), (0, 2)], 3), reduce_edges([(0, 2), (1, 2)], 3)
     (None, ((0, 2), (1, 2)))
@@ -89,10 +88,11 @@ def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | N
 def stage_edges(
     structure: Structure, starts: Sequence[int], places: StagePlacement | None = None
 ) -> WeightedEdges | None:
-    """Return the edges between stages that begin at the blocks ``starts``; None for a chain.
+    """Return the data dependences (``WeightedEdges``) between stages that begin at the blocks
+    ``starts``; None if the stages form a chain.
 
-    Received values are priced over the link from the devices before; with ``places``, fractions of
-    edges over slower links are scaled up.
+    Received values are priced over the link from the devices just before a stage; with ``places``,
+    the fractions of edges over slower links are scaled up.
     """
     stage_of = _stage_of(structure, starts)
     num_bytes: dict[tuple[int, int], int] = {}
@@ -126,7 +126,7 @@ def stage_starts(plan: Plan) -> list[int]:
 
 
 def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...]:
-    """Return, for each stage, the number of stages on the longest path to an end, itself included.
+    """Return each stage's number of stages on the longest path to the last, itself included.
 
     >>> stage_depths(None, 3), stage_depths(((0, 2, 0.5), (1, 2, 0.5)), 3)
     ((3, 2, 1), (2, 2, 1))
@@ -148,9 +148,9 @@ def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
 def find_sections(structure: Structure) -> tuple[Section, ...]:
     """Return the sections of parallel branches, disjoint and in order.
 
-    A line between two independent blocks separates branches, as far on both sides as no edge
-    crosses it; the best line has the most ops on its smaller side. The largest section is taken
-    first; its branches are not divided again.
+    A boundary between two independent blocks separates two branches, which extend on both sides
+    until an edge crosses it; the best boundary has the most ops on its smaller side. The largest
+    section is taken first; its branches are not divided again.
     """
     weights = [len(block.nodes) for block in structure.blocks.blocks]
     return parallel_sections(block_edges(structure), weights)
@@ -159,7 +159,8 @@ def find_sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """Return the sections of blocks with these edges and weights.
+    """Return the sections (parallel branches) of blocks with these edges, and ``weights`` (numbers
+    of ops).
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)
@@ -186,7 +187,8 @@ def parallel_sections(
 def _widest(
     edges: Iterable[tuple[int, int]], weights: Sequence[int], split: int
 ) -> tuple[int, int, int] | None:
-    """Return (weight of the smaller side, start, stop) of the best section around ``split``."""
+    """Return the best section with a boundary before block ``split``, as (ops on its smaller side,
+    start, stop)."""
     crossing = [(i, j) for i, j in edges if i < split <= j]
     best: tuple[int, int, int] | None = None
     for start in sorted({0, *(i + 1 for i, _ in crossing)}):

@@ -47,7 +47,7 @@ Inner = tuple[tuple[int, InnerCollective], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeStrategy:
-    """Strategy of a node on a mesh: its layouts, and the number of its strategy on each axis.
+    """Strategy of a node on a mesh: its layouts, and its strategy's number on each mesh axis.
 
     ``num_inner`` is the number of collectives inside the node: see ``inner_of``.
     """
@@ -131,7 +131,7 @@ def node_strategies(
 def _matching_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
 ) -> tuple[NodeStrategy, ...]:
-    """Return the strategies of an op if the restriction does not apply to the axes ``free``."""
+    """Return the strategies of an op if mesh axes ``free`` have no restriction."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
     per_axis = [
@@ -158,7 +158,7 @@ def _matching_strategies(
 def _numbered(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> list[tuple[int, AxisStrategy]]:
-    """Return the strategies on an axis, numbered within all strategies of the node."""
+    """Return an axis's allowed strategies, with their numbers in all strategies of the node."""
     allowed_here = _axis_strategies(node, graph, axis, prices, restriction)
     if prices.mesh.shape[axis] == 1:
         return list(enumerate(allowed_here))
@@ -229,7 +229,7 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
-    """Return the number, from 1, of the node's form; nodes of a form have equal strategies."""
+    """Return the number of the node's form, from 1; nodes of one form have equal strategies."""
     numbers = prices.cache.form_numbers
     return find(
         prices.cache.forms,
@@ -273,8 +273,8 @@ def _axis_strategies(
 def _tokens_split(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split tokens on an axis. A layer of experts has the strategy that
-    the axis is folded or sliced for."""
+    """Return the strategies of a node that split tokens on an axis: for an expert layer, with whole
+    experts per rank or slices of the same experts, as the restriction says."""
     strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label in (label, TOKENS))
@@ -283,19 +283,19 @@ def _tokens_split(
 
 
 def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
-    """Return the names of nodes on joined tokens (``token_nodes``). Cached per batch size."""
+    """Return the names of nodes on tokens (rows and positions joined). Cached per batch size."""
     return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
 
 
 def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
-    """Return the batch dimensions by node; if rows are mixed, of the nodes before that."""
+    """Return the batch dimensions by node, as far as rows are not mixed."""
     if graph.batch_dims:
         return graph.batch_dims
     return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
 
 
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
-    """Return the dimensions of rows and positions, by value. Cached by batch and axis size."""
+    """Return each value's dimensions of rows and positions. Cached by batch and axis size."""
     return find(
         prices.cache.position_dims,
         (size, graph.batch_size),
@@ -304,8 +304,8 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Return the strategies along which positions are followed. Through views that join rows and
-    positions they are followed only at layers of experts."""
+    """Return the strategies by which dimensions of positions are followed from input to output.
+    Views that join rows and positions are followed only around expert layers."""
     strategies = strategies_of(node, graph, size, prices)
     if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
         return strategies
@@ -313,7 +313,7 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
-    """Return the expert dimensions for an axis of ``size`` ranks. Cached per batch size."""
+    """Return the dimensions that index experts, for an axis of ``size`` ranks. Cached."""
     return find(
         prices.cache.expert_dims,
         (size, graph.batch_size),
@@ -328,8 +328,9 @@ def _as_megatron(
     dims: Dims,
     restriction: Restriction,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that Megatron-LM allows: split weights are used split, embedding tables
-    split by entries, and positions as ``restriction`` says."""
+    """Return the strategies that Megatron-LM's tensor parallelism has: split parameters are
+    computed with as split, embedding tables are split by entries, and other values are split along
+    positions if ``restriction.sequence_parallel``."""
     if restriction.sequence_parallel:
         fitting = positions_where_whole(node, strategies, dims)
     else:
@@ -384,7 +385,7 @@ def held_layouts(
 def _split_weights(
     graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> Mapping[str, int]:
-    """Return the weights of experts that an axis must split by expert, with their experts."""
+    """Map the expert weights that an axis must split by expert to their number of experts."""
     size = prices.mesh.shape[axis]
     is_split = axis in restriction.split_experts or axis in restriction.folded
     if not is_split or axis in restriction.gathers or size == 1:
@@ -395,8 +396,8 @@ def _split_weights(
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
     """Return the layouts that are worth storing a parameter in for one use with layout ``wanted``.
 
-    For a split use it is stored split; for a whole use it is stored whole, or on any of its axes
-    split along the first possible dimension, and gathered. Other layouts are worse in every figure.
+    A parameter used split is stored split; one used whole is stored whole or, on any axis, split
+    along the first possible dimension and gathered. Other layouts cost more time and bytes.
     """
     serving = [layout for layout in held if _serves(wanted, layout)]
     if not serving:
@@ -415,8 +416,8 @@ def _serves(wanted: Layout, held: Layout) -> bool:
 def unsharded_ops(
     graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
 ) -> tuple[str, ...]:
-    """Describe products and attention that are whole on each rank of an axis that cannot divide
-    them.
+    """Describe matrix products and attention ops that every rank of an axis computes whole, because
+    the axis size does not divide their dimensions.
 
     There is a line per op and axis; ``nodes`` are names of template nodes.
     """
@@ -438,7 +439,7 @@ def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
 
 
 def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
-    """Return whether an op with work could be split if the axis size divided it."""
+    """Return whether an op could be split if the axis size divided its dimensions."""
     work = prices.rules.work(node, input_specs(node, graph), node.outputs)
     if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
         return False

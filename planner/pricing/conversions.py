@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Sent = tuple[str, int, tuple[int, ...]]
-"""Collective of a conversion: kind, axis, and the other axes that split the tensor."""
+"""A conversion's collective: kind, its mesh axis, and the other axes that split the tensor."""
 
 _Steps = tuple[tuple[int, int], ...]
 """Numbers of each step's collectives in forward and backward; 0 for none."""
@@ -35,11 +35,11 @@ _Steps = tuple[tuple[int, int], ...]
 
 @dataclass
 class Changes:
-    """Collectives of all pairs of layouts queried so far, for meshes with the same number of axes.
+    """Collectives of all layout conversions queried so far, on meshes with the same number of axes.
 
     ``pairs[source, target]`` is the number of a pair of layouts, -1 if unknown; ``there`` and
-    ``back`` have a pair's collectives in forward and backward, ``[step, pair]``; ``steps`` its
-    number of steps.
+    ``back`` have the numbers of a pair's collectives in forward and backward, ``[step, pair]``;
+    ``steps`` is its number of steps.
     """
 
     sent: dict[Sent, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Changes:
     _found: list[_Steps] = field(default_factory=list)
 
     def number(self, layouts: Sequence[Layout]) -> Ints:
-        """Return the numbers of ``layouts``; new layouts get new numbers."""
+        """Return the numbers of ``layouts``; a new layout gets the next number."""
         for layout in layouts:
             if layout not in self.numbers:
                 self.numbers[layout] = len(self.layouts)
@@ -60,7 +60,7 @@ class Changes:
         return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
 
     def between(self, sources: Ints, targets: Ints) -> Ints:
-        """Return ``[source, target]``, the numbers of the pairs of layouts."""
+        """Return ``[source, target]``: the number of each pair of layouts."""
         missing = len(self.layouts) - len(self.pairs)
         if missing:
             self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)
@@ -107,14 +107,14 @@ class Changes:
 
 
 def changes_of(prices: Prices) -> Changes:
-    """Return the changes that all meshes with the same number of axes share."""
+    """Return the layout conversions shared by all meshes with the same number of axes."""
     return find(prices.cache.changes, len(prices.mesh.shape), Changes)
 
 
 def conversion_seconds(
     prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of forward and of backward conversions, each ``[source, target]``.
+    """Return the seconds of layout conversions, forward and backward, each ``[source, target]``.
 
     The lists must not change afterwards, as the numbers of their layouts are cached by identity.
     """

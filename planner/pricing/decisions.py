@@ -46,7 +46,7 @@ MOST_COMPARED = 1 << 22
 
 @dataclass(frozen=True)
 class Decision:
-    """Nodes that are decided together. ``members`` are op nodes in order, then parameters.
+    """Nodes whose layouts are chosen together. ``members`` are op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` have the fields of ``Seconds`` and
     ``StateBytes``; ``skipped_seconds[mode, choice]`` is the part of the forward (device, host,
@@ -70,7 +70,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Arrays of ``Decision`` over all candidates of a kind of block."""
+    """The arrays of ``Decision``, over all candidate choices of a kind of block."""
 
     seconds: Floats
     states: Floats
@@ -85,7 +85,7 @@ def decide(
     *,
     merge: bool = True,
 ) -> tuple[Decision, ...]:
-    """Return the decisions of a block, in the order of their first nodes."""
+    """Return the decisions (nodes laid out together) of a block, in the order of first nodes."""
     own = find(
         prices.cache.spaces,
         (merge, structure_key(block, graph, prices, restriction)),
@@ -152,8 +152,9 @@ def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
 def _holding_costs(
     own: DecisionSpace, graph: Graph, prices: Prices
 ) -> tuple[Floats, Floats, Floats]:
-    """Price every holding of a parameter, followed by zeros: ``Seconds`` of its conversion,
-    ``[holding, field]``, and seconds and bytes of its states, ``[zero, holding, field]``."""
+    """Price every holding (parameter stored in one layout and used in another), then zeros:
+    ``Seconds`` of its conversion ``[holding, field]``; seconds and bytes of its states, ``[zero,
+    holding, field]``."""
     none = len(own.holdings)
     converting = np.zeros((none + 1, len(Resource)))
     converting[:none, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = [
@@ -172,7 +173,8 @@ def _holding_costs(
 
 
 def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
-    """Return the candidates that no other candidate with the same outside layouts dominates."""
+    """Return the candidates that are not dominated: no other with the same layouts towards other
+    decisions is at least as good in all seconds and bytes."""
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:

@@ -45,7 +45,7 @@ Part = tuple[str, int]
 
 
 def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """Return the storages, with local bytes, that autograd keeps of an op on a rank."""
+    """Return (storage, bytes per rank) of the tensors that autograd keeps for an op's backward."""
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
     found: dict[Part, None] = {}
@@ -83,7 +83,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
-    """Return the number of ranks that gather a linear's input and split its weight by rows."""
+    """Return the number of ranks that gather a linear's input if they split its weight by rows."""
     if packet(node.op) != "linear" or ref != node.inputs[0]:
         return 1
     data, weight = layout.inputs[:2]
@@ -128,7 +128,7 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """Map each value to its memory's owner, per batch size: a copy of one row may be a view."""
+    """Map each value to the value that owns its memory, per batch size (one row may be a view)."""
     return find(prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph))
 
 
@@ -174,7 +174,7 @@ def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
 def kept_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
 ) -> tuple[Part, ...]:
-    """Return the storages, with local bytes, that selective recomputation keeps of an op on a rank.
+    """Return (storage, bytes per rank) of the tensors that selective recomputation keeps of an op.
 
     If parts of a layer are recomputed, these are the values that autograd keeps of the other parts.
     """
@@ -202,7 +202,7 @@ def kept_parts(
 
 
 def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """Return the batch inputs, with local bytes, that recomputation keeps for an op on a rank."""
+    """Return (input, bytes per rank) of the batch inputs that recomputation keeps for an op."""
     pairs = zip(node.inputs, layout.inputs, strict=True)
     found = {
         (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
@@ -230,7 +230,7 @@ POSITIONS = {
 def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
-    """Return the seconds of a node's backward that can be deferred: of the device, of the host."""
+    """Return the seconds (device, host) of a node's weight gradients, which can be deferred."""
     share = weight_grad_share(node, graph, prices)
     if not share:
         return 0.0, 0.0
@@ -241,7 +241,7 @@ def weight_grad_seconds(
 def weight_grad_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[Part, ...]:
-    """Return the storages, with local bytes, that are kept for deferred weight gradients."""
+    """Return (storage, bytes per rank) of the tensors kept for deferred weight gradients."""
     if not weight_grad_share(node, graph, prices):
         return ()
     data = node.args[POSITIONS[packet(node.op)][0]]

@@ -29,7 +29,7 @@ NO_STATES = np.zeros((len(ZEROS), len(State)))
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of one occurrence of a row (a block, shared parameter or edge), for given layouts.
+    """Cost of one occurrence of a row (term of a stage's cost: a block, shared parameter or edge).
 
     The first axis of ``seconds[mode, zero, RESOURCE]``, ``kept_bytes[mode]`` and
     ``transient_bytes[mode, zero]`` is the recomputation mode of its block: none, full or selective.
@@ -57,12 +57,13 @@ class RowCost:
 
 
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
-"""Kept storages with their bytes, by decision and choice."""
+"""Kept tensors as (storage, bytes), by decision and choice."""
 
 
 class SavedTensors(NamedTuple):
-    """Bytes of a choice: (storage, bytes) saved by autograd, the inputs and outputs of its largest
-    member, storages kept by selective recomputation, and batch inputs."""
+    """Bytes of a decision's choice: (storage, bytes) saved by autograd; inputs and outputs of its
+    largest op; (storage, bytes) kept by selective recomputation; (storage, bytes) of batch
+    inputs."""
 
     saved: tuple[Part, ...]
     working_bytes: int
@@ -72,12 +73,12 @@ class SavedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class KindModel:
-    """Model of a kind of block on a mesh.
+    """Decisions (nodes laid out together) of a kind of block on a mesh, with their bytes.
 
-    ``where`` maps a member to its decision. ``edges`` are values that another decision of the block
+    ``where`` maps a node to its decision. ``edges`` are values that another decision of the block
     reads. ``held`` returns the ``SavedTensors`` of a choice, on demand, as most meshes do not need
     all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and choice.
-    ``costs`` caches the cost of a block by the choices of all decisions.
+    ``costs`` caches a block's cost by choices.
     """
 
     kind: str
@@ -117,15 +118,14 @@ class KindModel:
         return tuple(tuple(held.read for held in choices) for choices in self._held)
 
     def parts(self, mode: Recompute) -> Kept:
-        """Return the storages that a block keeps from its forward to its backward, values of other
-        blocks not included."""
+        """Return (storage, bytes) kept from forward to backward, without other blocks' values."""
         if mode == "none":
             return self.saved
         return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """Return the bytes kept by each choice of all decisions; a storage counts with its first
-        keeper.
+        """Return the bytes kept by each choice, over all decisions in turn; a storage that several
+        decisions keep counts for the first.
 
         The sum over a block's decisions is at most the bytes that the block keeps.
         """

@@ -48,7 +48,7 @@ JOINT_AXES = ("dp", "ep", "cp")
 """Axes whose ranks hold parameters whole (except weights of experts), the data axis first."""
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
-"""ZeRO's collectives by their kind in a profile, which includes copies around their buffers."""
+"""ZeRO's collectives by their names in a profile, which include copies to and from buffers."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class MeshPrices:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return a key of all prices but transfers between stages, for one ``cache``."""
+        """Return a key of all prices, except of transfers between stages, within one ``cache``."""
         return (
             type(self),
             self.mesh,
@@ -158,7 +158,7 @@ class MeshPrices:
 
     @property
     def has_spec(self) -> bool:
-        """Return whether seconds from specifications count (see ``only``)."""
+        """Return whether prices computed from device specifications count (see ``only``)."""
         return self.only in (None, "spec")
 
     def num_parts(self, layout: Layout) -> int:
@@ -171,8 +171,7 @@ class MeshPrices:
 
     @cached_property
     def state_axes(self) -> tuple[int, ...]:
-        """Return the axes over which replicated parameters' states are sharded, gradients
-        summed."""
+        """Return the mesh axes over which ZeRO shards states and gradients are summed."""
         names = JOINT_AXES if self.assumptions.joint_states else JOINT_AXES[:1]
         sizes = zip(self.mesh.axes, self.mesh.shape, strict=True)
         found = [axis for axis, (name, size) in enumerate(sizes) if name in names and size > 1]
@@ -187,7 +186,7 @@ class MeshPrices:
         return prod(self.mesh.shape[axis] for axis in axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
-        """Return the seconds and bytes of a parameter: gradient sums, gathers and optimizer step.
+        """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes.
 
         Over ``state_axes`` the latency of collectives is not included, as a block's parameters
         travel together; ``block_sync`` has it once per block.
@@ -218,7 +217,7 @@ class MeshPrices:
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
-        """Return the seconds of gathers and gradient sums, as often as ZeRO repeats them."""
+        """Return the seconds of gathers and gradient sums, repeated as the ZeRO stage requires."""
         summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
@@ -236,7 +235,7 @@ class MeshPrices:
         return once._replace(backward_states=sync, backward_slowed=summed)
 
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
-        """Return the copies around ZeRO's collectives, which lengthen them and slow compute.
+        """Return the seconds that copies around ZeRO's collectives add to them and to compute.
 
         Parameters are copied out of the buffer they were gathered in, and gradients are cast into
         the buffer that is reduced (``fully_shard``). The device moves these bytes while it
@@ -254,7 +253,8 @@ class MeshPrices:
         )
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
-        """Return the fraction of compute that a device loses during a collective of states."""
+        """Return the fraction of compute that a device loses during a collective of ZeRO's
+        states."""
         given = self.assumptions.slowdown
         if given is not None:
             return 1 - 1 / given
@@ -310,11 +310,12 @@ class MeshPrices:
         return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))
 
     def _states(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
-        """Return the seconds of a collective of states, with the copies around it if measured."""
+        """Return the seconds of ZeRO's collective ``kind``, with its copies if measured."""
         return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
 
     def block_sync(self, zero: int) -> Seconds:
-        """Return the latencies of a block's collectives of gradients and parameters."""
+        """Return the latencies of a block's gradient and parameter collectives, which ``parameter``
+        leaves out."""
         axes = self.state_axes
         if not axes:
             return Seconds()

@@ -31,7 +31,8 @@ Localize = Callable[[Node, Specs, Specs], Arguments]
 def op_case(
     node: Node, inputs: Specs, outputs: Specs, work: Work, *, in_tf32: bool = False
 ) -> OpCase | None:
-    """Return the case of a node at local shapes; None if there is nothing to measure.
+    """Return the case (op, shapes, arguments) by which a profile stores a node at local shapes;
+    None if there is nothing to measure.
 
     There is nothing for an op without forward and backward work, or with an argument that a profile
     cannot express. ``work`` is the op's work at the same shapes. ``in_tf32``: its products run in
@@ -91,7 +92,7 @@ def _argument(node: Node, position: int, name: str, value: Any) -> Arguments:
 
 
 def _size_at(position: int) -> Localize:
-    """Return a function that sets the size argument to the shape of the local output."""
+    """Return a function that sets the op's size argument to the shape of the local output."""
 
     def localize(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
         return _argument(node, position, "size", list(outputs[0].shape))
@@ -132,7 +133,8 @@ def _split(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _slice(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Localize a slice; if it keeps its whole dimension, it keeps all of the local part."""
+    """Return a slice's arguments at local shapes: if it keeps the whole dimension, it keeps the
+    whole local part."""
     dim = _dim(node, 1, len(inputs[0].shape))
     if outputs[0].shape[dim] == inputs[0].shape[dim]:
         return (node.args[0], dim, 0, sys.maxsize), {}
@@ -162,7 +164,7 @@ in transposed convolutions, with ``output_padding`` before and ``dilation`` afte
 
 
 def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Localize a convolution: ``groups`` becomes the number of groups of this rank's channels."""
+    """Return a convolution's arguments at local shapes; ``groups`` counts this rank's groups."""
     position = 8 if packet(node.op) == "convolution" else _GROUPS_AT
     groups = node.args[position] if position < len(node.args) else node.kwargs.get("groups", 1)
     if groups == 1:
@@ -173,7 +175,7 @@ def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _counted(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Remove the key of random numbers, which does not affect the time."""
+    """Return a random op's arguments without its key, which does not affect the time."""
     kept = {name: value for name, value in node.kwargs.items() if name not in ("key", "start")}
     return node.args, {**kept, "number": 0}
 

@@ -39,14 +39,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice of a decision: the layouts of its members."""
+    """One choice of a decision (nodes laid out together): the layouts of its nodes."""
 
     layouts: Mapping[str, NodeLayout]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Decision before pricing. ``members`` are op nodes in order, then parameters."""
+    """Decision (nodes laid out together) before pricing: op nodes in order, then parameters."""
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -63,7 +63,8 @@ class Holding:
 
 @dataclass(frozen=True)
 class DecisionSpace:
-    """All decisions of a kind of block, with candidates numbered over all decisions.
+    """All decisions (nodes laid out together) of a kind of block. Their candidate choices are
+    numbered through.
 
     ``computes`` are the distinct computations (a node with layouts of equal splits);
     ``computes_as`` maps each strategy to its computation; ``inner`` are the strategies with
@@ -91,7 +92,7 @@ class DecisionSpace:
 
     @property
     def bounds(self) -> list[int]:
-        """Return the end of each decision's range of candidates."""
+        """Return, for each decision, the number after its last candidate."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
@@ -107,14 +108,14 @@ class DecisionSpace:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Split ascending candidate numbers by decision."""
+        """Split candidate numbers, in ascending order, into an array per decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
 def decision_space(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> DecisionSpace:
-    """Build the decision space of a block, with decisions in the order of their first nodes."""
+    """Build the decision space of a block; decisions are in the order of their first nodes."""
     skipped = replay(block, graph, prices).skipped
     builder = _Builder(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in merge_nodes(block, graph, prices, restriction, merge=merge):
@@ -161,7 +162,7 @@ def merge_nodes(
 
 
 def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
-    """Return the decision that ``node``, a view, may join: the view must read nothing else."""
+    """Return the decision that ``node`` may join; it must be a view of that decision's output."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
         return None
@@ -179,7 +180,7 @@ def _read_once(ref: Ref, graph: Graph) -> bool:
 def _follow(
     draft: _Draft, node: Node, options: Sequence[NodeStrategy], home: dict[str, int], leader: int
 ) -> bool:
-    """Add ``node`` to a decision if it has a strategy for every choice; return whether it has."""
+    """Add ``node`` to a decision if it has a strategy for every choice; return whether it does."""
     extended: list[dict[str, NodeStrategy]] = []
     refs = node.inputs
     for option in draft.options:
@@ -287,7 +288,7 @@ class _Builder:
         )
 
     def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
-        """Record the groups of candidates of a decision that look equal from outside."""
+        """Record groups of a decision's candidates with equal layouts towards the outside."""
         start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
         exposed = _exposed(members, self.graph)
         for number, choice in enumerate(choices, start):
@@ -323,7 +324,7 @@ def _rounds(rows: Sequence[Sequence[int]], none: int) -> tuple[Ints, ...]:
 
 
 def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
-    """Return the members whose layouts matter outside: read outside, or reading from outside."""
+    """Return the decision's nodes that other decisions see: read by them or reading from them."""
     inside = set(members)
     found = []
     for name in members:
@@ -338,11 +339,11 @@ def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
 def structure_key(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return the key of the decision space of a kind of block; it does not depend on prices.
+    """Return a key of a block's decision space: equal keys mean equal decision spaces.
 
-    It is equal for all meshes and numbers of rows on which the kind's nodes have the same
-    strategies on every axis (except for the bytes of their collectives), and dimensions that the
-    same products of axes divide. ``prices.cache`` belongs to one graph and its batch sizes.
+    It is equal for all meshes and numbers of rows for which the block's nodes have the same
+    strategies on every axis (ignoring bytes of collectives) and the same products of axes divide
+    their dimensions. ``prices.cache`` belongs to one graph and its batch sizes.
     """
     sizes = prices.mesh.shape
     axes = tuple(_axis_key(block, graph, axis, prices, restriction) for axis in range(len(sizes)))
@@ -363,7 +364,7 @@ def structure_key(
 def _axis_key(
     block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return the uses of an axis, and the strategies of the nodes on it, as a key."""
+    """Return a key of an axis's permitted uses and of the nodes' strategies on it."""
     size = prices.mesh.shape[axis]
     given = (
         restriction.split_batch,
@@ -388,7 +389,7 @@ def _axis_key(
 
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
-    """Return a number that is equal for equal results of ``make``."""
+    """Return a number of the result of ``make``, cached by ``key``; equal results share it."""
     numbers = prices.cache.trait_numbers
     number: int = find(
         prices.cache.traits,
@@ -455,7 +456,7 @@ def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
 
 
 def _light(block: Block, graph: Graph, prices: Prices) -> tuple[bool, ...]:
-    """Return, for each node of a block, whether it ``is_light``."""
+    """Return, for each node of a block, whether it is a view (``is_light``)."""
     light: tuple[bool, ...] = find(
         prices.cache.traits,
         ("light", block.nodes, graph.batch_size),

@@ -45,7 +45,7 @@ def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
 
 @dataclass
 class ByIdentity(Generic[T]):
-    """Cache whose keys contain objects that are slow to compare: they are compared by identity.
+    """Cache keyed by the identity of objects that are slow to compare.
 
     The objects are kept with the value, so that their ids stay unique.
     """
@@ -63,7 +63,7 @@ class ByIdentity(Generic[T]):
 
 @dataclass
 class ConversionCache:
-    """Cache of conversions for meshes with equal axes and groups."""
+    """Cache of layout conversions for meshes with equal axes and rank groups."""
 
     seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
         default_factory=dict
@@ -77,7 +77,7 @@ MeshKey = tuple[Mesh, tuple[Group, ...], Profile | None, Source | None]
 
 @dataclass
 class PriceCache:
-    """All caches of a graph; an ``int`` in a key is a batch size or the size of an axis."""
+    """All price caches of a graph; an ``int`` in a key is a batch size or the size of an axis."""
 
     groups: dict[tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, Group]] = field(
         default_factory=dict

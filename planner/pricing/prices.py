@@ -93,7 +93,7 @@ class Prices(MeshPrices):
     def compute(
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of local work; ``inputs`` are global specs."""
+        """Return the seconds (forward, backward) of local work; ``inputs`` are global specs."""
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
@@ -185,7 +185,7 @@ class Prices(MeshPrices):
     def _around_experts(
         self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
     ) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of memory traffic around experts' products."""
+        """Return the seconds (forward, backward) of memory traffic around the experts' products."""
         own = self.assumptions
         copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
         per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
@@ -281,7 +281,8 @@ class Prices(MeshPrices):
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
-    """Scale an op's seconds by its block's factor, if the block was measured as a whole.
+    """Scale an op's seconds by its block's factor (seconds of the whole block / sum over its ops),
+    if the block was measured as a whole.
 
     If the op has as many bytes as in the measured block, the result counts as measured.
     """

@@ -33,20 +33,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEW_POLICIES = 400
-"""Number of policies up to which all are tried."""
+"""Number of a stage's recomputation policies up to which all are tried."""
 
 MOST_STEPS = 180
-"""Maximum numbers of recomputed blocks to try; if there are more, they are sampled evenly."""
+"""Maximum numbers of recomputed blocks to try; more are sampled evenly."""
 
 MOST_POLICIES = 5_000
 """Maximum number of listed policies, and approximate maximum of points on a Pareto front."""
 
 FEWEST_POINTS = 10
-"""Minimum number of points that are kept of the front for each transient size."""
+"""Minimum number of Pareto points that are kept for each size of transient bytes."""
 
 
 class RecomputePolicy(NamedTuple):
-    """Numbers of fully and of selectively recomputed blocks of each class; () for none."""
+    """Numbers of fully and of selectively recomputed blocks, by class of equal blocks."""
 
     full: tuple[int, ...] = ()
     selective: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ NO_RECOMPUTE = RecomputePolicy()
 
 
 def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
-    """Return the policy in which all blocks are in one mode.
+    """Return the policy that recomputes all blocks in the same mode.
 
     >>> uniform_policy("full", (1, 3))
     RecomputePolicy(full=(1, 3), selective=(0, 0))
@@ -74,8 +74,8 @@ def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
 
 @dataclass(frozen=True)
 class Policies:
-    """Policies as an array ``blocks[mode, policy, class]``: numbers of fully and of selectively
-    recomputed blocks. The first policy recomputes none."""
+    """Policies as an array ``blocks[mode, policy, class]``: numbers of recomputed blocks by mode
+    (full, selective) and class of equal blocks. The first policy recomputes no block."""
 
     blocks: Ints
 
@@ -130,7 +130,7 @@ class Policies:
 
     @cached_property
     def _is_used(self) -> NDArray[np.bool_]:
-        """Return ``[mode, class, policy]``: whether the policy recomputes blocks of the class."""
+        """Return ``[mode, class, policy]``: whether a policy recomputes any block of a class."""
         return self.blocks.swapaxes(1, 2) > 0
 
 
@@ -148,8 +148,9 @@ class RecomputeCosts:
 def group_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...]
 ) -> tuple[list[list[int]], list[Ints]]:
-    """Return groups of classes, and the policies of each group as numbers of recomputed blocks
-    ``[mode, policy, class]``; they are combined with all policies of the other groups."""
+    """Return groups of classes (equal blocks), and each group's policies as numbers of recomputed
+    blocks ``[mode, policy, class]``; every combination of the groups' policies is a policy of the
+    stage."""
     if prod(comb(count + 2, 2) for count in counts) <= FEW_POLICIES:
         return (
             [[number] for number in range(len(counts))],
@@ -176,7 +177,7 @@ def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
-    """Return the policies of a stage, given the number of blocks and the kind of each class.
+    """Return a stage's policies, given the number of blocks and the kind of each class of blocks.
 
     >>> listed = policies((1,), ("layer",))
     >>> [tuple(listed[number]) for number in range(3)]
@@ -202,7 +203,7 @@ def _all_pairs(count: int) -> Ints:
 
 
 def _mixes(count: int) -> Ints:
-    """Return mixes of two of the three modes over ``count`` blocks, in even steps if many.
+    """Return policies that mix two of three modes over ``count`` blocks, sampled evenly if many.
 
     >>> _mixes(100).shape, _mixes(1000).shape, _mixes(1000)[:, -1].tolist()
     ((2, 300), (2, 540), [994, 6])
@@ -215,7 +216,7 @@ def _mixes(count: int) -> Ints:
 
 
 def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
-    """Return ``[mode, policy, class]``: blocks are taken from classes in order, full mode first."""
+    """Distribute numbers of recomputed blocks over classes in order, ``[mode, policy, class]``."""
     before = np.cumsum(counts) - counts
     first = np.clip(full[:, None] - before, 0, counts)
     both = np.clip((full + selective)[:, None] - before, 0, counts)
@@ -294,8 +295,7 @@ def _combined(one: _Points, other: _Points) -> _Points:
 
 
 def _undominated(points: _Points) -> _Points:
-    """Return, for each transient size, the Pareto front of seconds and bytes; a long front is
-    thinned evenly, its ends kept."""
+    """Return, by transient bytes, the Pareto front of seconds and bytes, thinned if long."""
     _, group = np.unique(points.transient_bytes, axis=0, return_inverse=True)
     group = group.ravel()
     order = np.lexsort((points.seconds, points.kept_bytes, group))

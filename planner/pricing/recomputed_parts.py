@@ -30,7 +30,7 @@ LATENT = "_b_proj"
 def of_parts(
     found: Replay, block: Block, graph: Graph, prices: Prices, parts: Sequence[RecomputedPart]
 ) -> Replay:
-    """Return ``found`` with a selective recomputation that reruns exactly these parts."""
+    """Return ``found`` with a selective recomputation that reruns exactly these layer parts."""
     nodes = [graph[name] for name in block.nodes]
     again: set[str] = set()
     for part in parts:
@@ -46,7 +46,7 @@ def of_parts(
 
 
 def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
-    """Return attention ops, or the ops on values with two dimensions of positions (scores)."""
+    """Return the attention ops, or else the ops on scores (values with two position dimensions)."""
     dims = dims_on(graph, SMALLEST_AXIS, prices)
 
     def is_square(ref: Ref) -> bool:

@@ -22,7 +22,7 @@ Origin = Literal["block", "parameter", "received"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Use:
-    """Use of a value: input ``position`` of a template node of a kind."""
+    """Use of a value: input ``position`` of a node of a block's template (first of its kind)."""
 
     kind: str
     node: str
@@ -31,12 +31,12 @@ class Use:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """A value and all its uses in one block: its conversions are made once per block.
+    """A value and all its uses in one block, which share its layout conversions.
 
     ``name``/``index``: the template of a block's value; the key of a parameter; the template of a
     received value's producer, with ``first``, the stage's first use of it. ``again``: an earlier
-    block of the stage reads the value, too. The value is kept once: if blocks are recomputed it
-    counts with the first reader.
+    block of the stage also reads the value; under recomputation its bytes count for the first
+    reader.
     """
 
     origin: Origin
@@ -48,22 +48,20 @@ class Edge:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the block, if recomputed, keeps the value for itself and later readers."""
+        """Return whether a recomputed block keeps the value for itself and later readers."""
         return self.origin != "parameter" and not self.again
 
 
 Row = str | Edge
-"""Summand of a stage's cost: a kind of block, a parameter of several blocks (both by name), or an
-edge between blocks."""
+"""Term of a stage's cost: kind of block, parameter of several blocks (by name), or edge."""
 
 Occurrences = tuple[int, int, int]
-"""Occurrences of a row in blocks that are not, that are fully, and that are selectively
-recomputed."""
+"""Occurrences of a row in blocks that are not, fully, and selectively recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """Class of equal blocks in a run: of one kind, with equal edges from other blocks."""
+    """Class of equal blocks in a run: they have the same kind and equal edges from other blocks."""
 
     kind: str
     edges: tuple[Edge, ...]
@@ -71,7 +69,7 @@ class BlockClass:
 
 
 Alike = tuple[str, tuple[Edge, ...]]
-"""Key of a class of equal blocks: their kind, and their edges from other blocks."""
+"""Key of a class of equal blocks: (kind, edges from other blocks)."""
 
 
 def _class_key(own: Alike) -> Any:
@@ -83,13 +81,14 @@ def _class_key(own: Alike) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks ``start`` to ``stop`` (exclusive) of the model as a stage.
+    """Consecutive blocks ``start`` to ``stop`` (exclusive) of the model as a stage.
 
     ``kinds`` and ``edges_of`` list each block's kind and edges from other blocks; ``counts`` and
     ``edges`` count them. ``leaves`` are the inputs, constants and buffers that the run reads. Runs
-    with equal ``key`` cost the same; runs of one ``family`` share decisions. ``received`` has each
-    received value with its first use, ``sent`` counts, by template, the values that later stages
-    read. ``shared`` are the parameters that several blocks use.
+    with equal ``key`` cost the same; runs of one ``family`` have the same kinds, and so the same
+    decisions. ``received`` has each received value with its first use, ``sent`` counts, by
+    template, the values that later stages read. ``shared`` are the parameters that several blocks
+    use.
     """
 
     start: int
@@ -113,9 +112,9 @@ class Run:
 
     @cached_property
     def _alike(self) -> tuple[Alike, ...]:
-        """Return the key of each block's class; equal blocks have the same key object.
+        """Return each block's key, which is the same object for equal blocks.
 
-        Most equal lists of edges already are the same object, which is hashed once.
+        Most equal tuples of edges already are the same object, which is hashed only once.
         """
         marks = [*zip(self.kinds, map(id, self.edges_of), strict=True)]
         every = dict(zip(marks, zip(self.kinds, self.edges_of, strict=True), strict=True))
@@ -125,7 +124,7 @@ class Run:
 
     @cached_property
     def _distinct(self) -> list[tuple[Alike, int]]:
-        """Return every distinct key of ``_alike`` in order, with its number of blocks."""
+        """Return (key, number of blocks) for every distinct key of blocks, in order."""
         counts = Counter(map(id, self._alike))
         every = dict(zip(map(id, self._alike), self._alike, strict=True))
         return [(own, counts[mark]) for mark, own in every.items()]
@@ -151,7 +150,7 @@ class Run:
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
     def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
-        """Return each block's recomputation mode: first blocks of a class full, then selective."""
+        """Return each block's recomputation mode: full for the first of a class, then selective."""
         if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
         seen: Counter[int] = Counter()
@@ -199,7 +198,8 @@ class Run:
 
     @cached_property
     def full_family(self) -> object:
-        """Return the key of the run's family, whose runs can use each other's layouts."""
+        """Return the key of the run's family: runs with the same kinds of blocks and the same
+        received and sent values."""
         return (
             tuple(self.counts),
             tuple(sorted(use for _, use in self.received)),

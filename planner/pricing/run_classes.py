@@ -30,19 +30,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FAR = 4
-"""Distance in blocks beyond which a value is identified by its name."""
+"""Distance in blocks beyond which a value is identified by its name, not by the distance."""
 
 FEW_READERS = 2
-"""Number of readers beyond which a value is identified by its name."""
+"""Number of readers beyond which a value is identified by its name, not by the distance."""
 
 NO_RUN = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Classes that differ in the repetitions of one block, in ascending order of ``lengths``.
+    """Classes of runs that differ only in how often one block is repeated, in ascending order of
+    ``lengths``, the numbers of repetitions.
 
-    From length ``regular`` on each further block adds the same to every sum.
+    From length ``regular`` on, each further block adds the same to every cost.
     """
 
     classes: tuple[int, ...]
@@ -52,8 +53,8 @@ class Series:
 
 @dataclass(frozen=True)
 class RunClasses:
-    """Classes of runs: ``numbers[k, i]`` is the class of blocks k to i − 1, ``firsts`` a run of
-    each."""
+    """Classes of runs (consecutive blocks) that cost the same as a stage: ``numbers[k, i]`` is the
+    class of blocks k to i − 1, ``firsts`` has one run (start, stop) of each class."""
 
     numbers: Ints
     firsts: tuple[tuple[int, int], ...]
@@ -71,7 +72,7 @@ class RunClasses:
 
     @cached_property
     def roles(self) -> Mapping[tuple[bool, bool], Ints]:
-        """Map (may be the first stage, may be the last stage) to the classes of such runs."""
+        """Map (run begins at the first block, run ends at the last block) to classes of runs."""
         size, found = self.num_blocks, {}
         for first in (True, False):
             for last in (True, False):
@@ -83,7 +84,7 @@ class RunClasses:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """Return all series; every class is in exactly one."""
+        """Return all series (classes that differ in repetitions); every class is in exactly one."""
         found: dict[object, list[tuple[int, int]]] = {}
         for number, (start, stop) in enumerate(self.firsts):
             parts = self._parts(start, stop)
@@ -118,7 +119,7 @@ class RunClasses:
 
 
 def run_classes(structure: Structure) -> RunClasses:
-    """Return the classes of all runs of a structure's blocks."""
+    """Return the classes of equal cost of all runs of a structure's blocks."""
     marks, reach = _marks(structure)
     known: dict[object, int] = {}
     signatures = np.array([known.setdefault(mark, len(known)) for mark in marks], dtype=np.int64)
@@ -136,7 +137,8 @@ def run_classes(structure: Structure) -> RunClasses:
 
 
 def _marks(structure: Structure) -> tuple[list[object], int]:
-    """Return a key of each block, equal for equal blocks, and the largest distance in the keys."""
+    """Return a key of each block, equal for blocks that cost the same at the same place in a run,
+    and the largest distance in blocks over which keys refer to values."""
     readers = structure.readers
     position = structure.position
     reach = 1
@@ -215,7 +217,7 @@ def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> F
 
 
 def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
-    """Return lower bounds raised to shorter runs' bounds plus ``slope`` for each further block.
+    """Return lower bounds raised to a shorter run's bound plus ``slope`` per further block.
 
     ``seconds`` are lower bounds. Removing blocks from the best solution of a longer run gives a
     solution of the shorter run, which costs at least ``slope`` less per block.
@@ -272,7 +274,7 @@ def _first_of_a_module(graph: Graph, block: Block) -> str:
 
 
 def without_inner(classes: RunClasses, begins: Collection[int]) -> RunClasses:
-    """Return the classes without runs that contain a block of ``begins`` after their first."""
+    """Return the classes without runs that contain a block of ``begins`` after the first."""
     if not begins:
         return classes
     numbers = classes.numbers.copy()

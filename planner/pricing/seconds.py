@@ -57,7 +57,7 @@ class State(IntEnum):
 
 
 HELD = slice(State.PARAMETERS, State.GATHERED)
-"""States that a device holds all the time."""
+"""State bytes that a device holds all the time."""
 
 
 class Seconds(NamedTuple):
@@ -94,7 +94,7 @@ class Seconds(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """Seconds forward and backward, the price's source, and the host's seconds to issue them."""
+    """Price of an op: seconds forward and backward, their source, the host's seconds to issue."""
 
     forward: float
     backward: float
@@ -126,9 +126,9 @@ def objective_weights(
 ) -> Floats:
     """Return the weight of a second of each resource in the solvers' objective per micro-batch.
 
-    Collectives that take S seconds and slow compute of C seconds by s add at least max(s, S - C)
-    to the objective (``seconds_of_passes``). The sum counts (1 - e)·s + e·(S - C) for them, where
-    e is ``exposed``, so it is a lower bound of the objective for any e from 0 to 1.
+    Collectives that take S seconds beside C seconds of compute, and lengthen this compute by s
+    seconds, add at least max(s, S - C) to the objective (``seconds_of_passes``). The weights count
+    (1 - e)·s + e·(S - C) for them, where e is ``exposed``: a lower bound for any e from 0 to 1.
 
     >>> weights = objective_weights(4)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()
@@ -147,17 +147,19 @@ def objective_weights(
 
 
 def _times_per_microbatch(resource: Resource, num_microbatches: int) -> float:
-    """Return 1 for seconds of a micro-batch, 1/N for seconds that count once per step."""
+    """Return 1 for a resource that counts per micro-batch, 1/N for one that counts per step."""
     is_of_step = resource in range(*STEP.indices(len(Resource)))
     return 1 / num_microbatches if is_of_step else 1.0
 
 
 def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
-    """Return additional weights of the seconds of a stage's first block, and of its last block.
+    """Return weights to add to ``objective_weights`` for a stage's first block, and for its last
+    block.
 
-    The first block's parameters are gathered before any compute, and its gradients are summed after
-    all compute. The last block's parameters are gathered before the backward. No compute hides
-    these collectives: they count S seconds instead of the s in ``objective_weights``.
+    Collectives that overlap compute count there only with the seconds by which they slow it. No
+    compute hides the gathers of the first block before the forward and of the last block before the
+    backward, nor the first block's gradient sums after the backward: with the added weights, they
+    count with their whole time.
     """
     first, last = np.zeros((2, len(Resource)))
     for collective, slowed in COLLECTIVES_OF_STATES[1:]:
@@ -179,7 +181,7 @@ class Groups(NamedTuple):
 
 
 def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
-    """Return the entries and counts of ``Groups`` for a sequence of blocks.
+    """Return the entries and counts of ``Groups``, which store runs of equal blocks once.
 
     A run of three or more equal blocks becomes three entries: its first block, the blocks between,
     and its last block.
@@ -201,9 +203,9 @@ def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
 def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
     """Return the seconds added to a pass if each block is gathered while its predecessor computes.
 
-    The pass waits for the first block. Every other block either arrives before the compute ends,
-    and lengthens it by ``slowed``, or the pass waits for it. The last axis has the entries of
-    ``Groups``.
+    The pass waits for the first block. Every other block either arrives before its predecessor's
+    compute ends, and lengthens this compute by ``slowed``, or the pass waits for it. The last axis
+    has the entries of ``Groups``.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
     >>> float(exposed_one_ahead(*each, [1, 1, 1]))  # 2, then 0.25 beside 3, then 6 beside 4
@@ -215,11 +217,12 @@ def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, coun
 def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
     """Return the seconds added to a pass if all blocks are gathered in sequence from its start on.
 
-    Let g be the last block that the pass waits for. It arrives after ``Σ_{h≤g} S_h`` seconds, in
-    which ``Σ_{h<g} C_h`` seconds of compute are done; later collectives slow the rest by ``Σ_{h>g}
-    s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g} s_h)`` seconds longer, and
-    at least ``Σ s_h``, if it waits for no block. Summing gradients during the backward adds the
-    same: it is the same process in reverse.
+    Block h is gathered in S_h seconds (``collectives``), computes for C_h, and its gather slows
+    compute by s_h (``slowed``). Let g be the last block that the pass waits for. It arrives after
+    ``Σ_{h≤g} S_h`` seconds, in which ``Σ_{h<g} C_h`` seconds of compute are done; later gathers
+    slow the rest by ``Σ_{h>g} s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g}
+    s_h)`` seconds longer, and at least ``Σ s_h``, if it waits for no block. Summing gradients
+    during the backward adds the same: it is the same process in reverse.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
     >>> float(exposed_from_start(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7

@@ -35,8 +35,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """Program of one slice. ``carried`` lists keys and values by stage. The first slice has no
-    ``earlier`` inputs."""
+    """Program of one slice. ``carried`` lists keys and values by stage that later slices read."""
 
     graph: Graph
     blocks: Blocks
@@ -88,7 +87,7 @@ def _stage_of_block(plan: Plan) -> list[int]:
 
 @dataclass
 class _StageLayouts:
-    """Layouts of one stage: of the whole sequence, and ``made`` for nodes of the slice."""
+    """Layouts of one stage's nodes: for the whole sequence, and ``made`` for nodes of the slice."""
 
     stage: StagePlan
     blocks: Blocks
@@ -109,7 +108,7 @@ def _leaf_layouts(graph: Graph, stage: _StageLayouts) -> Layouts:
 
 @dataclass
 class _Work:
-    """Nodes of the slice made so far, all together and by block."""
+    """Nodes of the slice built so far, all together and by block."""
 
     graph: Graph
     places: SeqDims
@@ -173,7 +172,8 @@ class _Work:
         refs: list[Ref],
         held: tuple[int, _StageLayouts, NodeLayout],
     ) -> None:
-        """Extend an op of written-out attention to the keys and values of all positions so far."""
+        """Extend an op of written-out attention (separate ops) from the slice's keys and values to
+        all positions so far."""
         block, stage, layout = held
         if node.name == written.keys:
             refs[0] = self._carry(node, "keys", refs[0], block, (stage, layout.inputs[0]))
@@ -189,7 +189,7 @@ class _Work:
             refs[1] = self.put(made, block, stage, NodeLayout((kept,), (kept,)))
 
     def _add_share(self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout) -> None:
-        """Add a mean over the slice's positions as its share of the mean over all positions."""
+        """Add the slice's share of a mean over all positions: its own mean, scaled."""
         place = self.places.means[own.name]
         low, high = place.rows(*self.bounds)
         mean = self.put(replace(own, name=f"{own.name}_of_slice"), block, stage, layout)
@@ -209,7 +209,7 @@ class _Work:
         return replace(own, args=(own.args[0], made.dim, low + shift, high + shift), kwargs={})
 
     def _drawing(self, own: Node) -> Node:
-        """Return a random op with the numbers that the whole sequence draws for the slice."""
+        """Return a random op that draws for the slice the numbers of the whole sequence's op."""
         place = self.places.places.get(Ref(own.name))
         if place is None:
             return own
@@ -218,7 +218,7 @@ class _Work:
         return replace(own, kwargs={**own.kwargs, "start": start})
 
     def _cut(self, node: Node, index: int, place: SeqDim, block: int, stage: _StageLayouts) -> Ref:
-        """Return the part of a whole input that belongs to the slice."""
+        """Return the slice's part of an input that is computed for the whole sequence."""
         ref, wanted = node.inputs[index], stage.of(node.name)
         assert wanted is not None
         spec, name = self.graph.spec(ref), f"{node.name}_slice{index}"
@@ -240,7 +240,7 @@ class _Work:
         block: int,
         stage: _StageLayouts,
     ) -> Ref:
-        """Return the part as ``_cut`` does; merged positions are first unmerged."""
+        """Return the slice's part of an input whose positions are merged with other dims."""
         ref, place, layout = what
         spec = self.graph.spec(ref)
         low, high = place.rows(*self.bounds)
@@ -341,7 +341,7 @@ class _Work:
     def _carry(
         self, own: Node, what: str, ref: Ref, block: int, held: tuple[_StageLayouts, Layout]
     ) -> Ref:
-        """Return the keys (or values) of all positions so far, joined with the earlier slices'."""
+        """Return keys (or values) of all positions so far, earlier slices' and this slice's."""
         stage, layout = held
         whole = self.graph.spec(ref)
         dim = len(whole.shape) - 2

@@ -28,7 +28,7 @@ MOST_UNITS = 16
 
 
 class SliceShares(NamedTuple):
-    """Lengths of the slices, and the fraction of a micro-batch's time that each takes."""
+    """Lengths of sequence slices, and each slice's fraction of a micro-batch's time."""
 
     lengths: tuple[int, ...]
     forward: tuple[float, ...]
@@ -38,7 +38,7 @@ class SliceShares(NamedTuple):
 def slice_shares(
     graph: Graph, blocks: Blocks, plan: Plan, whole: Sequence[StageCost], price: Price
 ) -> SliceShares | None:
-    """Return the shares of the plan's slices, over all stages; None if it has no slices."""
+    """Return the slices' fractions of time, over all stages; None if the plan has no slices."""
     if not plan.slices:
         return None
     places = find_places(graph)
@@ -57,7 +57,7 @@ def slice_shares(
 def shares_by_work(
     graph: Graph, lengths: tuple[int, ...], work: Callable[[Node], float]
 ) -> SliceShares:
-    """Return the shares of slices by the ``work`` (FLOPs) of ops; attention counts position pairs.
+    """Return slices' fractions of time by the ops' ``work`` (FLOPs) and attention's position pairs.
 
     A slice of n positions after b others has n (b + n) pairs, including pairs that a mask hides.
     """
@@ -74,11 +74,11 @@ def shares_by_work(
 
 
 def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
-    """Return the slice lengths with the fastest step, in units of at least a sixteenth of a
-    sequence, such that the plan's layouts divide them.
+    """Return the slice lengths with the fastest step among multiples of a sixteenth of a sequence
+    (or longer units) that the plan's layouts divide.
 
-    A slice of n positions after b others takes f(n) + c n b: f is priced at every length, c from
-    the second half of a sequence, since n queries see n b keys more.
+    A slice of n positions after b others takes f(n) + c n b seconds, as n queries see b earlier
+    keys. f is priced at every length, c by pricing the second half of a sequence.
     """
     places = find_places(graph)
     length = places.length
@@ -150,7 +150,7 @@ def undivided_axis(part: SequenceSlice) -> str | None:
 
 
 def is_attention(node: Node) -> bool:
-    """Return whether a node is an attention, whose keys and values slices pass on."""
+    """Return whether a node is an attention op, whose keys and values later slices read."""
     return node.op.startswith(f"{ATTENTION}.")
 
 

@@ -16,7 +16,8 @@ from ..positions import Dims, features_only, splits
 def positions_split(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return strategies that split outputs by positions, else other values, else none split."""
+    """Return the strategies that split outputs along positions, or else that split any value so, or
+    else that split no value along rows or positions."""
     fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
     making = tuple(
         strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
@@ -29,7 +30,7 @@ def batch_split(
     dims: Mapping[str, tuple[int | None, ...]],
     strategies: tuple[AxisStrategy, ...],
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split the batch of every tensor that has one, or else all."""
+    """Return the strategies that split the batch of every tensor that has one; all if none does."""
     if node.name not in dims:
         return strategies
     inputs = [dims[ref.name][ref.index] for ref in node.inputs]
@@ -46,7 +47,7 @@ def batch_split(
 def batch_whole(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along its batch, or else all."""
+    """Return the strategies that split no tensor along its batch; all if none is left."""
     if not graph.batch_dims:
         return strategies
     dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
@@ -65,7 +66,7 @@ def batch_whole(
 def parameters_split(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that use every parameter of two or more dims split, or else all."""
+    """Return the strategies that use all parameters of two or more dims split; all if none does."""
     wide = [
         position
         for position, ref in enumerate(node.inputs)

@@ -75,8 +75,7 @@ class StageCost:
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
-        """Return the seconds of forward and backward until the device has computed, and the host
-        issued, all blocks."""
+        """Return the seconds (forward, backward) in which all blocks are computed and issued."""
         own = self.seconds
         forward = max(own.forward_compute, own.forward_issue)
         return forward, max(own.backward_compute, own.backward_issue)
@@ -106,7 +105,7 @@ class StageCost:
         return self._with_exposed(both, self.issued_groups)
 
     def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
-        """Return the results of ``seconds_of_passes`` as floats."""
+        """Return ``seconds_of_passes`` as floats: forward, backward, first gathers, end of step."""
         found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
         forward, backward, gather, end = map(float, found)
         return forward, backward, gather, end
@@ -117,7 +116,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """Return the groups with each block's compute at least as long as its issue by the host."""
+        """Return the blocks' seconds with compute at least as long as its issue by the host."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -125,14 +124,14 @@ class StageCost:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Return each block's share of the stage's compute and of its collectives once per step."""
+        """Return each block's share of the stage's compute and of its collectives per step."""
         groups = self.issued_groups
         every = np.repeat(groups.seconds, groups.counts, axis=0)
         return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
 
     @property
     def exposed_states(self) -> tuple[float, float]:
-        """Return the exposed seconds of collectives of states, in a forward and in a backward."""
+        """Return the seconds of ZeRO's collectives not hidden by compute (forward, backward)."""
         own = self.seconds
         forward, backward = self.compute_seconds
         return (
@@ -142,7 +141,7 @@ class StageCost:
 
     @property
     def slowed_share(self) -> float:
-        """Return the fraction of compute that the stage loses during collectives once per step."""
+        """Return the fraction of compute lost during collectives that run once per step."""
         own = self.seconds
         collectives = own.parameter_gather + own.gradient_sync
         slowed = own.gather_slowed + own.sync_slowed
@@ -157,8 +156,8 @@ class StageCost:
         return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
     def warmup_and_steady(self, num_microbatches: int) -> tuple[float, float]:
-        """Return (q, m): seconds taken once per step, and further seconds if this stage is the
-        bottleneck. Messages overlap the compute of other micro-batches."""
+        """Return (q, m): the first micro-batch's seconds, and the further seconds of a step if this
+        stage is the slowest. Messages overlap the compute of other micro-batches."""
         micro = self.forward_seconds + self.backward_seconds
         rest = (num_microbatches - 1) * micro + self.step_seconds
         return micro + sum(self.receive_seconds), rest
@@ -174,7 +173,7 @@ IN_PARTS = (
     Resource.BACKWARD_COMPUTE,
     Resource.GRADIENT_SYNC,
 )
-"""Resources of the shares in ``Buckets``, in the order of its fields."""
+"""Resources whose shares ``Buckets`` has, in the order of its fields."""
 
 ISSUED = (
     (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
@@ -209,7 +208,7 @@ def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> d
 
 @dataclass(frozen=True, slots=True)
 class PolicyCosts:
-    """Cost of each recomputation policy, in addition to the stage without recomputation.
+    """Cost that each recomputation policy adds to a stage without recomputation.
 
     By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative for savings),
     and total ``transient_bytes[zero, policy]``.
@@ -222,7 +221,7 @@ class PolicyCosts:
 
 
 class StageTable:
-    """Costs of a stage's rows with given layouts; they price any run of the family.
+    """Costs of a stage's rows (terms of its cost) with given layouts, for all runs of a family.
 
     ``choices`` are the choices of the decisions of ``assembly``.
     """
@@ -240,7 +239,7 @@ class StageTable:
         self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
     def row(self, row: Row) -> RowCost:
-        """Return the cost of one occurrence of a row."""
+        """Return the cost of one occurrence of a row (block, shared parameter or edge)."""
         if row not in self.rows:
             self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
         return self.rows[row]
@@ -313,8 +312,7 @@ class StageTable:
         return int(self.model.source(edge).of_choice[self._choice(maker)])
 
     def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Return the seconds, forward and backward, to convert a value to all layouts in a
-        block."""
+        """Return the seconds (forward, backward) to convert a value to all layouts in a block."""
         forward, backward = self.model.conversions(edge)
         source = self._source_class(edge)
         _, columns = self.model.targets(edge)
@@ -339,8 +337,8 @@ class StageTable:
         )
 
     def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
-        """Return the seconds, forward and backward, of a run's sent values and loss, and of its
-        received values."""
+        """Return the seconds (forward, backward) of layout conversions for sent values and the
+        loss, and of receiving values."""
         both = np.zeros((2, 2))
         for boundary, count in self.model.boundaries(run):
             own = boundary.seconds[self._choice(boundary.node)]
@@ -348,7 +346,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """Return the figures of a row or boundary as in ``RowCost.unrecomputed``."""
+        """Return the seconds and bytes of a row or boundary (see ``RowCost.unrecomputed``)."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))
@@ -388,14 +386,14 @@ class StageTable:
         )
 
     def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
-        """Return, by ZeRO stage and policy: the largest op plus gathered weights or one block."""
+        """Return ``[zero, policy]``: bytes of largest op plus gathered weights or rerun block."""
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
         return transient
 
     @property
     def transient_bytes(self) -> Floats:
-        """Return, by ZeRO stage: the largest op plus gathered parameters, without recomputation."""
+        """Return, by ZeRO stage, bytes of the largest op plus gathered parameters."""
         return self._working_bytes + self._gathered
 
     @cached_property
@@ -408,8 +406,8 @@ class StageTable:
         return largest
 
     def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
-        """Return the least seconds per byte saved by recomputing a block, and the largest fraction
-        of its kept bytes that this saves, over all kinds; values read from outside are ignored."""
+        """Return the least seconds per byte saved by recomputing a block of any kind, and the
+        largest fraction of a block's kept bytes saved; values read from outside are ignored."""
         rates, shares = [], []
         for kind in self.kinds.values():
             saved, _, selected = kind.kept_bytes.tolist()
@@ -420,7 +418,7 @@ class StageTable:
         return min(rates, default=0.0), max(shares, default=0.0)
 
     def price(self, run: Run, setting: StageOptions) -> StageCost:
-        """Return the cost of a run of this solution's family under ``setting``."""
+        """Return the cost of a run of this table's family under the options ``setting``."""
         cost = self._priced.get((run.key, setting))
         if cost is None:
             cost = self._priced[run.key, setting] = self._price(run, setting)
@@ -463,7 +461,7 @@ class StageTable:
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
-        """Group the run's blocks in order. A parameter of several blocks counts with the first."""
+        """Group the run's blocks in order; a parameter of several blocks counts with the first."""
         entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:
@@ -471,8 +469,8 @@ class StageTable:
         return Groups(seconds, counts)
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
-        """Return a block's ``seconds[mode, RESOURCE]`` in which the issue ends when a pass, or each
-        half of a split backward, is both computed and issued."""
+        """Return a block's ``seconds[mode, RESOURCE]`` with the issue time of each pass (or half of
+        a split backward) raised to its compute time."""
         seconds = seconds.copy()
         forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
         backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
@@ -489,7 +487,7 @@ class StageTable:
         return seconds, sum(count * size for count, _, size in own)
 
     def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
-        """Return a block's weight gradients: seconds of the device and the host, and kept bytes."""
+        """Return a block's weight gradients: seconds (device, host) and bytes kept for them."""
         if kind not in self._weight_grads:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])

@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
-    """A value that a stage sends or receives, or the loss, with ``seconds[choice, direction]``
-    (forward, backward) by the choice of ``node``'s decision."""
+    """A value that a stage sends or receives, or the loss. ``seconds[choice, direction]`` (forward,
+    backward) depend on the choice of the decision that lays out ``node``."""
 
     node: str
     is_received: bool
@@ -56,7 +56,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Distinct layouts of a value or use, and the index of each choice's layout among them."""
+    """Distinct possible layouts of a value or use; ``of_choice``: each choice's index in them."""
 
     layouts: tuple[Layout, ...]
     of_choice: Ints
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Distinct layouts that an edge's uses may need; per use, the index of each choice's layout.
+    """Distinct layouts that an edge's uses may need; per use, each choice's index among them.
 
     ``alone``: all uses belong to one decision and always need the same layout.
     """
@@ -83,8 +83,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """An edge with equal layouts merged into classes: the class of each choice of the source and of
-    each use, and the seconds of forward and backward between classes."""
+    """An edge's conversions with equal layouts merged into classes: the class of each choice of the
+    source and of each use, and the seconds, forward and backward, between classes."""
 
     source: Ints
     uses: tuple[Ints, ...]
@@ -93,12 +93,13 @@ class Merged:
 
 
 WeightGrads = tuple[float, float, tuple[Part, ...]]
-"""Weight gradients of a choice: seconds of the device and of the host, and kept storages."""
+"""Weight gradients of a choice: device seconds, host seconds, tensors kept for them."""
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """Tables of a stage's mesh. ``link`` connects the stage to the stage before it."""
+    """Decisions (nodes laid out together) and their costs on a stage's mesh, by kind of block.
+    ``link`` connects the stage to the stage before it."""
 
     structure: Structure
     prices: Prices
@@ -127,12 +128,12 @@ class StageModel:
         return self.merge, self.restriction.key, self.prices.key
 
     def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return the result of ``make``, shared by all models that differ in their links only."""
+        """Return the result of ``make``, cached for all models that differ in their links only."""
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
     def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
-        """Return the deferrable weight gradients of a choice of a decision of a kind."""
+        """Return the deferrable weight gradients of a decision's choice, in a kind of block."""
         key = (kind, number, choice)
         if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
@@ -146,7 +147,7 @@ class StageModel:
         return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
-        """Return the decision of a parameter that several blocks use."""
+        """Return the decision that lays out a parameter of several blocks."""
         found = self._shared.get(parameter)
         if found is None:
             found = self._parameter(parameter)
@@ -223,7 +224,7 @@ class StageModel:
         return held
 
     def made(self, name: str, index: int) -> Options:
-        """Return the layouts that a template node's output may have."""
+        """Return the distinct layouts that a template node's output may have."""
         key = ("made", name, index)
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
@@ -236,7 +237,7 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """Return the layouts that ``layout`` gives for the choices of a member's decision."""
+        """Return the distinct layouts that ``layout`` gives for the choices that lay out a node."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -245,7 +246,7 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """Return the layouts in which a stage may receive a value: the needs of its first use."""
+        """Return the layouts in which a stage may receive a value, given its first use."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:
@@ -263,7 +264,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """Return the kind (or the shared parameter's name) and the decision of a member."""
+        """Return the kind (or shared parameter's name) and the decision that lay out a node."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
@@ -289,8 +290,7 @@ class StageModel:
         return self.structure.graph[edge.name].outputs[edge.index]
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """Return the distinct layouts that an edge's uses may need, and per use the index of each
-        choice's layout."""
+        """Return the distinct layouts an edge's uses may need, and per use each choice's index."""
         found = self._targets(edge)
         return found.layouts, found.columns
 
@@ -327,7 +327,7 @@ class StageModel:
         )
 
     def merged(self, edge: Edge) -> Merged:
-        """Return an edge's conversions with equal rows and columns merged."""
+        """Return an edge's conversion seconds with equal rows and columns merged to classes."""
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
@@ -348,7 +348,7 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """Return (boundary, count) of a run's sent values, its loss and its received values."""
+        """Return (boundary, number of such) of a run's sent values, loss and received values."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss
@@ -357,8 +357,7 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """Return the boundary of a value sent in its boundary layout, or of the loss, then
-        whole."""
+        """Return the boundary of a value sent to other stages, or of the loss, sent whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
@@ -384,8 +383,8 @@ class StageModel:
         return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
-        """Return a lower bound of a stage's seconds per micro-batch in which it waits for
-        collectives of its first and last block that no compute hides (``wait_weights``)."""
+        """Return a lower bound of the seconds per micro-batch that a stage waits for collectives of
+        its first and last block that no compute hides (``wait_weights``)."""
         key = run.kinds[0], run.kinds[-1], run.shared, zero, num_microbatches
         if key not in self._least_waits:
             self._least_waits[key] = self._least_wait(run, zero, num_microbatches)

@@ -32,7 +32,7 @@ _UNSIMULATED = frozenset(
     }
 )
 _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
-"""Fields that determine a step and its bubble; the others are further data of a timeline."""
+"""Fields that determine a step's time and bubble; other fields only add data to a timeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Pipeline:
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds of any message, in addition to the time for its bytes.
+    """Seconds that any message takes besides the transfer of its bytes.
 
     ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is the
     time that the sending and the receiving host each spend on it, during which their devices wait.
@@ -77,7 +77,7 @@ def simulate_stages(
 
 
 class Step(NamedTuple):
-    """Seconds of a simulated step, and the fraction of them that ranks wait."""
+    """Seconds of a simulated step, and the fraction of them in which ranks wait (the bubble)."""
 
     seconds: float
     bubble_fraction: float
@@ -130,7 +130,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """Return the pipeline's schedule for ``num_stages`` stages (Chimera: parts of the model)."""
+    """Return a pipeline's action table for ``num_stages`` stages (in Chimera, model parts)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):
@@ -179,7 +179,7 @@ def stage_costs(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> StageCosts:
-    """Convert costs of stages to the input of the simulator."""
+    """Convert costs of stages to the simulator's input; ``edges`` are the stages' dependences."""
     received = [(target, 1.0) for target in range(1, len(costs))]
     if edges is not None:
         received = [(target, share) for _, target, share in edges]
@@ -217,7 +217,7 @@ def stage_costs(
 
 
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
-    """Convert a stage's cost to a prediction; ``send_seconds``: forward, to later stages."""
+    """Convert a stage's cost to a prediction; ``send_seconds`` of the forward, to later stages."""
     own = cost.seconds
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}

@@ -30,8 +30,8 @@ from .run import Use as Use
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A block's edges in a run that makes all values it reads; the first block that such a run must
-    contain; the parameters of the block that other blocks use, too."""
+    """A block's edges in a run of blocks that also makes all values it reads; ``first``: the first
+    block that such a run contains; ``shared``: its parameters that other blocks use too."""
 
     edges: tuple[Edge, ...]
     first: int
@@ -40,7 +40,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class Structure:
-    """Blocks of a graph with the values that they read. ``runs`` are made on demand and cached."""
+    """Blocks of a graph and the values that they read. Runs of blocks are built once, on demand."""
 
     graph: Graph
     blocks: Blocks
@@ -50,7 +50,7 @@ class Structure:
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
-        """Return the structure at another batch size; data independent of shapes are shared."""
+        """Return the structure at another batch size, with all data that do not depend on it."""
         found = replace(self, graph=self.graph.with_batch_size(batch_size))
         found.__dict__.update({name: getattr(self, name) for name in _OF_ANY_BATCH})
         return found
@@ -90,7 +90,7 @@ class Structure:
         return parameter in self._shared
 
     def parameter_key(self, parameter: str) -> str:
-        """Return the name of a parameter's layout: its template's name, or its own if shared."""
+        """Return the name of a parameter's layout: its template's, or its own if it is shared."""
         return parameter if self.is_shared(parameter) else self.blocks.template[parameter]
 
     @cached_property
@@ -137,7 +137,7 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Return whether a node's input from outside has a separate layout to convert from."""
+        """Return whether a node's input from outside is laid out, and converted, separately."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
@@ -154,7 +154,7 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """Return a kind's edges from parameters that its block alone uses, several times."""
+        """Return a kind's edges from parameters that are used in its block only, several times."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]
@@ -162,7 +162,7 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """Return a kind's ends: values that other blocks read, and uses of other blocks' values."""
+        """Return a kind's ends: (its values that other blocks read, its uses of others' values)."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]
@@ -183,7 +183,7 @@ class Structure:
 
     @cached_property
     def _made_for_others(self) -> dict[str, dict[tuple[str, int], None]]:
-        """Map each kind to its values, by template, that other blocks read, the loss included."""
+        """Map each kind to its values (by template) that other blocks read, or the loss."""
         found: dict[str, dict[tuple[str, int], None]] = {}
         for ref, readers in self.readers.items():
             block = self.blocks.blocks[self.position[ref.name]]
@@ -230,7 +230,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Return, for each block, its edges in a run that makes all values that it reads."""
+        """Return, for each block, its edges in a run that makes all its values (``_Inside``)."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
@@ -269,7 +269,7 @@ class Structure:
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
     def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """Return the edge to block ``at`` from a value that is produced in the same run."""
+        """Return the edge to block ``at`` from a value that another block of its run makes."""
         return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
@@ -282,14 +282,14 @@ class Structure:
 
     @cached_property
     def _crossed(self) -> tuple[Ints, Ints]:
-        """Return the producing block and the last reader of each value of ``crossing``."""
+        """Return the making blocks and the last reading blocks of ``crossing`` as arrays."""
         every = [(made, last) for _, made, last in self.crossing]
         made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
         return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
-        """Return (value, producing block, last reading block) of values read by other blocks."""
+        """Return (value, making block, last reading block) of all values read by later blocks."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])
             for ref, readers in self.readers.items()

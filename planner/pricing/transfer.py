@@ -21,7 +21,8 @@ from ..layout import Layout, Mesh, Region, divides, format_layout, intersect, lo
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Message with ``box`` of the global tensor, from a source device to a target device.
+    """Message with the part ``box`` ((start, stop) per dimension) of a tensor, from device to
+    device.
 
     ``source`` and ``target`` are device indices in their meshes' row-major order.
     """

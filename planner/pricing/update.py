@@ -23,7 +23,7 @@ LIBRARY = "torch"
 
 
 def update_kind(optimizer: str) -> str:
-    """Return the name of the kind of transfer by which a profile stores an optimizer's step.
+    """Return the name by which a profile stores measured optimizer steps.
 
     >>> update_kind("adamw")
     'update.adamw'
@@ -32,7 +32,8 @@ def update_kind(optimizer: str) -> str:
 
 
 def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
-    """Return the curve of step seconds over bytes of a parameter; None of fewer than two sizes.
+    """Return the curve of step seconds over bytes of a parameter; None if fewer than two sizes were
+    measured.
 
     The model's own optimizer takes precedence over ``optimizer``.
     """

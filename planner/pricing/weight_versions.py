@@ -38,7 +38,8 @@ def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int
 
 
 def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Return the bytes of a stage's older weight versions; ``parameters``: bytes of all copies."""
+    """Return the bytes of a stage's older weight versions; ``parameters``: bytes of its parameters
+    with all copies (master and compute format)."""
     rules = policy(plan.model.precision, plan.model.optimizer, plan.states)
     held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
     return (held[stage] - 1) * parameters * _version_share(rules)

@@ -48,7 +48,7 @@ class _Compared:
 
     @property
     def factors(self) -> Iterator[Factor]:
-        """Yield the factor of each op of the block."""
+        """Yield the factor (measured / summed seconds) of each op of the block."""
         ratios = [_ratio(*each) for each in zip(self.whole, self.summed, strict=True)]
         return (Factor(ratios[0], ratios[1], each) for each in self.num_bytes)
 
@@ -92,7 +92,8 @@ def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str
 def whole_blocks(
     graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
 ) -> Basis:
-    """Return ``basis`` with its profile's whole-block factors added for the nodes of ``graph``."""
+    """Return ``basis`` with its profile's factors (seconds of a whole measured block / sum over its
+    ops) added for the nodes of ``graph``."""
     profile = basis.used
     if profile is None:
         return basis
@@ -133,7 +134,7 @@ def _compared(
     profile: Profile,
     measured: Mapping[str, list[tuple[OpCase, Measurement]]],
 ) -> _Compared | None:
-    """Compare the measured block nearest in bytes with its ops; None if there is none."""
+    """Compare the measured block nearest in bytes with the sum of its ops; None if none exists."""
     tf32 = cluster.device(0).tf32 or ()
     own = block_case(graph, block, tf32)
     same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0], tf32)]

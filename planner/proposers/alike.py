@@ -25,8 +25,8 @@ MOST_BASES = 4
 
 
 def groups_of_bases(context: SearchContext, pool: CandidatePool) -> Iterator[list[Candidate]]:
-    """Yield the bases; then, if plans of one stage per rank are not allowed and the caller
-    continues as it found no candidate, further bases."""
+    """Yield the bases: pipelines to be cut further or replicated. If plans of one stage per rank
+    are not allowed and the caller, who found no candidate, continues, yield further bases."""
     bases = alike_pipelines(context, pool)
     yield bases
     if not context.request.allows_one_stage:
@@ -52,13 +52,13 @@ def alike_pipelines(context: SearchContext, pool: CandidatePool) -> list[Candida
 
 
 def is_alike(context: SearchContext, made: Candidate) -> bool:
-    """Return whether all stages are on one mesh and form a chain."""
+    """Return whether all stages of a candidate are on one mesh and form a chain."""
     meshes = {model.prices.mesh for model, _ in made.answers}
     return len(meshes) == 1 and edges(context, made.rows, made.stages) is None
 
 
 def with_one_mesh(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's pipelines with stages of equal size, solved again on one mesh for all."""
+    """Yield the pool's pipelines of equally large stages, solved again with one mesh for all."""
     seen: set[object] = set()
     for each in pool.ranked():
         sizes = {stage.num_devices for stage in each.stages}
@@ -93,7 +93,7 @@ def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candida
 
 
 def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the base pipelines at other micro-batch sizes, more micro-batches first."""
+    """Yield the pipelines ``bases`` at other micro-batch sizes, more micro-batches first."""
     every = set(microbatch_rows(context.structure.graph, context.request, context.cluster))
     for base in bases:
         for rows in sorted(every - {base.rows}, key=lambda rows: (rows > base.rows, -rows)):
@@ -105,5 +105,5 @@ def at_other_sizes(context: SearchContext, bases: list[Candidate]) -> Iterator[C
 
 
 def _seconds(base: Candidate) -> float:
-    """Return the pipeline time T of ``base``."""
+    """Return the estimated step time T of the pipeline ``base``."""
     return total_seconds([cost.warmup_and_steady(base.num_microbatches) for cost in base.costs])

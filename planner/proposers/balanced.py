@@ -45,7 +45,7 @@ def block_flops(graph: Graph, blocks: Blocks, rules: Rules) -> list[float]:
 
 
 def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
-    """Return the starts of ``number`` runs of blocks with the heaviest run as light as possible.
+    """Return the starts of ``number`` runs of blocks whose heaviest run is as light as possible.
 
     Among equal cuts the least sum of squared weights wins, but each run only extends the best cut
     of the blocks before it.
@@ -84,8 +84,8 @@ def balanced(weights: Sequence[float], number: int) -> tuple[int, ...]:
 def rebalance(
     weights: Sequence[float], starts: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """Return ``starts`` with blocks moved between runs until the ranks, with the runs ``parts``
-    each, are about equally heavy. Among equal cuts the most equal runs win.
+    """Return ``starts`` with blocks moved between runs until the ranks, which own the runs listed
+    in ``parts``, are about equally heavy. Among equal cuts the most equal runs win.
 
     >>> rebalance([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], (0, 2, 4, 6), ((0, 3), (1, 2)))
     (0, 3, 4, 6)
@@ -128,7 +128,7 @@ def _squares(sums: Floats, at: Places, ranks: Places) -> tuple[float, float]:
 
 
 def _runs(sums: Floats, most: float) -> tuple[Places, Floats]:
-    """Return, for each end, the starts of runs that weigh at most ``most``, and their weights.
+    """Return, for each end, the starts of runs that weigh at most ``most``, and the runs' weights.
 
     Both have the shape ``[end, choice]``; weights of impossible choices are infinite.
     """
@@ -151,7 +151,7 @@ def _enough(sums: Floats, number: int) -> float:
 
 
 def _fits(sums: Floats, number: int, most: float) -> bool:
-    """Return whether ``number`` runs of at most ``most``, each as long as possible, suffice."""
+    """Return whether ``number`` runs of weight ``most`` or less can cover the whole sequence."""
     at, count = 0, len(sums) - 1
     for _ in range(number):
         at = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1

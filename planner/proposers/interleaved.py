@@ -40,7 +40,7 @@ from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit
 
 MOST_ACTIONS = 16_384
-"""Maximum of stages times micro-batches of a pipeline that is tried."""
+"""Maximum number of stages times micro-batches of a pipeline to try."""
 
 NUM_CHUNKS = (2, 3, 4, 6, MOST_CHUNKS)
 FEW_CHUNKS, MOST_STAGES = 4, 128
@@ -48,14 +48,15 @@ FEW_CHUNKS, MOST_STAGES = 4, 128
 the time to price and simulate a pipeline grows with its stages."""
 
 MOST_SIMULATED = 12
-"""Maximum options per schedule that are simulated."""
+"""Maximum number of cuts per schedule that are simulated."""
 
 ROUNDING = 1e-9
 """Relative excess of a bound over a simulated step that rounding explains."""
 
 
 def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the pool's pipelines with several stages per rank, the most promising first."""
+    """Yield candidates with several stages per rank, made from the pool's pipelines, the most
+    promising first."""
     if not context.request.chunked_schedules:
         return
     for bases in groups_of_bases(context, pool):
@@ -70,7 +71,7 @@ def interleaved(context: SearchContext, pool: CandidatePool) -> Iterator[Candida
 def _of_bases(
     context: SearchContext, pool: CandidatePool, bases: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Yield the candidates of the pipelines ``bases``, in order of their lower bounds."""
+    """Yield the candidates made from the pipelines ``bases``, in order of their lower bounds."""
     bounded = sorted(
         (
             (option.least_seconds(), number, option)
@@ -91,7 +92,7 @@ def _of_bases(
 
 
 def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Interleaving]:
-    """Yield every cut of the pipelines under every allowed schedule, if not too large."""
+    """Yield every cut of the pipelines under every allowed schedule, unless too large."""
     request, flops = (
         context.request,
         block_flops(context.structure.graph, context.structure.blocks, context.rules),
@@ -123,7 +124,7 @@ def _options(context: SearchContext, bases: Sequence[Candidate]) -> Iterator[Int
 
 @dataclass
 class ChunkPricing:
-    """Prices of stages of any blocks on the ranks of a pipeline, with the pipeline's layouts.
+    """Prices of any runs of blocks as stages on a pipeline's ranks, with the pipeline's layouts.
 
     A kind of block has the layouts of the first stage that contains it: with one stage per rank
     this has the most micro-batches in flight, and with chunks all ranks hold about as many.
@@ -142,7 +143,7 @@ class ChunkPricing:
         }
 
     def model(self, rank: int, before: int) -> StageModel:
-        """Return the model of a rank's mesh with values received from rank ``before``."""
+        """Return the model of a rank's mesh, which receives values from rank ``before``."""
         base = self.base
         stage, source = base.stages[rank], base.stages[before]
         link = None
@@ -158,7 +159,7 @@ class ChunkPricing:
         return solver.model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
-        """Return a rank's stage without recomputation; None if layouts do not apply to it."""
+        """Return a rank's stage without recomputation; None if the layouts do not cover it."""
         model, base = self.model(rank, before), self.base
         run = self.context.at(base.rows).run(start, stop)
         key = id(model), run.family
@@ -188,7 +189,8 @@ class ChunkPricing:
 
 
 class Interleaving:
-    """Option: a pipeline cut into several stages per rank, which begin at the blocks ``starts``."""
+    """A pipeline cut further, into several stages per rank, which begin at the blocks ``starts``: a
+    candidate before its simulation."""
 
     def __init__(
         self,
@@ -217,11 +219,11 @@ class Interleaving:
 
     @property
     def is_priced(self) -> bool:
-        """Return whether the pipeline's layouts apply to every stage."""
+        """Return whether every stage has a price: the pipeline's layouts cover it."""
         return len(self.priced) == len(self.stages)
 
     def least_seconds(self) -> float:
-        """Return a lower bound of the step without recomputation."""
+        """Return a lower bound of the step time without recomputation."""
         count = self.base.num_microbatches
         costs = [stage.cost(NO_RECOMPUTE) for stage in self.priced]
         late = [0.0] * len(costs)
@@ -246,7 +248,8 @@ class Interleaving:
     def _waits(
         self, seconds: Sequence[float], costs: Sequence[StageCost], direction: int
     ) -> list[float]:
-        """Return, by stage, the seconds of all stages before it, with messages between ranks."""
+        """Return, by stage, the summed seconds of all stages before it and of the messages between
+        ranks."""
         received = [cost.receive_seconds[direction] for cost in costs[1:]]
         moves = [
             seconds if rank != other else 0.0
@@ -256,8 +259,8 @@ class Interleaving:
         return list(accumulate((own + move for own, move in pairs), initial=0.0))
 
     def candidate(self) -> Candidate | None:
-        """Return the candidate, with blocks recomputed if its ranks would not fit otherwise; None
-        if the schedule cannot run its stages."""
+        """Return the simulated candidate, with blocks recomputed if ranks would not fit otherwise;
+        None if the schedule cannot run its stages."""
         context, base = self.context, self.base
         if edges(context, base.rows, self.stages) is not None:
             return None
@@ -324,7 +327,7 @@ def fits(
 def _answered(
     stage: RankStage, policy: RecomputePolicy, gap: float
 ) -> tuple[StageModel, StageAnswer]:
-    """Return the model and answer of a stage under a recomputation policy."""
+    """Return (model of the mesh, solution) of a stage under a recomputation policy."""
     table, setting = stage.table, stage.setting(policy)
     solution = table.assembly.solution(table.choices)
     objective = stage.cost(policy).objective(stage.num_microbatches)

@@ -46,8 +46,8 @@ Stages = tuple[StageChoice, ...]
 
 
 def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield candidates of all pipelines if they are few; else neighbours of the fastest pipeline,
-    then neighbours of the fastest of these, and so on."""
+    """Yield candidates of all possible pipelines if they are few; else of the fastest pipeline's
+    neighbours (one cut moved by a block), then of the fastest neighbour's, and so on."""
     if pool.best is None:
         return
     began = context.budget.work
@@ -75,7 +75,7 @@ def _better(
     pipelines: Iterable[tuple[int, Stages]],
     began: float,
 ) -> Iterator[Candidate]:
-    """Yield candidates of pipelines that were not yet simulated and may be faster than the best."""
+    """Yield candidates of pipelines not simulated so far that may be faster than the best."""
     known = {proposal.key for proposal in pool.proposals}
     new = [each for each in pipelines if each not in known]
     for least, proposal in bounded_below(
@@ -97,7 +97,7 @@ def few_pipelines(
 
 
 def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
-    """Return whether the blocks have few cuts into these numbers of stages."""
+    """Return whether the blocks can be cut into these numbers of stages in few ways only."""
     num_blocks = len(context.structure.blocks.blocks)
     return sum(comb(num_blocks - 1, number - 1) for number in numbers) <= MOST_CUTS
 
@@ -105,7 +105,7 @@ def is_few(context: SearchContext, numbers: tuple[int, ...]) -> bool:
 def stagings(
     context: SearchContext, rows: int, numbers: tuple[int, ...]
 ) -> Iterator[tuple[StageChoice, ...]]:
-    """Yield every cut of the blocks on every tiling of the devices that the request allows."""
+    """Yield every cut of the blocks, on every division of the devices that the request allows."""
     num_blocks = len(context.structure.blocks.blocks)
 
     def extend(
@@ -132,7 +132,7 @@ def stagings(
 
 
 def shift_cuts(stages: Stages) -> Iterator[Stages]:
-    """Yield the pipelines in which one cut is moved by a block."""
+    """Yield the pipelines that differ from ``stages`` by one cut, moved by one block."""
     for at in range(len(stages) - 1):
         before, after = stages[at], stages[at + 1]
         for cut in (before.stop - 1, before.stop + 1):
@@ -147,7 +147,7 @@ def bounded_below(
     below: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[tuple[float, PipelineProposal]]:
-    """Return the pipelines with a lower bound below ``below``, sorted by it; stop when late."""
+    """Return the pipelines with lower bounds below ``below``, sorted by bound; stop if late."""
     found = []
     for rows, stages in pipelines:
         if is_late():
@@ -159,7 +159,7 @@ def bounded_below(
 def _draft(
     context: SearchContext, rows: int, stages: Stages
 ) -> Iterator[tuple[float, PipelineProposal]]:
-    """Yield the priced pipeline with a lower bound of its step; nothing if it does not fit."""
+    """Yield (lower bound of the step time, pipeline) if it fits in memory, else nothing."""
     needs = edges(context, rows, stages)
     answers: list[StageAnswer] = []
     depths = stage_depths(needs, len(stages))
@@ -183,7 +183,7 @@ def answers_seconds(
     needs: WeightedEdges | None,
     schedules: Collection[str],
 ) -> float:
-    """Return a lower bound of the step under any of ``schedules``, for stages as in ``answers``."""
+    """Return a lower bound of the step time of these stages under any of ``schedules``."""
     halved = needs is None and len(answers) > 1 and any(map(splits, schedules))
     figures = []
     for answer in answers:

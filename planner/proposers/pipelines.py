@@ -23,18 +23,20 @@ from ..search.pool import CandidatePool
 from ..search.space import mixed_tiling, uniform_tiling
 
 NEAR = 1.05
-"""Ratio to the best step up to which proposals from other workers are added to the pool."""
+"""Ratio to the best step time up to which proposals of other workers are added to the pool."""
 
 SOON = 800
-"""Work after which the nodes known so far are searched for a first plan."""
+"""Work (``Budget.work``) after which the nodes known so far are searched for a first plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """Result of searching some micro-batch sizes: proposals with their steps, fastest first.
+    """Result of a search over some of the micro-batch sizes: (step seconds, pipeline) pairs,
+    fastest first.
 
-    ``steps`` are simulated steps. ``is_open``: plans that were not tried may fit. ``excess_bytes``:
-    bytes over the limit of stages that did not fit.
+    ``steps`` caches the simulated steps. ``is_open``: some plans were not tried, so a longer search
+    might find one that fits. ``excess_bytes``: for each stage that did not fit, its bytes over the
+    memory limit.
     """
 
     proposals: tuple[tuple[float, PipelineProposal], ...]
@@ -44,8 +46,7 @@ class Explored:
 
 
 def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best pipelines at every micro-batch size: stages of equal size first, then of mixed
-    sizes."""
+    """Yield the best pipelines at every micro-batch size, first with stages of equal size."""
 
     def first(sizes: tuple[int, ...]) -> Explored:
         return _explored(context, pool, sizes)
@@ -61,7 +62,7 @@ def dynamic_program(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def explore_sizes(context: SearchContext, sizes: tuple[int, ...]) -> Explored:
-    """Search some micro-batch sizes with a pool of their own, in this process or a worker."""
+    """Search the given micro-batch sizes with an own pool, in this process or in a worker."""
     return _explored(context, CandidatePool(context), sizes)
 
 
@@ -81,8 +82,8 @@ def _explored(context: SearchContext, pool: CandidatePool, sizes: tuple[int, ...
 
 
 class _Exploration:
-    """Search of some micro-batch sizes. Candidates are added to the pool at once, as their steps
-    decide which nodes are expanded."""
+    """Search over some of the micro-batch sizes. Candidates enter the pool at once, as their step
+    times decide which search nodes are expanded next."""
 
     def __init__(self, context: SearchContext, pool: CandidatePool, sizes: tuple[int, ...]) -> None:
         self.context, self.pool, self.sizes = context, pool, sizes
@@ -91,7 +92,7 @@ class _Exploration:
         self._works: dict[int, float] = {}
 
     def run(self) -> None:
-        """Expand nodes with stages of one size, then nodes of mixed sizes."""
+        """Expand search nodes with stages of one size, then nodes with stages of mixed sizes."""
         context, nodes = self.context, list[SearchNode]()
         for index, rows in enumerate(self.sizes):
             if self.pool.proposals and context.is_late(0.5):
@@ -113,10 +114,12 @@ class _Exploration:
         )
 
     def _uniform(self, rows: int) -> Iterator[SearchNode]:
-        """Yield nodes with stages of one size, unless their lower bound exceeds the cutoff.
+        """Yield search nodes with stages of equal size, unless their lower bound exceeds the
+        cutoff.
 
-        With S stages on D/S devices each, some stage takes at least W/D of a micro-batch's work W,
-        and all of them together S·W/D: N micro-batches take at least (N + S − 1)·W/D.
+        With S stages on D/S devices each, some stage takes at least W/D of a micro-batch's work W
+        (seconds on one device), and all together take S·W/D: N micro-batches take at least (N + S −
+        1)·W/D.
         """
         costs, count = self.context.costs(rows), self.context.num_microbatches(rows)
         work = self._work(rows) / count
@@ -130,13 +133,13 @@ class _Exploration:
                 yield SearchNode(rows, costs, tiling, (number,), least)
 
     def _work(self, rows: int) -> float:
-        """Return ``work_bound`` of a micro-batch size. Cached."""
+        """Return ``work_bound`` (a bound from FLOPs and bytes) of a micro-batch size. Cached."""
         if rows not in self._works:
             self._works[rows] = work_bound(self.context, (rows,))
         return self._works[rows]
 
     def _mixed(self) -> Iterator[SearchNode]:
-        """Yield nodes with stages of mixed sizes, first for the best micro-batch sizes so far."""
+        """Yield search nodes of stages of mixed sizes, best micro-batch sizes so far first."""
         context, pool = self.context, self.pool
         order = dict.fromkeys(
             [proposal.rows for proposal in pool.best_proposals()] + list(self.sizes)
@@ -153,7 +156,7 @@ class _Exploration:
                 yield SearchNode(rows, costs, tiling, several)
 
     def _looked(self, nodes: Iterator[SearchNode]) -> list[SearchNode]:
-        """Return the nodes that can still beat the incumbent, with their estimates.
+        """Estimate the nodes; return the ones that can still beat the fastest candidate.
 
         If estimating takes long, the nodes so far are expanded until there is a first plan.
         """
@@ -170,7 +173,7 @@ class _Exploration:
     def _follow(
         self, nodes: list[SearchNode], *, until_first: bool = False, began: float | None = None
     ) -> None:
-        """Expand the nodes, most promising first, for limited work after ``began`` if given."""
+        """Expand search nodes, most promising first; stop after long work since ``began``."""
         context, pool = self.context, self.pool
 
         def enough(estimate: float, found: list[PipelineProposal]) -> bool:

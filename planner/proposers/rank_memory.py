@@ -25,12 +25,12 @@ from ..pricing.structure import Run
 from ..schedules.held import HalfPairs, held_bytes, most_held
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
-"""Values of λ, in multiples of the seconds of the rank's stages per byte of its memory."""
+"""Prices per byte to try, in multiples of the seconds of the rank's stages / its memory bytes."""
 
 
 @dataclass(frozen=True)
 class RankStage:
-    """Stage of a rank: the table of its layouts' costs, its blocks, its ZeRO stage.
+    """Stage of a pipeline rank: its costs under given layouts, its blocks, its ZeRO stage.
 
     ``held`` are its micro-batches in flight (``schedules.held``); ``splits``: the schedule splits
     backwards.
@@ -64,8 +64,7 @@ class RankStage:
 
     @cached_property
     def bytes_by_policy(self) -> tuple[Floats, Floats]:
-        """Return, by policy, the bytes that the stage holds even while other stages of its rank
-        run, and its transient bytes."""
+        """Return, by policy, bytes held while the rank's other stages run, and transient bytes."""
         plain = self.cost(NO_RECOMPUTE)
         late_bytes = self.table.weight_grads(self.run)[1] if self.splits else 0.0
         states = sum(
@@ -81,9 +80,10 @@ class RankStage:
 def recomputed_to_fit(
     stages: Sequence[RankStage], limit_bytes: float, modes: Sequence[Recompute]
 ) -> tuple[RecomputePolicy, ...]:
-    """Return a recomputation policy among ``modes`` for each stage; the least bytes if none fit.
+    """Return a recomputation policy among ``modes`` for each stage of a rank, so that together they
+    fit; if that is impossible, with the least bytes.
 
-    A single mode applies to every block.
+    If ``modes`` has a single mode, it applies to every block.
     """
     if len(modes) == 1:
         (mode,) = modes
@@ -117,7 +117,7 @@ def recomputed_to_fit(
 
 @dataclass(frozen=True)
 class _Options:
-    """Policies of a stage: seconds of recomputation, bytes held, transient bytes."""
+    """Recomputation policies of a stage: added seconds, lasting bytes, transient bytes."""
 
     policies: Sequence[RecomputePolicy]
     seconds: Floats
@@ -136,5 +136,5 @@ class _Options:
         )
 
     def cheapest(self, price: float) -> int:
-        """Return the index of the policy with the least seconds plus price of its bytes."""
+        """Return the index of the policy with the least seconds + ``price`` · bytes."""
         return int((self.seconds + price * (self.lasting + self.transient)).argmin())

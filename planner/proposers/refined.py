@@ -23,7 +23,8 @@ WORTH_IT = 1e-9
 
 
 def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield candidates of the pool's fastest pipelines, with narrower gaps of their stages."""
+    """Yield candidates of the pool's fastest pipelines, with stages solved closer to the optimum by
+    integer programs."""
     context.observe("refining the best", 1, 1)
     pool.settle()
     for proposal in _fastest(context, pool):
@@ -37,8 +38,8 @@ def refined_layouts(context: SearchContext, pool: CandidatePool) -> Iterator[Can
 
 
 def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield candidates of the pool's fastest pipelines, and of single stages, whose mesh axes the
-    solver may use in any way.
+    """Yield candidates of the pool's fastest pipelines, and of single stages, in which the solver
+    may use mesh axes in any way.
 
     A single stage may fit only with free axes. After much work, or if prices must be measured (each
     mesh adds ops to measure), only the fastest pipeline is tried.
@@ -58,7 +59,7 @@ def free_axes(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate
 
 
 def _fastest(context: SearchContext, pool: CandidatePool) -> list[PipelineProposal]:
-    """Return the pool's fastest pipelines: one after much work, else ``request.top``."""
+    """Return the pool's fastest pipelines: only one after much work, else ``request.top``."""
     pipelines = dict.fromkeys(
         (each.rows, each.stages) for each in pool.ranked() if each.base is None
     )

@@ -53,7 +53,7 @@ def replicated(context: SearchContext, pool: CandidatePool) -> Iterator[Candidat
 
 
 def _least(context: SearchContext, base: Candidate) -> float:
-    """Return a lower bound of the step: two ranks share the work of two stages equally."""
+    """Return a lower bound of the step time: two ranks share the work of two stages equally."""
     costs = with_replica_sums(base.costs, SCHEDULE, context.cluster, len(base.stages))
     work = [
         base.num_microbatches * (cost.forward_seconds + cost.backward_seconds) / 2
@@ -110,7 +110,7 @@ def _with_replicas(context: SearchContext, base: Candidate) -> Candidate:
 def _recomputed(
     context: SearchContext, base: Candidate, part: int, policy: RecomputePolicy
 ) -> tuple[StageModel, StageAnswer]:
-    """Return the model and answer of a stage under a recomputation policy."""
+    """Return (model of the mesh, solution) of a stage under a recomputation policy."""
     model, answer = base.answers[part]
     ranks = len(base.stages)
     held = context.held(SCHEDULE, ranks, base.rows, ranks - part)
@@ -119,7 +119,7 @@ def _recomputed(
 
 
 def _held(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Return, for each stage, the most micro-batches that either of its two ranks holds of it."""
+    """Return, for each stage, the most micro-batches in flight on either of its two ranks."""
     found = [0] * num_ranks
     for row in compute_orders(SCHEDULE, num_ranks, num_microbatches):
         held: dict[int, int] = {}
@@ -131,7 +131,7 @@ def _held(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _rank_bytes(costs: Sequence[StageCost], activation_bytes: Sequence[int]) -> list[float]:
-    """Return the bytes per device of each rank, with both stages and simulated activations."""
+    """Return the bytes per device of each rank with its two stages and simulated activations."""
 
     def lasting(cost: StageCost) -> float:
         return sum(

@@ -30,7 +30,7 @@ MOST_NODES = 4096
 
 
 def sliced(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield candidates of the pool's fastest pipelines under TeraPipe.
+    """Yield candidates of the pool's fastest pipelines under TeraPipe, in slices of sequences.
 
     If TeraPipe is forced, raises PlanError AP548 if slices would change the model's result,
     UsageError AP549 for more slices than positions, and for slices that no pipeline's layouts
@@ -97,7 +97,7 @@ def _may_fit(context: SearchContext, base: Candidate) -> bool:
 
 
 def _least_seconds(base: Candidate) -> float:
-    """Return a lower bound of the step: all of the busiest stage, and one slice of the others.
+    """Return a lower bound of the step time: the busiest stage, plus a slice of each other stage.
 
     Masked pairs of attention, which slices skip, are counted nevertheless.
     """
@@ -108,7 +108,7 @@ def _least_seconds(base: Candidate) -> float:
 def _in_slices(
     context: SearchContext, base: Candidate, lengths: tuple[int, ...] | None
 ) -> Candidate:
-    """Return the candidate of a pipeline in slices of ``lengths``, by default the best lengths."""
+    """Return a pipeline's candidate in slices of ``lengths``, by default of the best lengths."""
     graph, blocks = context.structure.graph, context.structure.blocks
     plan = make_plan(context.structure, context.cluster, context.request, base, (), context.spent())
     plan = replace(plan, schedule=SCHEDULE)

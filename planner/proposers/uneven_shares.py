@@ -43,7 +43,9 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class SharedAnswer(StageAnswer):
-    """Answer for a stage whose coordinates of "dp" take ``taken`` rows, at ``joint`` cost."""
+    """Solution of a stage with unequal shares of the batch. ``taken``: rows of a micro-batch for
+    each index along the mesh axis "dp"; ``joint``: the stage's cost, in which the slowest share
+    counts."""
 
     joint: StageCost
     taken: tuple[int, ...]
@@ -58,7 +60,8 @@ class SharedAnswer(StageAnswer):
 
 
 def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
-    """Yield the best candidate by micro-batch size and mesh; set the context's ``shared_bound``."""
+    """Yield the best candidate with unequal batch shares for each micro-batch size and mesh; set
+    the lower bound ``context.shared_bound``."""
     least = float("inf")
     for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)
@@ -70,7 +73,7 @@ def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candi
 def shared_candidates(
     context: SearchContext, rows: Sequence[int]
 ) -> Iterator[tuple[Candidate | None, float]]:
-    """Yield (candidate or None, lower bound) for each micro-batch size and mesh."""
+    """Yield (best candidate or None, lower bound) for each micro-batch size and mesh."""
     request, size = context.request, context.cluster.num_devices
     allowed = request.features.allows("uneven-shares") and 1 in context.stage_numbers
     more = max(request.forced.cp or 1, request.forced.ep or 1)
@@ -92,7 +95,8 @@ def shared_candidates(
 
 @dataclass
 class _Shared:
-    """Search on one mesh over the whole cluster, at one micro-batch size."""
+    """Search for unequal batch shares on one mesh over the whole cluster, at one micro-batch size.
+    A coordinate is an index along the mesh axis "dp": its ranks have one share."""
 
     context: SearchContext
     mesh: Mesh
@@ -133,7 +137,7 @@ class _Shared:
         return self.solver(coordinate, rows).model.structure.run(*self.blocks)
 
     def solver(self, coordinate: int, rows: int) -> IntraOp:
-        """Return the stage solver of a coordinate with ``rows`` rows, without a memory limit."""
+        """Return a solver for a coordinate that takes ``rows`` rows, without a memory limit."""
         key = self.devices[coordinate], rows
         if key not in self._solvers:
             context, request = self.context, self.context.request
@@ -161,7 +165,7 @@ class _Shared:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Return the rows per second of each coordinate of "dp" at an even share."""
+        """Return the rows per second of each coordinate if all take equally many rows."""
         even = max(1, self.rows // self.parts)
         found = [self._bound(each, even) for each in range(self.parts)]
         return tuple(1 / max(seconds, 1e-30) for seconds in found)
@@ -205,7 +209,7 @@ class _Shared:
         return not why_not(graph, names, lambda name: own.entry(layouts, name))
 
     def _of_solution(self, start: StageAnswer) -> Iterator[SharedAnswer]:
-        """Yield the best shares of a solution for every ZeRO stage, with more and more
+        """Yield the best shares under the layouts of ``start``, by ZeRO stage, with more and more
         recomputation until memory no longer limits the shares."""
         base = self.solver(0, max(1, self.rows // self.parts))
         for zero in base.zeros:
@@ -244,7 +248,7 @@ class _Shared:
     def _answer(
         self, start: StageAnswer, setting: StageOptions, limits: Sequence[float]
     ) -> SharedAnswer | None:
-        """Return the answer with the best shares under ``setting``; None if nothing fits."""
+        """Return the solution with the best shares under ``setting``; None if nothing fits."""
         costs: dict[tuple[int, int], StageCost | None] = {}
 
         def cost(coordinate: int, rows: int) -> StageCost | None:
@@ -273,7 +277,7 @@ class _Shared:
         )
 
     def _priced(self, coordinate: int, rows: int, solution: Solution) -> StageTable | None:
-        """Return a solution's costs on a coordinate; None if its layouts are missing there."""
+        """Return a solution's costs on a coordinate; None if a layout is impossible there."""
         key = coordinate, rows
         if key not in self._tables:
             base = self.solver(0, max(1, self.rows // self.parts)).model

@@ -48,7 +48,7 @@ WHOLE_GROUPS = ("zero", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features that a plan must not use, and the allowed subset of ``CHANGES``."""
+    """Features (``GROUPS``) that a plan must not use, and the allowed subset of ``CHANGES``."""
 
     denied: frozenset[str] = frozenset()
     changes: frozenset[str] = frozenset()
@@ -87,7 +87,7 @@ class Features:
 
 
 def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
-    """Return the features of an allow and a deny list. Raises ``UsageError`` AP185 and AP186.
+    """Build the features from an allow and a deny list. Raises ``UsageError`` AP185 and AP186.
 
     >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)
     ['pp', 'zero2', 'zero3']

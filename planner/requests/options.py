@@ -47,8 +47,8 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
 
 
 def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
-    """Raise ``UsageError`` AP127 if ``ep`` does not divide ``dp``, or ``numbers``, the numbers of
-    experts of the layers."""
+    """Raise ``UsageError`` AP127 if ``ep`` does not divide ``dp`` or one of ``numbers``, the
+    experts per layer."""
     if ep is None:
         return
     possible = divisors(gcd(dp or 0, *numbers) or ep)
@@ -132,8 +132,8 @@ def _asked(request: Request) -> str:
 
 
 def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
-    """Return a remedy: the batch, micro-batch sizes or numbers of micro-batches that ``forced``
-    allows.
+    """Return a remedy for an error message: the batch, micro-batch sizes or numbers of
+    micro-batches that ``forced`` allows.
 
     >>> fix_of_split(6, Forced(dp=4), None)
     'a --global-batch that is a multiple of dp=4, such as 8'
@@ -167,7 +167,7 @@ def _split_by(forced: Forced) -> str:
 
 
 def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
-    """Return the possible numbers of pipeline ranks if each has several stages."""
+    """Return the possible numbers of pipeline ranks if each rank has several stages."""
     least = request.forced.least_chunks
     most = min(num_devices, num_blocks // least)
     if most < 2:
@@ -233,8 +233,7 @@ def stage_numbers(
 
 
 def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of stages to try: divisors of ``most`` if hosts are equal, else all up to
-    it; at most ``num_blocks``."""
+    """Return the numbers of stages to try, only divisors of ``most`` if hosts are equal."""
     are_equal = len(set(_host_sizes(cluster))) == 1
     numbers = divisors(most) if are_equal else range(1, most + 1)
     return tuple(number for number in numbers if number <= num_blocks)

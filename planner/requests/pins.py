@@ -34,7 +34,7 @@ PENALTY_SECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Required placement on one axis. ``pattern`` is the path as the user wrote it."""
+    """Placement required on one mesh axis. ``pattern`` is the path as the user wrote it."""
 
     pattern: str
     placement: Placement
@@ -181,7 +181,7 @@ def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
 
 
 def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
-    """Return the blocks with separate kinds for different pins. Raises UsageError AP181, AP183."""
+    """Return the blocks, split into kinds with different pins. Raises UsageError AP181, AP183."""
     if not pins:
         return blocks
     by_name = match_pins(graph, pins)
@@ -191,7 +191,7 @@ def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
 
 
 def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
-    """Return the pins by node of a kind's template, for the result of ``pinned_blocks``.
+    """Return the pins by node of each kind's template (first block), after ``pinned_blocks``.
 
     Parameters of several blocks are listed under their own names.
     """

@@ -33,8 +33,7 @@ CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b"
 """Names and aliases of the schedules with several stages per rank."""
 
 DERIVED_SCHEDULES = ("chimera", "terapipe")
-"""Schedules that are tried on the best pipelines of other schedules, with their layouts
-unchanged."""
+"""Schedules that are tried on the best pipelines of other schedules, with their layouts."""
 
 BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
 """Schedule of the pipelines that are searched for each derived schedule."""
@@ -75,7 +74,7 @@ class Placer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Choices that the caller has made; a None is left to the search.
+    """Choices of the user, which the search must keep; None leaves a choice to the search.
 
     ``dp=k``: k ranks split the batch and replicate parameters, except experts. ``tp=k``: a mesh
     axis "tp" of size k that does not split the batch of the inputs; it splits, and computes split
@@ -160,7 +159,7 @@ class Forced:
 
     @property
     def row_parts(self) -> int:
-        """Return the least number of ranks that split the batch: ``dp``, which includes ``ep``."""
+        """Return the least number of ranks that split the batch: ``dp`` (which includes ``ep``)."""
         return self.dp or self.ep or 1
 
     @property
@@ -254,8 +253,7 @@ class Request:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """Return the allowed schedules with one stage per rank, for plans or as bases of other
-        schedules."""
+        """Return the allowed schedules with one stage per rank, of plans or base pipelines."""
         name = self.forced.schedule
         if name is not None and not self.forces_chunks:
             return (BASE_SCHEDULE.get(name, name),)
@@ -264,8 +262,7 @@ class Request:
 
     @property
     def allows_one_stage(self) -> bool:
-        """Return whether a plan may have one stage per rank; if not, such pipelines are only
-        bases."""
+        """Return whether the final plan may have one stage per pipeline rank."""
         if self.forced.schedule is not None:
             return not self.forces_chunks and self.forced.schedule not in BASE_SCHEDULE
         return any(map(self.features.allows, SCHEDULES))
@@ -285,7 +282,7 @@ class Request:
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:
-        """Return the allowed derived schedules: Chimera and TeraPipe."""
+        """Return the allowed schedules derived from others: Chimera and TeraPipe."""
         if self.forced.schedule is not None:
             return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
         return tuple(name for name in DERIVED_SCHEDULES if self.features.allows(name))
@@ -304,8 +301,7 @@ class Request:
 
     @property
     def recompute(self) -> Recompute | None:
-        """Return the recomputation mode that is fixed for every block; None if the search
-        chooses."""
+        """Return the recomputation mode of every block; None if the search chooses it."""
         if self.forced.recompute is None and self.features.recompute == ("none",):
             return "none"
         return self.forced.recompute

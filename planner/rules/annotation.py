@@ -40,12 +40,13 @@ FLOATS = frozenset(
         "float8_e5m2",
     )
 )
-"""Dtypes that a partial sum may have."""
+"""Dtypes of tensors that may be partial sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Correspondence of the dimensions of one node's tensors.
+    """Correspondence of the dimensions of one node's tensors: dimensions with the same letter are
+    split together.
 
     ``inputs`` and ``outputs`` have a letter per dimension, None if it is never split. ``terms``:
     the op is a sum of products of the inputs at these positions (empty: not linear). ``sums``:
@@ -66,7 +67,8 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Parsed annotation: dimension tokens by operand, and its linearity."""
+    """Parsed annotation, before it is bound to shapes: letters of each input and output; ``terms``
+    and ``sums`` as in ``Signature``."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -171,7 +173,7 @@ def _present(terms: tuple[tuple[int, ...], ...], count: int) -> tuple[tuple[int,
 
 
 def _letters(names: tuple[str, ...], rank: int, group_rank: int) -> list[str | None] | None:
-    """Return the letters of the dimensions of a tensor of ``rank``, aligned from the right."""
+    """Return the letters of a tensor's ``rank`` dimensions, matched from the right, or None."""
     spread: list[str | None] = []
     for name in names:
         if name.startswith("*"):
@@ -184,8 +186,7 @@ def _letters(names: tuple[str, ...], rank: int, group_rank: int) -> list[str | N
 
 
 def _drop_broadcast(letters: list[list[str | None]], shapes: Sequence[Shape]) -> None:
-    """Remove the letters of dimensions of size 1 that broadcast to a larger size of their
-    letter."""
+    """Remove the letters of dimensions of size 1 that broadcast to a larger dimension."""
     largest: dict[str, int] = {}
     for names, shape in zip(letters, shapes, strict=True):
         for name, size in zip(names, shape, strict=True):

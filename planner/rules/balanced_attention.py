@@ -27,15 +27,17 @@ from .dispatch import as_received
 from .table import packet
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
-"""Op of causal attention of two runs of query positions (``passes.ops.lower_right``)."""
+"""Op of causal attention on two runs of query positions (``passes.ops.lower_right``)."""
 
 
 def balanced_strategies(
     case: Case, derived: Sequence[AxisStrategy], axis_size: int
 ) -> tuple[AxisStrategy, ...]:
-    """Return a balanced variant of each strategy of causal attention that splits queries.
+    """Return a balanced variant of each strategy of causal attention that splits queries: ranks r
+    and n − 1 − r swap halves of their queries, so that all compute equally many scores.
 
-    There is none unless a sequence attends to itself, with two or more positions per rank.
+    There is no such variant unless a sequence attends to itself, with two or more positions per
+    rank.
     """
     is_attention = packet(case.node.op) == "scaled_dot_product_attention"
     if not is_attention or axis_size == 1 or len(case.inputs) != 3:
@@ -61,8 +63,8 @@ def balanced_strategies(
 
 
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
-    """Return the node as the busiest rank executes it: balanced attention has another op, a layer
-    of experts its received tokens; other nodes are unchanged.
+    """Return the node as the busiest rank executes it: balanced attention as another op, an expert
+    layer on the tokens that the rank receives; other nodes are unchanged.
 
     The fourth argument of the balanced op has, for each half of its queries, the end of the keys
     that they see. Attention of a later slice of positions has a mask, and is not balanced.

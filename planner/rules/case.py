@@ -31,8 +31,8 @@ class Case:
         return len(self.inputs[0].shape)
 
     def dims(self, position: int, name: str = "dim", default: Any = None) -> tuple[int, ...]:
-        """Return an argument of dims, counted from 0; None, a bool or an empty list means all
-        dims."""
+        """Return the dimensions that an argument of the op names, with negative ones counted from
+        0; None, a bool or an empty list means all dimensions of the first input."""
         found = self.argument(position, name, default)
         if (
             found is None
@@ -52,7 +52,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def letters_of(rank: int, whole: tuple[int, ...] = ()) -> Letters:
-    """Return a letter for each of ``rank`` dimensions, None for the dimensions ``whole``.
+    """Return a letter for each of ``rank`` dimensions; None for the dimensions ``whole`` (unsplit).
 
     >>> letters_of(3, (1,))
     ('d0', None, 'd2')

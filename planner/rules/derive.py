@@ -28,7 +28,7 @@ def derive(
 ) -> tuple[AxisStrategy, ...]:
     """Return every strategy of a node on one axis; without a signature, only replicated strategies.
 
-    ``leaves`` marks inputs that are not an op's result: partial sums never start from leaves alone.
+    ``leaves`` marks inputs that no op computes: a partial sum never comes from such inputs alone.
     """
     whole = _whole(inputs, outputs)
     strategies: list[AxisStrategy] = []
@@ -77,7 +77,7 @@ def _splits(
 
 
 def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int) -> list[str]:
-    """Return the letters, in order, whose dimensions the axis divides, once in any tensor."""
+    """Return the letters whose dimensions the axis divides, if no tensor has them twice."""
     found: dict[str, bool] = {}
     for letters, spec in zip(signature.inputs + signature.outputs, specs, strict=True):
         for letter, size in zip(letters, spec.shape, strict=True):
@@ -90,7 +90,8 @@ def _divisible(signature: Signature, specs: Sequence[TensorSpec], axis_size: int
 def _contract(
     signature: Signature, letter: str, inputs: Sequence[TensorSpec], placements: list[Placement]
 ) -> bool:
-    """Return whether outputs are sums over ``letter``; set terms that lack the letter to ``P``."""
+    """Return whether splitting ``letter`` makes the outputs partial sums; if so, give a factor of
+    each term without the letter the placement ``P`` (partial)."""
     if signature.sums:
         return True
     for term in signature.terms:
@@ -108,7 +109,7 @@ def _partials(
     whole: tuple[Placement, ...],
     leaves: Sequence[bool],
 ) -> Iterator[AxisStrategy]:
-    """Yield strategies with a partial factor in each term, all else whole, and partial outputs."""
+    """Yield strategies in which one factor of each term is partial, and so are the outputs."""
     if not signature.terms or any(spec.dtype not in FLOATS for spec in outputs):
         return
     for chosen in product(*signature.terms):

@@ -30,8 +30,8 @@ SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a layer of experts, or of a view that joins or splits the first two
-    dimensions; none for other nodes."""
+    """Return the strategies, with tokens sent to experts, of an expert layer or of a view that
+    joins or splits the first two dimensions; none for other nodes."""
     if axis_size == 1 or not inputs:
         return ()
     if is_expert_layer(node):
@@ -95,8 +95,8 @@ def _of_experts(
 
 
 def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
-    """Return the dimension of an experts' weight that counts hidden values; None for the second
-    bias, which has none. ``at``: position of the weight among the experts' weights."""
+    """Return the dimension of an expert weight that counts hidden values; None for the second bias,
+    which has none. ``at``: index of the weight among the expert weights."""
     if len(weight.shape) == 2:
         return 1 if at == 2 else None
     return 1 if weight.shape[2] == width else 2
@@ -106,8 +106,8 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
     """Return a layer of experts as a rank executes it on its received tokens.
 
     With even routing, a rank receives as many (token, expert) pairs as it sends, plus the pairs of
-    each rank that shares its experts. The returned call has the rank's own number of tokens; its
-    number of all experts is reduced so that the number of pairs is right.
+    each rank that shares its experts. The returned node has the rank's own number of tokens; its
+    argument for the number of all experts is reduced so that the number of pairs is right.
     """
     parts = 1
     for tokens, weight, size in zip(

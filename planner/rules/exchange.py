@@ -15,7 +15,8 @@ EXCHANGED = "aten.split_with_sizes.default"
 
 
 def exchanged_parts(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return the strategy from a split along the uncut dimension to parts split along the cut."""
+    """Return the strategy of an op that cuts a fused weight into parts: the weight is split along
+    the dimension that is not cut, the parts along the other, after an all-to-all."""
     if case.node.op != EXCHANGED or case.rank != 2:
         return ()
     cut = case.dims(2, "dim", 0)[0]

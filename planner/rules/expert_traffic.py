@@ -28,7 +28,7 @@ activation."""
 def expert_traffic(
     node: Node, inputs: Sequence[TensorSpec], kernels: ExpertKernels, moves: int
 ) -> tuple[int, int]:
-    """Return the bytes of memory traffic around the products, in forward and backward.
+    """Return the bytes of memory traffic around the experts' products (forward, backward).
 
     A row is copied ``moves`` times, on the way to its expert and back; so is its gradient.
     """
@@ -51,8 +51,8 @@ def expert_traffic(
 
 
 def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
-    """Return the elements per row that the activation's ops read and write, in forward and
-    backward.
+    """Return the elements per row that the ops of the activation read and write (forward,
+    backward).
 
     In the forward each op reads its operands and writes its result; in the backward it reads the
     result's gradient and its operands, and writes their gradients. ``made`` is the width of the

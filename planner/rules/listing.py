@@ -61,7 +61,7 @@ def describe_splits(annotation: str) -> str:
 
 
 def _letters(pattern: Pattern) -> tuple[list[str], list[str]]:
-    """Return the letters that every output has, and the letters that some output lacks."""
+    """Return the letters that every output has, and the letters missing in some output."""
     listed = dict.fromkeys(token for operand in pattern.inputs for token in operand if token != "_")
     kept = [token for token in listed if all(token in output for output in pattern.outputs)]
     return kept, [token for token in listed if token not in kept]

@@ -20,10 +20,11 @@ Shape = tuple[int, ...]
 
 
 def matmul_product(name: str, first: Shape, second: Shape) -> Product | None:
-    """Return the product of two factors of these shapes, batched if both are.
+    """Return the matrix product (batch, rows, columns, inner) of two factors of these shapes,
+    batched if both are.
 
-    A first factor of one dimension is a row, a second a column. If only the first factor has batch
-    dimensions, they are rows of a larger product, as PyTorch computes it.
+    A first factor of one dimension is a row, a second factor of one dimension a column. If only the
+    first factor has batch dimensions, they are rows of a larger product, as PyTorch computes it.
 
     >>> matmul_product("linear", (2, 8, 16), (32, 16))
     (1, 16, 32, 16)
@@ -52,7 +53,7 @@ def _broadcast(first: Shape, second: Shape) -> int:
 
 
 def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
-    """Return the product that an einsum of two operands computes; None for other numbers.
+    """Return the product that an einsum of two operands computes; None for more or fewer operands.
 
     >>> einsum_product("bqhd,bkhd->bhqk", ((2, 5, 4, 8), (2, 7, 4, 8)))
     (8, 5, 7, 8)
@@ -78,8 +79,7 @@ def einsum_product(equation: str, shapes: Sequence[Shape]) -> Product | None:
 
 
 def plain_product(node: Node, shapes: Sequence[tuple[int, ...]]) -> Product | None:
-    """Return the product of an op with factors of these shapes; None for an einsum of other
-    operands."""
+    """Return an op's product for factors of these shapes; None for an einsum of other operands."""
     if packet(node.op) == "einsum":
         return einsum_product(str(argument(node, 0, "equation")), shapes)
     return matmul_product(packet(node.op), shapes[0], shapes[1])

@@ -17,7 +17,7 @@ from .table import packet
 _STATISTIC_BYTES = 4
 _INDEX_BYTES = 8
 _EXPERT_WIDTHS = 3
-"""Widths of the first product kept per (token, expert): its result and the activation's values."""
+"""Values kept per (token, expert), in widths of the first product: its result, the activation's."""
 
 OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
     "others",
@@ -31,8 +31,7 @@ OTHERS, INPUT, INPUTS, REST, OUTPUT, BOTH, INDICES, NOTHING = (
 )
 
 _CHOOSING = ("max", "min", "median")
-"""Ops that choose an element: they save inputs and result, or only its index if they return it,
-too."""
+"""Ops that choose an element: they save input and result, or only the index if they return it."""
 
 _KEPT = {
     OTHERS: (
@@ -190,7 +189,7 @@ def saved_extra_bytes(
 def kept_extra_bytes(
     node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> int:
-    """Return the bytes besides outputs that selective recomputation keeps of a costly op."""
+    """Return the bytes besides outputs that selective recomputation keeps of an expensive op."""
     if not writes_scores(node, inputs):
         return saved_extra_bytes(node, inputs, outputs)
     out = outputs[0]
@@ -226,14 +225,13 @@ def _normalized_bytes(node: Node, out: TensorSpec, itemsize: int) -> int:
 
 
 def expert_pairs(node: Node, inputs: Sequence[TensorSpec]) -> int:
-    """Return the (token, expert) pairs that ``experts`` computes at these shapes, evenly routed."""
+    """Return the number of (token, expert) pairs that an expert layer computes if evenly routed."""
     held = inputs[3].shape[0]
     return int(inputs[1].numel * held / argument(node, 8, "num_experts", held))
 
 
 def is_identity(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
-    """Return whether an op changes nothing, such as a cast to the same dtype or dropout with p =
-    0."""
+    """Return whether an op changes nothing, such as a cast to its own dtype or dropout at p = 0."""
     name = packet(node.op)
     if name == "to":
         return inputs[0].dtype == outputs[0].dtype and not node.kwargs.get("copy", False)

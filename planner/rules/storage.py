@@ -99,8 +99,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
-    """Return the strides of a dense tensor with its dims in memory in ``order``, outermost
-    first."""
+    """Return the strides of a dense tensor whose dims are stored in ``order``, outermost first."""
     strides = [1] * len(shape)
     step = 1
     for dim in reversed(order):
@@ -110,7 +109,7 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
 
 
 def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
-    """Return the strides of an output that is a view of the first input; None if it is none."""
+    """Return the strides of an output if it is a view of the first input, else None."""
     name = packet(case.node.op)
     shape, target = case.shape, case.outputs[index].shape
     if is_identity(case.node, case.inputs, case.outputs):

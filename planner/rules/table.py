@@ -143,7 +143,7 @@ LOSSES: dict[str, int] = {
     "binary_cross_entropy": 3,
     "binary_cross_entropy_with_logits": 4,
 }
-"""By op: position of the reduction argument."""
+"""By loss op: position of the argument ``reduction``."""
 
 STRUCTURED: dict[str, Callable[[Case], Signature | None]] = {
     "to": structured.convert,
@@ -320,4 +320,4 @@ def _listing() -> tuple[tuple[str, str], ...]:
 
 
 RULES = _listing()
-"""Every op that has a rule, with its annotation, or a sentence if that depends on arguments."""
+"""(op, rule) for every op with a rule: its annotation, or a sentence if it depends on arguments."""

@@ -116,7 +116,7 @@ Bytes count the copies."""
 
 
 def family_of(node: Node) -> Family:
-    """Return the family of a node's op."""
+    """Return the family of a node's op: "matmul", "norm", "view", …."""
     return family_named(packet(node.op))
 
 
@@ -203,7 +203,7 @@ def _fused_flops(
 
 
 def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> tuple[Product, ...]:
-    """Return a product of written-out attention, as (batch, queries, keys, head size)."""
+    """Return a fused attention kernel's product, as (batch, queries, keys, head size)."""
     if not fused.is_attention or family_of(node) != "matmul":
         return ()
     found = plain_product(node, [spec.shape for spec in inputs])
@@ -214,7 +214,7 @@ def _fused_products(node: Node, fused: Fused, inputs: Sequence[TensorSpec]) -> t
 
 
 def _kernels_backward(family: Family, num_wanted: int) -> int:
-    """Return the number of backward kernels: one per gradient, or one or two for all gradients."""
+    """Return the number of backward kernels: one per gradient, or one or two for all of them."""
     if family in ("matmul", "conv", "elementwise"):
         return num_wanted
     return min(num_wanted, 2 if family == "norm" else 1)
@@ -286,8 +286,7 @@ def _registered(rule: OpRule, inputs: Sequence[TensorSpec], outputs: Sequence[Te
 
 
 def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Work:
-    """Return the work of a view: no forward; in the backward a cut pads its gradient with zeros,
-    and an expansion sums it."""
+    """Return the work of a view: only its backward, which pads cuts and sums expansions."""
     source, made = inputs[0], sum(spec.num_bytes for spec in outputs)
     name = packet(node.op)
     if not (source.requires_grad and any(spec.requires_grad for spec in outputs)):
@@ -300,7 +299,7 @@ def _view(node: Node, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec
 
 
 def _wanted(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> list[int]:
-    """Return the positions of inputs whose gradient is computed."""
+    """Return the positions of the inputs whose gradients the backward computes."""
     if not any(spec.requires_grad for spec in outputs):
         return []
     return [position for position, spec in enumerate(inputs) if spec.requires_grad]
@@ -388,7 +387,7 @@ def _product_flops(
 
 
 def is_lower_right(node: Node, query: TensorSpec) -> bool:
-    """Return whether an attention is causal and this rank has a part of the query positions."""
+    """Return whether an attention is causal and its queries are a part of the positions only."""
     return (
         packet(node.op) == "scaled_dot_product_attention"
         and bool(argument(node, 5, "is_causal", False))

@@ -52,9 +52,9 @@ Orders = Callable[[Size], Table]
 
 
 class InFlight(Protocol):
-    """Function (num_stages, num_microbatches, stage) → most micro-batches that the stage holds.
+    """Function (num_stages, num_microbatches, stage) → most micro-batches in flight on the stage.
 
-    Schedules with chunks also take their number per rank.
+    Schedules with several stages (chunks) per rank also take their number.
     """
 
     def __call__(
@@ -66,10 +66,10 @@ class InFlight(Protocol):
 class ScheduleInfo:
     """Description of a schedule. ``chunks``: minimum and maximum stages per rank.
 
-    Synchronous schedules give one device's result exactly; asynchronous schedules update with older
-    or newer weights, by ``weights`` (see ``cost_model.simulator.actions.weight_versions``).
-    ``is_v``: see ``stages_of_ranks``. ``splits_backward``: whether some backwards are split, of a
-    schedule that a user registered; None in this catalogue.
+    Synchronous schedules give one device's result exactly; asynchronous schedules compute gradients
+    at other weights, as ``weights`` says (``cost_model.simulator.actions.weight_versions``).
+    ``is_v``: see ``stages_of_ranks``. ``splits_backward``: whether a schedule that a user
+    registered splits backwards; None in this catalogue.
     """
 
     name: str
@@ -95,11 +95,12 @@ class ScheduleInfo:
 
 
 MANY = 2**31
-"""Maximum number of chunks of a schedule that does not limit it."""
+"""Maximum number of chunks of a schedule that sets no limit."""
 
 
 def stages_of_ranks(num_ranks: int, num_chunks: int, *, is_v: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank: every chunk from rank 0 on, in a V every second one back."""
+    """Return the stages of each rank: chunk after chunk over the ranks, always from rank 0 or, in a
+    V, alternately forth and back."""
     rows = [
         range(first, first + num_ranks) for first in range(0, num_ranks * num_chunks, num_ranks)
     ]
@@ -109,7 +110,7 @@ def stages_of_ranks(num_ranks: int, num_chunks: int, *, is_v: bool) -> tuple[tup
 
 
 def _held(actions: Iterable[Action], stage: int) -> int:
-    """Return the most micro-batches of ``stage`` between a forward and its (weight) backward."""
+    """Return the most micro-batches of ``stage`` between their forward and (weight) backward."""
     held = most = 0
     for action in actions:
         if action.stage == stage:
@@ -122,7 +123,7 @@ def _held(actions: Iterable[Action], stage: int) -> int:
 
 
 def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
-    """Return an ``in_flight`` function that counts in the table that ``orders`` makes."""
+    """Return a function that counts the micro-batches in flight in the table of ``orders``."""
 
     def in_flight(
         num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
@@ -137,13 +138,13 @@ def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """Return the most micro-batches held at once by the two stages of Chimera's rank ``stage``."""
+    """Return the most micro-batches in flight on Chimera's rank ``stage``, over its two stages."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 
 @lru_cache(maxsize=16)
 def _held_both_ways(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return the result of ``_both_ways`` for every rank."""
+    """Return, for every rank of Chimera, the most micro-batches in flight over its two stages."""
     most = []
     for row in chimera(num_stages, num_microbatches):
         held = accumulate(1 if action.kind == FORWARD else -1 for action in row)

@@ -71,7 +71,7 @@ def peak_of_ranks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _held_through(row: Row) -> Iterator[Counter[int]]:
-    """Yield, during each forward of the row, the number of held micro-batches by stage."""
+    """Yield, at each forward of a rank's row, the number of micro-batches in flight by stage."""
     held: Counter[int] = Counter()
     slices: Counter[tuple[int, int]] = Counter()
     frees = {(a.stage, a.microbatch) for a in row if a.kind in (BACKWARD, WEIGHT_BACKWARD)}
@@ -230,8 +230,8 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def sends_under_way(schedule: Schedule) -> int:
-    """Return the number of unreceived sends that a rank must be allowed to have to another rank
-    before its next send waits, so that the table completes.
+    """Return how many unreceived sends to another rank a rank needs, before its next send waits, so
+    that the table completes.
 
     The result is rounded up to a power of two. It bounds the messages that a rank keeps, however
     far its host runs ahead.
@@ -325,7 +325,7 @@ def _check_step(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """Check that no action uses a version of its stage's weights that does not exist yet."""
+    """Check that no action uses a version of its stage's weights before its update made it."""
     if schedule.weights == "flushed":
         return
     versions = weight_versions(schedule)

@@ -35,7 +35,7 @@ from .schedules import can_have, compute_orders, find_schedule, in_flight
 HalfPairs = tuple[tuple[int, int], ...]
 
 MANY_TIMES = 4
-"""Ratio of micro-batches to stages beyond which no more are held, and tables need not be longer."""
+"""Ratio of micro-batches to stages beyond which more micro-batches do not raise the number held."""
 
 
 @lru_cache(maxsize=64)
@@ -54,9 +54,9 @@ def splits(name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) -> HalfPairs:
-    """Return the non-dominated pairs (micro-batches before their backward, micro-batches with
-    deferred weight gradients) that a stage holds at some time; ``depth``: its stages to the end,
-    itself included."""
+    """Return the largest pairs (micro-batches before their backward, micro-batches with deferred
+    weight gradients) that a stage holds at some time, without dominated pairs; ``depth``: number of
+    stages from it to the last, itself included."""
     if find_schedule(name).is_registered:
         number = max(num_stages, depth)
         if not can_have(name, number, num_microbatches, 1):
@@ -75,7 +75,7 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
 def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[HalfPairs, ...]:
-    """Return the pairs of every stage as ``half_pairs`` does, counted in the schedule."""
+    """Return the pairs of ``half_pairs`` for every stage, counted in the schedule's table."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):
@@ -101,7 +101,7 @@ def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
 
 
 def is_split(pairs: HalfPairs) -> bool:
-    """Return whether the pairs belong to a schedule that defers weight gradients."""
+    """Return whether the pairs come from a schedule that defers weight gradients."""
     return any(late for _, late in pairs)
 
 
@@ -131,14 +131,14 @@ _Unit = tuple[bool, int, int, int]
 
 
 def sends_kept(schedule: Schedule, *, is_gpu: bool) -> int:
-    """Return the most sent messages per receiver that a rank keeps in memory."""
+    """Return the most sent messages per receiving rank that a rank keeps in memory."""
     most = sends_under_way(schedule)
     return most if is_gpu else max(most, KEPT_ON_GLOO)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBytes:
-    """Bytes of a micro-batch's messages by pair of stages, on a device of sender and receiver.
+    """Bytes of a micro-batch's messages on a sending and on a receiving device, by pair of stages.
 
     A pair of stages without an entry sends nothing.
     """
@@ -174,7 +174,7 @@ def messages_held(
 
 @dataclass
 class _Walk:
-    """Messages that a rank holds at some action of its row, updated action by action."""
+    """Messages that a rank holds at a point of its row; each method advances by an action."""
 
     schedule: Schedule
     rank: int
@@ -198,7 +198,7 @@ class _Walk:
             self.expected[other] = deque(sends) if other != self.rank else deque()
 
     def post(self, receive: Action) -> None:
-        """Receive the messages for ``receive``, and all messages that their senders sent before."""
+        """Receive the message for ``receive``, and all messages that were sent before it."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
         for source in self.senders.get((receive.stage, is_forward), ()):
@@ -216,7 +216,7 @@ class _Walk:
             self._wait(send, pair, self.sizes.taken[pair])
 
     def send(self, action: Action) -> None:
-        """Keep a message to each rank that receives it; drop the oldest beyond the limit."""
+        """Keep a sent message for each receiving rank; drop the oldest beyond the limit."""
         for peer in dict.fromkeys(self.schedule.stage_rank):
             pairs = self._to(action, peer) if peer != self.rank else ()
             if not pairs:
@@ -249,6 +249,6 @@ class _Walk:
         return self.takers.get((made.stage, made.kind in (FORWARD, SEND_FORWARD), rank), ())
 
     def _share(self, action: Action) -> float:
-        """Return the fraction of a micro-batch's message that a slice makes up."""
+        """Return the fraction of a micro-batch's message that an action's slice makes up."""
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1.0

@@ -38,7 +38,7 @@ WAITING = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
 def complete(
     orders: Table, *, ahead: int = 0, edges: Edges | None = None, parts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], Table]:
-    """Return the rank of each stage, and the table: ``orders`` with all other actions added.
+    """Return (rank of each stage, table): ``orders`` with receives, sends, REDUCE and STEP added.
 
     A receive is posted ``ahead`` forwards and backwards before the action that needs it. ``parts``:
     see ``Schedule``. Rows that already have a STEP get no further one.
@@ -84,7 +84,7 @@ def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
 
 
 def _with_step(row: Sequence[Action], parts: Sequence[int]) -> Row:
-    """Return a row with REDUCE and then STEP of each trained stage appended.
+    """Return a row with REDUCE, then STEP, of each trained stage appended.
 
     A reduction may wait for other ranks (for parameters that several stages hold, or replicas of a
     stage). So it comes after all actions that those ranks wait for, and all ranks reduce the parts

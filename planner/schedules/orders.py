@@ -143,7 +143,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
 
 
 def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
-    """Alternate forwards and backwards after ``warmup`` forwards; end with the other backwards."""
+    """Alternate forwards and backwards after ``warmup`` forwards; end with remaining backwards."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
@@ -215,7 +215,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Table:
 
 
 class _Due(NamedTuple):
-    """Sort key of an action: its slot, then earlier units first, then backwards first."""
+    """Sort key of an action: its time slot, then earlier units first, then backwards first."""
 
     slot: int
     unit: int
@@ -223,11 +223,12 @@ class _Due(NamedTuple):
 
 
 def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, ActionKind, int]]:
-    """Yield (slot, kind, micro-batch) for 1F1B if every action takes one slot.
+    """Yield (slot, kind, micro-batch) of a stage's actions in 1F1B if every action takes one time
+    slot.
 
     Micro-batches enter and leave in every other slot. Forwards of a stage are in slots of its
-    parity, backwards in the others; in the other direction it is reversed. So only forwards of one
-    direction and backwards of the other share a parity, and with up to ``num_ranks / 2``
+    parity, backwards in the others; in Chimera's other pipeline it is reversed. So only forwards of
+    one pipeline and backwards of the other share slots, and with up to ``num_ranks / 2``
     micro-batches the forwards end before the backwards begin.
     """
     for m in range(count):

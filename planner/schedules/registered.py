@@ -31,7 +31,7 @@ REGISTERED: dict[str, ScheduleInfo] = {}
 
 
 def register(info: ScheduleInfo) -> None:
-    """Add a schedule to the register of this process, or replace the one of its name."""
+    """Add a schedule to this process's register; replace an earlier one with its name."""
     orders = lru_cache(maxsize=64)(partial(_checked_table, info))
     REGISTERED[info.name] = replace(info, orders=orders)
 
@@ -62,8 +62,8 @@ def _checked_table(info: ScheduleInfo, size: Size) -> Table:
 
 
 def _check_row(info: ScheduleInfo, size: Size, rank: int, row: Row, stages: Sequence[int]) -> None:
-    """Raise UsageError AP159 for an action that cannot be in the row, and for a stage that lacks
-    its forwards or backwards."""
+    """Raise UsageError AP159 for an action that may not be in the row, or a stage without all its
+    forwards and backwards."""
     backward = INPUT_BACKWARD if info.splits_backward else BACKWARD
     for action in row:
         why = fix = ""
@@ -87,6 +87,6 @@ def _fault(info: ScheduleInfo, size: Size, what: str, why: str = "", fix: str = 
 
 
 def size_text(size: Size) -> str:
-    """Describe a size."""
+    """Describe the size of a schedule: its numbers of ranks, micro-batches, chunks."""
     chunks = f" of {size.num_chunks} chunks" if size.num_chunks > 1 else ""
     return f"{size.num_ranks} ranks{chunks} with {size.num_microbatches} micro-batches"

@@ -138,14 +138,14 @@ def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int)
 
 
 def table_text(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> str:
-    """Return the table of a registered schedule as text, for keys of caches; "" of all others."""
+    """Return a registered schedule's table as text, for cache keys; "" for all other schedules."""
     size = name, num_stages, num_microbatches, num_chunks
     has_table = registered_schedule(name) is not None and can_have(*size)
     return format_table(compute_orders(*size)) if has_table else ""
 
 
 def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the model parts that each rank holds: its stages, or the stages that they replicate.
+    """Return the model parts of each rank: its stages, or the stages that they replicate.
 
     >>> parts_of_ranks("bfs", 2, 2), parts_of_ranks("zbv", 2, 2), parts_of_ranks("chimera", 2, 1)
     (((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (1, 0)))
@@ -162,7 +162,7 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
 def _of_graph(
     info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, ahead: int
 ) -> Schedule:
-    """Build the schedule for stages whose dependences form any directed acyclic graph."""
+    """Build the schedule for stages that depend on each other as a directed acyclic graph."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
             "AP154",
@@ -185,7 +185,7 @@ OF_GRAPHS: Mapping[str, Callable[[int, tuple[int, ...]], Table]] = {
     ),
     "inference": lambda num_microbatches, depth: inference(len(depth), num_microbatches),
 }
-"""Orders of the schedules that support stages of any graph, as functions of the stages' depths."""
+"""Orders of the schedules that support stages of any graph, as functions of stage depths."""
 
 
 def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> int:

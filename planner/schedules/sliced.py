@@ -79,7 +79,8 @@ def slice_lengths(
 def _cheapest(
     times: Sequence[Sequence[float]], limit: float
 ) -> tuple[float, tuple[int, ...], float] | None:
-    """Return the cut with the least sum of times, none above ``limit``: (sum, ends, longest time).
+    """Return the cut with the least sum of times in which no slice takes longer than ``limit``, as
+    (sum, ends, longest time).
 
     ``times[start][k]`` is the time of the slice from ``start`` to ``start + 1 + k``.
     """

@@ -27,10 +27,10 @@ from .orders import in_turn, interleaved_rounds
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
     """Order actions as ZB-H1, 1F1B with split backwards: a third of the bubble if F = I = W.
 
-    Rank ``r`` warms up as 1F1B and defers its weight gradients by ``r`` micro-batches. With chunks
-    it is the interleaved order with the same rule, as in
-    ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble``. Source: Qi et al. 2023
-    (arXiv:2401.10241), section 2.1 and figure 3 top.
+    F, I and W are the seconds of a forward, an input and a weight backward. Rank ``r`` warms up as
+    1F1B and defers its weight gradients by ``r`` micro-batches. With chunks it is the interleaved
+    order with the same rule, as in ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble``.
+    Source: Qi et al. 2023 (arXiv:2401.10241), section 2.1 and figure 3 top.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, num_chunks, pace=1)
@@ -41,9 +41,9 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
 def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
     """Order actions as ZB-H2: no bubble if F = I = W, for twice the memory of 1F1B.
 
-    Its warm-up is twice ZB-H1's, which fills the wait for the first backward; weight gradients are
-    deferred twice as far, so that every rank ends as much later as it began. Source: Qi et al. 2023
-    (arXiv:2401.10241), section 2.2 and figure 3 bottom.
+    F, I, W: see ``zb_h1``. Its warm-up is twice ZB-H1's, which fills the wait for the first
+    backward; weight gradients are deferred twice as far, so that every rank ends as much later as
+    it began. Source: Qi et al. 2023 (arXiv:2401.10241), section 2.2 and figure 3 bottom.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, 1, pace=2) for rank in range(num_ranks)
@@ -53,7 +53,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
-    """Order a rank's row as 1F1B with split backwards, weight backwards ``pace * rank`` later."""
+    """Order a rank's row as 1F1B with split backwards; weight gradients ``pace * rank`` later."""
     size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(
@@ -65,7 +65,7 @@ def _split_1f1b(
 
 
 def _with_weights(order: Row, *, behind: int) -> Row:
-    """Insert each input backward's weight backward after the next ``behind`` input backwards."""
+    """Insert each weight backward after the ``behind`` input backwards that follow its own."""
     actions: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
@@ -80,11 +80,11 @@ def _with_weights(order: Row, *, behind: int) -> Row:
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
     """Order actions as ZBV, two chunks per rank in a V: no bubble if F = I = W, memory of 1F1B.
 
-    Stages ``r`` and ``2 num_ranks - 1 - r`` are on rank ``r``, so the last stage is on the rank of
-    the first, and a micro-batch's backward begins where its forward ended. The order is built for
-    at least ``2 num_ranks - 1`` micro-batches; surplus micro-batches are dropped. Source: Qi et al.
-    2023 (arXiv:2401.10241), section 6, figure 7; for equal F, I and W, ordered as in
-    ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+    F, I, W: see ``zb_h1``. Stages ``r`` and ``2 num_ranks - 1 - r`` are on rank ``r``, so the last
+    stage is on the rank of the first, and a micro-batch's backward begins where its forward ended.
+    The order is built for at least ``2 num_ranks - 1`` micro-batches; surplus micro-batches are
+    dropped. Source: Qi et al. 2023 (arXiv:2401.10241), section 6, figure 7; for equal F, I and W,
+    ordered as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
     """
     count = max(num_microbatches, 2 * num_ranks - 1)
     return tuple(
@@ -94,8 +94,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
-    """Yield a rank's actions; ``down`` is its chunk on the way from rank 0 to the last rank, ``up``
-    its chunk on the way back."""
+    """Yield a rank's actions; chunk ``down`` is towards the last rank, ``up`` on the way back."""
     down, up = _Chunk(rank), _Chunk(2 * num_ranks - 1 - rank)
     left = num_ranks - rank
     for _ in range(2 * left - 1):
@@ -175,7 +174,7 @@ def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator
 
 
 class _Pairs:
-    """Counter of the micro-batches of the two chunks, with the deferred weight backwards."""
+    """Counter of the micro-batches of a rank's two chunks, and its deferred weight backwards."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up

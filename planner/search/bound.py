@@ -50,17 +50,16 @@ from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
 PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
-"""Values of λ, relative to the price at which all bytes of a device cost as much as its work."""
+"""Prices per byte to try, relative to the price at which all bytes of a device cost its work."""
 
 UNLIMITED = 1e18
 """Number of bytes that stands for no memory limit."""
 
 
 def lower_bound(context: SearchContext) -> float:
-    """Return a lower bound of the step of every plan, whatever its number of stages per rank.
-    Cached.
+    """Return a lower bound of the step time of all plans (any stages per rank). Cached.
 
-    After the time limit, or if the tables of a block are too wide, it is ``work_bound``.
+    After the time limit, or if the cost tables of a block are too large, it is ``work_bound``.
     """
     if context.bound_seconds is None:
         with context.budget.timed("bound"):
@@ -79,7 +78,8 @@ def _lower_bound(context: SearchContext) -> float:
 
 
 def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return the bound over the sizes ``rows``, without ``work_bound``; 0 if unknown."""
+    """Return a lower bound of the step time over micro-batches of ``rows`` rows, from the cost
+    tables of blocks (not ``work_bound``); 0 if unknown."""
     least = float("inf")
     with context.stoppable(), suppress(TooWideError):
         for each in rows:
@@ -92,7 +92,7 @@ def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
 
 
 def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
-    """Yield parts of the space: tilings of the devices, with their maximum number of stages."""
+    """Yield parts of the search space: tilings of the devices, and their maximum of stages."""
     place, features = context.costs(rows).place, context.request.features
     most_chunks = 1
     if context.request.chunked_schedules:
@@ -117,7 +117,8 @@ def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling]
 
 @dataclass
 class _Relaxation:
-    """Relaxed problem of some tilings at one micro-batch size."""
+    """Relaxed search problem, which bounds all plans on some tilings (divisions of the devices into
+    stages) at one micro-batch size: every block takes its cheapest mesh and layouts."""
 
     context: SearchContext
     rows: int
@@ -140,7 +141,7 @@ class _Relaxation:
 
     @cached_property
     def _solvers(self) -> list[IntraOp]:
-        """Return the solvers of the distinct meshes in the tilings."""
+        """Return one solver for each distinct mesh in the tilings."""
         costs = self.context.costs(self.rows)
         places = dict.fromkeys(move.place for tiling in self.tilings for move in tiling.moves)
         found: dict[object, IntraOp] = {}
@@ -152,7 +153,7 @@ class _Relaxation:
 
     @cached_property
     def _free_bytes(self) -> float:
-        """Return the bytes that a device has for tensors, averaged over all devices."""
+        """Return a device's bytes for tensors, averaged over all devices."""
         cluster, limit = self.context.cluster, self.context.request.memory_limit_bytes
         devices = [host.device for host in cluster.hosts for _ in range(host.num_devices)]
         sizes = [device.usable_memory_bytes if limit is None else limit for device in devices]
@@ -160,7 +161,7 @@ class _Relaxation:
         return min(sum(sizes) / len(sizes), UNLIMITED) - reserved
 
     def _device_seconds(self, prices: Floats) -> Floats:
-        """Return, by price of a byte, the seconds per micro-batch that the mean device works."""
+        """Return, by price of a byte, a device's mean seconds of work per micro-batch."""
         structure = self.context.at(self.rows)
         neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
         shares = [
@@ -192,7 +193,8 @@ class _Relaxation:
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Least seconds of a block by price of a byte: as a stage's first, or after its own kind."""
+    """Least seconds of a block by price of a byte: as a stage's ``first`` block, or ``later``,
+    after a block of its own kind."""
 
     first: Floats
     later: Floats
@@ -200,9 +202,9 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Values that blocks read, by kind: ``edges`` from a block to the next of its kind,
-    ``read_bytes`` the least bytes of values first read by a block; ``linked`` marks the blocks with
-    exactly these edges."""
+    """Values that blocks of a kind read. ``edges``: from the block before, if of the same kind, in
+    most blocks of the kind; ``linked`` marks the blocks with exactly these edges. ``read_bytes``:
+    the least bytes of values that a block is the first to read."""
 
     edges: Mapping[str, tuple[Edge, ...]]
     linked: tuple[bool, ...]
@@ -239,9 +241,11 @@ class Neighbours:
 def block_seconds(
     solver: IntraOp, count: int, neighbours: Neighbours, prices: Floats
 ) -> Mapping[str, BlockSeconds]:
-    """Map each kind to its least seconds on a mesh; models with equal tables share the result.
+    """Map each kind of block to the least cost (seconds plus priced bytes), over all layouts, of
+    one block of it on the solver's mesh, by price of a byte. Cached for all meshes with equal cost
+    tables.
 
-    Raises ``TooWideError``.
+    ``count`` is the number of micro-batches. Raises ``TooWideError``.
     """
     model = solver.model
     key = (solver.zeros, solver.modes, count, tuple(prices.tolist()))
@@ -259,7 +263,7 @@ def block_seconds(
 
 @dataclass
 class _Blocks:
-    """Blocks on one mesh, with prices λ of a byte of states and of a micro-batch's saved values."""
+    """Cost tables of blocks on one mesh, with prices per byte to bound their least seconds."""
 
     model: StageModel
     zeros: tuple[int, ...]
@@ -276,7 +280,7 @@ class _Blocks:
         return BlockSeconds(np.minimum(first, later), later)
 
     def _in_mode(self, kind: str, mode: Recompute) -> tuple[Floats, Floats]:
-        """Return the least seconds of a block recomputed by ``mode``: as the first of a stage, and
+        """Return the least seconds of a block recomputed by ``mode``: as a stage's first block, and
         after a block of its kind."""
         number, states = len(self.zeros), tuple(self.prices.tolist())
         rates = Rates(
@@ -302,7 +306,8 @@ class _Blocks:
         return np.broadcast_to(sync + alone, shape), np.broadcast_to(sync + linked, shape)
 
     def _linked(self, kind: str, table: Floats, rates: Rates) -> Floats:
-        """Return the table over a kind's ends with costs of values from the block before."""
+        """Return a block's cost table over the kind's ends (decisions that other blocks see), with
+        the costs of values from the block before added."""
         edges = self.neighbours.edges.get(kind, ())
         alone = Run(0, 1, (kind,), ((),), (), {}, (), (), has_loss=False)
         family = Family.of(self.model, alone, dict(self.tables)) if edges else None
@@ -318,7 +323,7 @@ class _Blocks:
 
 
 def _over_ends(factor: Factor, number: int) -> Floats:
-    """Reshape a factor's table to have an axis for each of ``number`` ends."""
+    """Reshape a factor's table to have an axis for each of ``number`` variables (ends)."""
     order = sorted(range(len(factor.scope)), key=lambda axis: factor.scope[axis])
     table = factor.table.transpose((0, 1, *(BATCH_AXES + axis for axis in order)))
     index = (slice(None) if end in factor.scope else None for end in range(number))
@@ -326,7 +331,7 @@ def _over_ends(factor: Factor, number: int) -> Floats:
 
 
 def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return a lower bound of the step from the work of the ops alone, without solving anything.
+    """Return a lower bound of the step time from the work of the ops alone, without solving.
 
     Whatever the layouts, the devices that share an op together do all of its FLOPs and access all
     of its bytes, at most at their peak rates: of D devices the busiest computes at least
@@ -334,10 +339,10 @@ def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
         N/D · Σ over ops of  max(flops · seconds per FLOP, bytes · seconds per byte)
 
     in forward and backward, with the rates of the fastest device. For matrix products and
-    attention, which a GPU computes in tiles, only FLOPs count. An op's work at r rows is at most
-    linear in r and N·r is the batch, so the sum is least for the largest micro-batch, which is used
-    for all. Communication, recomputation and idle time are ignored. For measured prices the bound
-    is 0, as peak rates do not bound them.
+    attention, which a GPU computes in tiles, only FLOPs count. N is the number of micro-batches. An
+    op's work at r rows is at most linear in r and N·r is the batch, so the sum is least for the
+    largest micro-batch, which is used for all. Communication, recomputation and idle time are
+    ignored. For measured prices the bound is 0, as peak rates do not bound them.
     """
     if context.basis.used is not None or context.basis.only not in (None, "spec"):
         return 0.0
@@ -354,7 +359,7 @@ def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
 def _least_seconds(
     context: SearchContext, rows: int, name: str, devices: Sequence[Device]
 ) -> float:
-    """Return the seconds of forward and backward of a whole op on the fastest of ``devices``."""
+    """Return the seconds (forward, backward) of a whole op on the fastest of ``devices``."""
     graph = context.at(rows).graph
     node = graph[name]
     work = context.rules.work(node, input_specs(node, graph), node.outputs)

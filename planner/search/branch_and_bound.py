@@ -25,25 +25,24 @@ TOLERANCE = 1e-3
 
 MOST_CUTS = 256
 FEW_CUTS = 128
-"""Number of groups of blocks between which a model of more than ``MOST_CUTS`` blocks is first
-cut."""
+"""Number of groups of blocks between which a model of over ``MOST_CUTS`` blocks is first cut."""
 
 COARSE = 0.05
 """Maximum relative loss by cutting between groups of blocks only, before refinement."""
 
 ROUGH = 0.01
-"""Relative tolerance of the pipeline time T while cuts are between groups."""
+"""Relative tolerance of the step time T while pipelines are cut between groups of blocks only."""
 
 NEAR = 4
-"""Number of places tried before and after each cut, and factor by which they get closer."""
+"""Number of steps tried before and after each cut, and factor by which the steps shrink."""
 
 PATIENCE = 1.01
-"""Ratio to the next node's estimate up to which a pipeline's stages are still priced."""
+"""Ratio to the next node's estimate up to which a pipeline's stages are priced further."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineProposal:
-    """Pipeline that the dynamic program proposes for one micro-batch size, with its time T."""
+    """Pipeline that the dynamic program proposes for a micro-batch size, with its step time T."""
 
     rows: int
     pipeline: Pipeline
@@ -60,10 +59,11 @@ class PipelineProposal:
 
 @dataclass
 class SearchNode:
-    """Node of the search: the pipelines of a tiling at one micro-batch size, with ``numbers`` of
-    stages.
+    """Node of the branch and bound: all pipelines with one of ``numbers`` of stages on one tiling
+    (division of the devices into stages) at one micro-batch size.
 
-    Before the first ``look``, ``estimate`` is a cheap lower bound.
+    ``estimate`` is the time of the best pipeline under the known bounds; before the first ``look``,
+    a cheap lower bound.
     """
 
     rows: int
@@ -83,11 +83,12 @@ class SearchNode:
         return self.costs.runs.classes.num_blocks
 
     def look(self, cutoff: float) -> None:
-        """Find the best pipeline under the known bounds; ``estimate`` is infinite if there is none.
+        """Find the node's best pipeline under the known cost bounds; ``estimate`` becomes infinite
+        if there is none below ``cutoff``.
 
-        Does nothing if no stage was priced since the last call. The even cut or the last best
-        pipeline gives a cutoff. With very many blocks, stages of any size are first cut at few
-        places, then near the best cuts.
+        Does nothing if no stage was priced since the last call. The even cut and the last best
+        pipeline may lower the cutoff. With very many blocks, stages of any size are first cut at
+        few places, then near the best cuts.
         """
         if self._seen == self.costs.version:
             return
@@ -108,7 +109,8 @@ class SearchNode:
         self.estimate = float("inf") if best is None else best.seconds * (1 - TOLERANCE)
 
     def _near(self, best: Pipeline, step: int) -> list[int]:
-        """Return the cuts of pipeline ``best``, and places before and after each of them."""
+        """Return the cuts of pipeline ``best``, and cuts ``step`` to ``NEAR`` times ``step`` blocks
+        away from them."""
         own = [stage.start for stage in best.stages[1:]]
         found = {cut + step * by for cut in own for by in range(-NEAR, NEAR + 1)}
         return [0, *sorted(cut for cut in found if 0 < cut < self.num_blocks), self.num_blocks]
@@ -120,7 +122,7 @@ class SearchNode:
         numbers: Iterable[int],
         tolerance: float = TOLERANCE,
     ) -> Pipeline | None:
-        """Return the best pipeline whose stages are cut at the places ``at``."""
+        """Return the best pipeline whose stages begin at the blocks ``at``."""
         cuts = self.costs.runs.cuts(at) if len(at) <= self.num_blocks else self.costs.runs.every
         search = PipelineSearch(self.tiling, cuts, self.costs.seconds, tolerance, cutoff)
         best = search.best_of(numbers)
@@ -145,13 +147,14 @@ class SearchNode:
         return total_seconds(self._known(stages))
 
     def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
-        """Return each stage's q and m (see ``costs``): exact costs, or the known bounds."""
+        """Return each stage's (q, m) (see ``search.costs``): exact, or the known lower bounds."""
         return [
             self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
         ]
 
     def price(self, patience: float) -> Pipeline | None:
-        """Price the stages of the best pipeline while its time T stays within ``patience``.
+        """Compute the exact costs of the best pipeline's stages while its step time T stays within
+        ``patience``.
 
         Returns the pipeline with its exact T, or None if pricing stopped early.
         """
@@ -193,7 +196,8 @@ def _halving(number: int) -> list[int]:
 def best_first(
     nodes: Iterable[SearchNode], enough: Callable[[float, list[PipelineProposal]], bool]
 ) -> Iterator[PipelineProposal]:
-    """Yield exact pipelines as they are found, always expanding the node with the least estimate.
+    """Yield pipelines with exact step times as they are found, always expanding the search node
+    with the least estimate.
 
     Ends when no node has a pipeline left, or when ``enough`` returns true for the least estimate
     and the proposals so far.
@@ -226,8 +230,7 @@ def best_first(
 
 
 def _look_at_first(heap: list[tuple[float, int, SearchNode]]) -> bool:
-    """Evaluate the node with the least estimate and reinsert it; return False if there is none, or
-    it was evaluated before."""
+    """Look at the node with the least estimate unless done before; return whether it was new."""
     if not heap or heap[0][2].is_looked_at:
         return False
     _, number, node = heapq.heappop(heap)

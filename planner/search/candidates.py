@@ -52,10 +52,11 @@ def stage(
     programs: int = 0,
     free: bool = False,
 ) -> Chosen | None:
-    """Return the best mesh of a pipeline stage with its answer; None if the stage does not fit.
+    """Return the best solver (of a mesh) for a pipeline stage and its solution; None if the stage
+    does not fit in memory.
 
-    ``versions`` of its weights are kept. ``programs``: maximum integer programs to narrow its gap.
-    ``free``: the solver may use the axes of meshes in any way.
+    ``versions`` of its weights are kept. ``programs``: maximum number of integer programs to narrow
+    its gap. ``free``: the solver may use mesh axes in any way.
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
@@ -102,13 +103,13 @@ def _stage(
 
 
 def split_backward(solver: IntraOp, answer: StageAnswer, held: HalfPairs) -> Chosen:
-    """Return an answer whose backward is split in two halves."""
+    """Return the stage's solution under a schedule that splits backwards in two halves."""
     setting: StageOptions = replace(answer.setting, halves=held)
     return solver, replace(answer, setting=setting)
 
 
 def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> WeightedEdges | None:
-    """Return the edges between stages; None if the stages form a chain."""
+    """Return the data dependences between stages; None if the stages form a chain."""
     ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
     return stage_edges(
         context.at(rows), [s.start for s in stages], StagePlacement(context.cluster, ends)
@@ -116,7 +117,7 @@ def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> W
 
 
 def schedules(context: SearchContext, num_stages: int, *, is_chain: bool) -> tuple[str, ...]:
-    """Return the schedules to simulate; on branches, not schedules that split backwards."""
+    """Return the schedules to simulate; for parallel branches, not any that splits backwards."""
     allowed = context.request.schedules
     if num_stages == 1:
         return allowed[:1]
@@ -131,7 +132,7 @@ def candidate(
     programs: int = 0,
     free: bool = False,
 ) -> Candidate | None:
-    """Return the candidate of a proposal under a schedule; None if it does not fit.
+    """Return the candidate of a proposed pipeline under a schedule; None if it does not fit.
 
     ``schedule`` defaults to the dynamic program's. ``programs``: maximum integer programs to narrow
     each stage's gap. ``free``: see ``stage``.
@@ -164,7 +165,8 @@ def _refine(
     chosen: list[Chosen],
     programs: int,
 ) -> None:
-    """Narrow the gaps of stages, the slowest first, while this can shorten the step.
+    """Narrow the stages' gaps between cost and bound, the slowest stage first, while this can
+    shorten the step.
 
     The pipeline time T = Σ q + max m (``costs``) is within half the gap of its minimum once the
     slowest stages are: the others count only once.
@@ -190,7 +192,7 @@ def candidates(
     without: Collection[str] = (),
     free: bool = False,
 ) -> Iterator[Candidate]:
-    """Yield the candidates of a proposal under all schedules that fit, except ``without``.
+    """Yield a proposed pipeline's candidates under all schedules that fit, except ``without``.
 
     A schedule that splits backwards is only tried if it can be faster than the first other schedule
     that fits, and than ``below``: the stages' own work takes as long in any order, and no less with
@@ -210,8 +212,7 @@ def candidates(
 
 
 def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
-    """Return a lower bound of the step with these stages' costs, for any order and split of
-    backwards."""
+    """Return a lower bound of the step time in any order of actions, split backwards included."""
     costs = [answer.cost for _, answer in found.answers]
     figures = [
         (c.forward_seconds, 0.0, *c.receive_seconds, c.end_seconds, c.backward_seconds)
@@ -221,7 +222,7 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
 
 
 def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer], ...]:
-    """Return the models and answers of stages from their solvers and answers."""
+    """Return (model of the mesh, solution) of each stage from (solver, solution)."""
     return tuple((solver.model, answer) for solver, answer in chosen)
 
 
@@ -268,8 +269,8 @@ def complete_simulation(context: SearchContext, candidate: Candidate) -> Candida
 
 
 def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candidate:
-    """Return the candidate with its step; many micro-batches are extrapolated from two shorter
-    steps.
+    """Return the candidate with its simulated step; for many micro-batches, extrapolate from two
+    shorter steps.
 
     In a full pipeline each further micro-batch takes equally long.
     """
@@ -344,7 +345,7 @@ class Candidate:
 
     @property
     def layouts_gap(self) -> float:
-        """Return the relative reduction of pipeline time T if every stage's layouts were optimal.
+        """Return by which fraction the pipeline time T falls if all stages' layouts are optimal.
 
         A candidate with a ``base`` has the gap of its base.
         """
@@ -356,7 +357,7 @@ class Candidate:
 
     @property
     def spent_seconds(self) -> dict[str, float]:
-        """Return the seconds of a step on the busiest rank by category, the bubble included.
+        """Return the busiest rank's seconds per step by category, waiting (the bubble) included.
 
         A rank has one part of the model or several chunks; with replicas it runs each of its two
         parts for half of the micro-batches.
@@ -413,8 +414,7 @@ class Candidate:
 
 
 def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dict[int, float]:
-    """Map each pipeline rank's first device to the bytes per device, summed over the rank's
-    stages."""
+    """Map each rank's first device to the bytes per device, summed over the rank's stages."""
     ranks: dict[int, list[StageCost]] = {}
     for choice, cost in zip(stages, costs, strict=True):
         ranks.setdefault(choice.first_device, []).append(cost)
@@ -425,13 +425,14 @@ def rank_bytes(stages: Sequence[StageChoice], costs: Sequence[StageCost]) -> dic
 
 
 def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | None = None) -> Any:
-    """Return a lower bound of a pipeline's step for any order of its micro-batches.
+    """Return a lower bound of a pipeline's step time for any order of its micro-batches.
 
     ``figures[stage]``: seconds of forward, backward, receive forward, receive backward, end of
-    step; if backwards are split the second is the first half, and a sixth the weight gradients.
-    ``edges`` come from ``branches.stage_edges``. A stage waits until the first micro-batch has
-    passed all stages before it; then it computes all forwards and backwards; then follows its own
-    end of step, or the last micro-batch's path back through the stages before it and their ends.
+    step; if backwards are split, the second is the first half, and a sixth entry the weight
+    gradients. ``edges`` come from ``branches.stage_edges``. A stage waits until the first
+    micro-batch has passed all stages before it; then it computes all forwards and backwards; then
+    follows its own end of step, or the last micro-batch's path back through the stages before it
+    and their ends.
 
     >>> float(least_seconds([(1, 2, 0, 0, 1), (2, 4, 0.5, 0.5, 1)], 3))
     23.0

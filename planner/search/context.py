@@ -63,12 +63,12 @@ GRACE_SECONDS = 2.0
 
 @dataclass
 class SearchContext:
-    """State of a search for one order of the hosts.
+    """State of a plan search for one order of the hosts.
 
     ``steps`` caches simulated steps. ``beyond``: the ``excess_bytes`` of other processes.
     ``shared_bound``: a lower bound of plans with unequal batch shares for unlike devices; None
-    until such plans were tried. ``bound_seconds``: the lower bound of all plans, once computed
-    (``bound``).
+    until such plans were tried. ``bound_seconds``: the lower bound of all plans (``bound``), once
+    computed.
     """
 
     structure: Structure
@@ -103,8 +103,7 @@ class SearchContext:
         basis: Basis,
         tables: GraphTables | None = None,
     ) -> SearchContext:
-        """Build a context. ``tables`` come from other searches of the same graph, format and
-        rules."""
+        """Build a context. ``tables``, if given, come from searches of the same graph and rules."""
         limit = request.memory_limit_bytes
         if limit is None:
             limit = cluster.usable_memory_bytes
@@ -131,8 +130,7 @@ class SearchContext:
         )
 
     def like(self, other: SearchContext) -> SearchContext:
-        """Return this context with the results of ``other``, which has another order of the
-        hosts."""
+        """Return this context with the results of ``other``, for another order of the hosts."""
         other.budget.deadline = self.budget.deadline
         return replace(
             self,
@@ -166,7 +164,7 @@ class SearchContext:
 
     @cached_property
     def mesh_proposals(self) -> Proposals:
-        """Return the meshes worth trying that have other axes than dp and tp."""
+        """Return the proposer of meshes with further axes than dp and tp."""
         return proposals(self.structure.graph, self.cluster, self.request, self.rules)
 
     @cached_property
@@ -194,13 +192,11 @@ class SearchContext:
 
     @property
     def in_flight_schedule(self) -> str:
-        """Return a proposal's default schedule: "1f1b", which needs the least memory, if
-        allowed."""
+        """Return a proposal's default schedule: "1f1b" (least memory) if allowed."""
         return "1f1b" if "1f1b" in self.request.schedules else self.request.schedules[0]
 
     def held(self, schedule: str, num_stages: int, rows: int, depth: int) -> HalfPairs:
-        """Return the micro-batches that a stage holds; ``depth`` counts the stages from it to the
-        end."""
+        """Return a stage's micro-batches in flight; ``depth``: its stages to the end."""
         return half_pairs(schedule, depth, num_stages, self.num_microbatches(rows))
 
     def costs(self, rows: int) -> Costs:
@@ -224,8 +220,8 @@ class SearchContext:
         return self._costs[rows]
 
     def _least_held(self, left: int, count: int) -> int:
-        """Return the least whole micro-batches that a stage, ``left`` from the end, holds in any
-        schedule."""
+        """Return the least micro-batches in flight, over schedules, of a stage with ``left`` stages
+        to the end."""
         names = self.request.schedules
         if "1f1b" in names:  # the least of all schedules with one stage per rank
             return half_pairs("1f1b", left, 2, count)[0][0]
@@ -246,7 +242,7 @@ class SearchContext:
         return found
 
     def _can_split(self, rows: int, parts: int) -> bool:
-        """Return whether a micro-batch splits evenly into parts, of the requested size if any."""
+        """Return whether a micro-batch splits evenly into parts, of the requested size if set."""
         size = self.request.microbatch_size
         return rows % parts == 0 and size in (None, rows // parts)
 
@@ -300,15 +296,14 @@ class SearchContext:
             raise does_not_fit(excess, self.limits, self.request, self.cluster)
 
     def limits_on(self, ranks: Sequence[int]) -> Limits:
-        """Return a stage's limits: the memory of its devices, unless the request sets a limit."""
+        """Return a stage's limits: its devices' memory, unless the request limits the memory."""
         if self.request.memory_limit_bytes is not None:
             return self.limits
         device = self.cluster.slowest_device(ranks)
         return replace(self.limits, memory_bytes=float(device.usable_memory_bytes))
 
     def table(self, rows: int) -> Table:
-        """Return a table of exact costs of every stage, for small clusters; entries are priced
-        lazily."""
+        """Return a table of exact costs of every stage, computed on demand, for small clusters."""
         return Table(
             len(self.structure.blocks.blocks),
             self.cluster.num_devices,
@@ -321,8 +316,8 @@ class SearchContext:
         return self.budget.left_seconds < (1 - share) * self.request.time_limit_seconds
 
     def is_long(self, began: float) -> bool:
-        """Return whether an activity begun at work ``began`` took much work, and over a third of
-        all work before it."""
+        """Return whether the work done since ``began`` is much, and over a third of all work before
+        ``began``."""
         spent = self.budget.work - began
         return spent > max(0.5 * LONG, (began - self.began_work) / 3)
 
@@ -357,7 +352,7 @@ class SearchContext:
 
     @property
     def excess_bytes(self) -> list[float]:
-        """Return the bytes over the memory limit of all stages that did not fit."""
+        """Return, for each stage that did not fit, its bytes over the memory limit."""
         return [over for s in self.solvers.values() for over in s.excess_bytes.values()]
 
     def failure(self, *, is_proven: bool = False) -> AutoparallelError:
@@ -381,13 +376,13 @@ class SearchContext:
 
 @dataclass
 class _Exact:
-    """Matrices of a ``Table`` at one micro-batch size, made on demand."""
+    """Matrices of exact stage costs of a ``Table`` at one micro-batch size, made on demand."""
 
     costs: Costs
     made: dict[object, Floats] = field(default_factory=dict)
 
     def matrix(self, left: int, first: int, size: int) -> Floats:
-        """Return t[k, i], seconds of a stage of blocks k to i, with ``left`` stages to the end."""
+        """Return t[k, i], seconds of a stage of blocks k to i − 1, ``left`` stages from the end."""
         is_first, is_last = first == 0, left == 1
         place = self.costs.place(first, size)
         held = self.costs.in_flight(left, is_first)
@@ -425,8 +420,7 @@ def check_measured(basis: Basis, request: Request) -> None:
 def does_not_fit(
     excess: float, limits: Limits, request: Request, cluster: Cluster
 ) -> InfeasibleError:
-    """Return error AP301: the plan nearest to fitting exceeds the memory limit by ``excess``
-    bytes."""
+    """Return error AP301: even the plan nearest to fitting needs ``excess`` bytes too many."""
     limit = limits.memory_bytes
     tries = []
     if limits.recompute == "none":

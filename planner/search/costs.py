@@ -44,8 +44,7 @@ from .least_bytes import LeastBytes
 SAME = 1 + 1e-9
 
 FEW_MICROBATCHES = 16
-"""Micro-batches above which the share of a stage's end of step is too small to bound it
-separately."""
+"""Micro-batches per step above which a stage's end of step is not bounded separately."""
 
 MANY = 10**9
 """Number of micro-batches that makes the end of a step negligible."""
@@ -53,7 +52,9 @@ MANY = 10**9
 
 @dataclass(frozen=True)
 class Known:
-    """Exact costs by class of runs: the solver's objective, q and m; nan if not priced."""
+    """Exact costs by class (runs of blocks that cost the same): the solver's objective, and q and m
+    (seconds that count ``once`` per stage, and for the ``slowest`` stage only); nan if not
+    priced."""
 
     objective: Floats
     once: Floats
@@ -64,7 +65,7 @@ class Known:
         return Known(*(np.full(number, np.nan) for _ in range(3)))
 
     def take(self, number: int, found: StageAnswer | None, count: int) -> None:
-        """Record the cost of class ``number``; infinite if ``found`` is None: nothing fits."""
+        """Record the cost ``found`` of class ``number``; infinite if None: it does not fit."""
         if found is None:
             self.objective[number] = self.once[number] = self.slowest[number] = np.inf
             return
@@ -85,9 +86,9 @@ class Known:
 
 @dataclass
 class MeshCosts:
-    """Costs of stages on one mesh: bounds and exact costs by class of runs.
+    """Costs of stages on one mesh, by class of runs: lower bounds and exact costs.
 
-    ``lower`` bounds the objective, ``once`` the q and ``slowest`` the m of every class.
+    ``lower`` bounds the objective, ``once`` the q and ``slowest`` the m (see ``Known``) of a class.
     """
 
     solver: IntraOp
@@ -135,7 +136,7 @@ class MeshCosts:
             self.slowest[numbers] = np.where(np.isfinite(least), every, np.inf)
 
     def _fitting(self, series: Series) -> Series:
-        """Return the series without the lengths that cannot fit in any layouts."""
+        """Return the series without the lengths that cannot fit whatever the layouts."""
         excess = self.excess_bytes[list(series.classes)]
         number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
         if number < len(excess):
@@ -161,7 +162,7 @@ class MeshCosts:
         return np.array([self.solver.bound_seconds(run, count) for run in runs])
 
     def _receive_seconds(self, run: Run) -> float:
-        """Return the maximum seconds of the messages that a run receives."""
+        """Return the largest possible seconds of the messages that a run receives."""
         model = self.solver.model
         return sum(
             float(boundary.seconds.sum(axis=1).max())
@@ -170,7 +171,7 @@ class MeshCosts:
         )
 
     def price(self, numbers: Sequence[int], in_flight: int) -> Known:
-        """Return the exact costs, with the classes ``numbers`` priced."""
+        """Compute the exact costs of the classes ``numbers``; return all for ``in_flight``."""
         known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
         new = [number for number in numbers if np.isnan(known.objective[number])]
         self._prepare([self.runs.run(number) for number in new], self.runs.count)
@@ -182,8 +183,7 @@ class MeshCosts:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of the classes with one role (first, inner or last stage), infinite for
-    others."""
+    """Lower bounds by class, infinite for runs that cannot be the first, inner or last stage."""
 
     lower: Floats
     once: Floats
@@ -192,7 +192,8 @@ class Bounds:
 
 @dataclass
 class PlaceCosts:
-    """Costs of stages on a place (submeshes of equal cost): the best over its meshes."""
+    """Costs of stages on a place (all submeshes on which stages cost the same): the best over its
+    meshes."""
 
     meshes: list[MeshCosts]
     runs: Runs
@@ -205,7 +206,8 @@ class PlaceCosts:
     version: int = 0
 
     def bounds(self, first: bool, last: bool) -> Bounds:
-        """Return the least bounds over the place's meshes, for the classes of a role."""
+        """Return the least bounds over the place's meshes, for runs that may be a ``first`` or
+        ``last`` stage, or an inner stage if both are false."""
         if (first, last) not in self._bounds:
             size = len(self.runs.classes.firsts)
             lower, once, slowest = (np.full(size, np.inf) for _ in range(3))
@@ -220,7 +222,8 @@ class PlaceCosts:
         return self._bounds[first, last]
 
     def seconds(self, in_flight: int, first: bool, last: bool) -> tuple[Floats, Floats]:
-        """Return q and m of each class of a role: exact costs, or lower bounds."""
+        """Return q and m (see ``Known``) of each class that may be a ``first`` or ``last`` stage,
+        or an inner stage: exact costs, or lower bounds."""
         key = (in_flight, first, last)
         version, found = self._known.get(key, (-1, None))
         if found is None or version != self.version:
@@ -232,10 +235,10 @@ class PlaceCosts:
         return found
 
     def _raised(self, bounds: Bounds, in_flight: int) -> tuple[Floats, Floats]:
-        """Return bounds raised to exact costs that are known for as many or fewer micro-batches in
+        """Return ``bounds`` raised by exact costs known for as many or fewer micro-batches in
         flight.
 
-        q rises by as much as the objective, m by B − 1 times as much.
+        q rises by as much as the objective, m by B − 1 times as much (B micro-batches per step).
         """
         lower = np.where(np.isfinite(bounds.lower), bounds.lower, -np.inf)
         found = lower
@@ -260,8 +263,8 @@ class PlaceCosts:
         return once, slowest
 
     def _block_seconds(self, series: Series) -> float:
-        """Return the least seconds that a further block of the series costs, on any of the
-        meshes."""
+        """Return the least seconds, over the place's meshes, by which each further block of the
+        series raises a run's cost."""
         if series not in self._per_block:
             least, most = (self.runs.run(series.classes[at]).counts for at in (0, -1))
             kinds = [kind for kind in most if most[kind] > least.get(kind, 0)]
@@ -273,8 +276,8 @@ class PlaceCosts:
         return self._per_block[series]
 
     def price(self, number: int, in_flight: int, first: bool, last: bool) -> tuple[float, float]:
-        """Return the exact q and m of class ``number``; near classes of its series are priced,
-        too."""
+        """Return the exact q and m of class ``number``; also price slightly shorter and longer
+        runs."""
         lower = self.bounds(first, last).lower
         known = self.exact.setdefault(in_flight, Known.nothing(len(lower)))
         if np.isnan(known.objective[number]):
@@ -290,7 +293,7 @@ class PlaceCosts:
         return float(known.once[number]), float(known.slowest[number])
 
     def _between(self, number: int, in_flight: int) -> None:
-        """Copy a class's cost if it is equal for fewer and for more micro-batches in flight."""
+        """Copy a class's cost if equal with fewer and with more micro-batches in flight."""
         held = sorted(h for h, own in self.exact.items() if not np.isnan(own.objective[number]))
         fewer = [self.exact[h] for h in held if h < in_flight]
         more = [self.exact[h] for h in held if h > in_flight]
@@ -313,7 +316,7 @@ class PlaceCosts:
         self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
-        """Yield solvers and answers of the meshes that may be the cheapest for class ``number``."""
+        """Yield (solver, solution) for the meshes that may be the cheapest for class ``number``."""
         run, count = self.runs.run(number), self.runs.count
         least = np.inf
         for mesh in sorted(self.meshes, key=lambda mesh: mesh.solver.bound_seconds(run, count)):
@@ -332,17 +335,19 @@ class PlaceCosts:
 
 
 def answer_seconds(answer: StageAnswer, count: int) -> float:
-    """Return a stage's seconds per micro-batch, with its share of the step's end."""
+    """Return a stage's seconds per micro-batch, with a share of its end of step."""
     cost = answer.cost
     return cost.warmup_and_steady(count)[0] + cost.step_seconds / count
 
 
 @dataclass
 class Costs:
-    """Costs of all places at one micro-batch size; places are numbered in the order of requests.
+    """Costs of stages on all places (groups of submeshes with equal costs) at one micro-batch size;
+    places are numbered as they are first requested.
 
-    ``key`` is equal for submeshes that cost the same; ``solvers`` makes the solvers of a submesh;
-    ``held`` maps the number of stages to the end to the least micro-batches in flight.
+    ``key(first, size)`` is equal for submeshes that cost the same; ``solvers`` makes a submesh's
+    solvers; ``held`` maps a stage's number of stages to the end to its least micro-batches in
+    flight.
     """
 
     runs: Runs
@@ -378,12 +383,12 @@ class Costs:
         return self._held[left]
 
     def seconds(self, left: int, place: int, first: bool) -> tuple[Floats, Floats]:
-        """Return q and m of all classes from known costs, as ``inter_op.cuts.Seconds`` requires."""
+        """Return q and m of all classes as known so far, as a ``inter_op.cuts.Seconds``."""
         self.budget.num_steps += 1
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
     def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return the known q and m of a stage: exact, or lower bounds."""
+        """Return a stage's q and m (see ``Known``) as known so far: exact, or lower bounds."""
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")
@@ -391,7 +396,7 @@ class Costs:
         return float(once[number]), float(slowest[number])
 
     def price(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return the exact q and m of a stage; infinite if it does not fit."""
+        """Return the exact q and m (see ``Known``) of a stage; infinite if it does not fit."""
         place, number = self._of(stage)
         return self.places[place].price(number, self.in_flight(left, first), first, left == 1)
 
@@ -404,13 +409,13 @@ NEIGHBOURS = 2
 """Number of shorter and of longer runs of a series that are priced along with a run."""
 
 STEP = 0.03
-"""Distance between these runs as a fraction of their length, if more than a block: for very long
-runs close neighbours reveal little about the memory limit."""
+"""Distance between the runs priced along with a run (``NEIGHBOURS``), as a fraction of its length
+if more than a block: for very long runs close neighbours reveal little about the memory limit."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of blocks at one micro-batch size; ``count`` micro-batches make a step."""
+    """All runs of blocks at one micro-batch size; ``count`` micro-batches make a step."""
 
     structure: Structure
     classes: RunClasses
@@ -437,7 +442,7 @@ class Runs:
         return Cuts(places, np.where(numbers == NO_RUN, none, numbers), self.classes.lengths)
 
     def role(self, first: bool, last: bool) -> Ints:
-        """Return the classes of runs that may be a first, inner or last stage."""
+        """Return the classes of runs that may be a first, last or inner stage (neither)."""
         return self.classes.roles[first, last]
 
     @cached_property
@@ -450,7 +455,8 @@ class Runs:
         }
 
     def near(self, number: int) -> tuple[int, ...]:
-        """Return a class and some shorter and longer classes of its series."""
+        """Return class ``number`` and some shorter and longer classes of its series (runs that
+        differ in repetitions of a block)."""
         series, at = self.series_of[number]
         step = max(1, int(series.lengths[at] * STEP))
         few = range(at - NEIGHBOURS * step, at + NEIGHBOURS * step + 1, step)

@@ -27,7 +27,8 @@ _Answer = tuple[StageModel, StageAnswer]
 
 
 def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
-    """Tighten the winner's layout gap to ``request.gap``, as far as time allows.
+    """Solve integer programs until the winner's layout gap (possible gain by better layouts) is
+    within ``request.gap``, as far as time allows.
 
     Nothing is done after Ctrl-C, nor for unequal batch shares, whose search covered more than
     layouts on given meshes. For a candidate with a ``base`` the base's gap is tightened.
@@ -48,7 +49,8 @@ def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
 
 
 def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
-    """Return the candidate solved with more integer programs; None if other solvers made it."""
+    """Return the candidate solved with more integer programs; None if its stages come from other
+    solvers."""
     proposal = PipelineProposal(best.rows, Pipeline(best.stages, best.step_seconds))
     plain = candidate(context, proposal, best.schedule)
     if plain is None or not _is_like(best, plain):
@@ -57,7 +59,8 @@ def _proven(context: SearchContext, best: Candidate) -> Candidate | None:
 
 
 def _better_of(context: SearchContext, best: Candidate, proven: Candidate | None) -> Candidate:
-    """Return the proven candidate if it is faster, else ``best`` with the proven bounds."""
+    """Return ``proven`` (the candidate solved further) if it is faster, else ``best`` with the
+    bounds that were proven."""
     if proven is not None and proven.step_seconds < best.step_seconds * (1 - WORTH_IT):
         whole = proven if is_whole(proven) else complete_simulation(context, proven)
         if whole.step_seconds < best.step_seconds:
@@ -74,7 +77,7 @@ def _with_gaps(best: Candidate, proven: Candidate | None) -> Candidate:
 
 
 def _is_like(best: Candidate, found: Candidate) -> bool:
-    """Return whether the same solvers made the stages of both candidates."""
+    """Return whether the stages of both candidates come from the same solvers."""
     return all(
         model is other and not answer.shares
         for (model, answer), (other, _) in zip(best.answers, found.answers, strict=True)
@@ -82,6 +85,6 @@ def _is_like(best: Candidate, found: Candidate) -> bool:
 
 
 def _with_gap(own: _Answer, other: _Answer) -> _Answer:
-    """Return a stage's answer with the bound of another answer for the same stage."""
+    """Return a stage's solution with the proven bound of another solution of the stage."""
     (model, answer), bound = own, other[1].objective * (1 - other[1].gap)
     return model, replace(answer, gap=min(answer.gap, gap_between(bound, answer.objective)))

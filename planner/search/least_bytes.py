@@ -28,8 +28,8 @@ from ..pricing.structure import Structure
 
 @dataclass(frozen=True, slots=True)
 class _BlockSizes:
-    """Bytes of the tensors of a kind of block: saved values, states, and each op's inputs and
-    outputs.
+    """Bytes of a kind of block: saved values, (elements, bytes per element) of states, and each
+    op's inputs and outputs.
 
     ``read``: for each block of the kind, sizes of the values that it is the first to read.
     """
@@ -40,8 +40,8 @@ class _BlockSizes:
     ops: tuple[tuple[int, ...], ...]
 
     def on(self, num_devices: int) -> tuple[float, float, float]:
-        """Return bytes per device: always held by the block, held only in its backward, for its
-        largest op."""
+        """Return bytes per device: held all the time, held only in the block's backward, used by
+        its largest op."""
         saved = sum(n // num_devices for n in self.saved)
         read = min(sum(n // num_devices for n in own) for own in self.read)
         states = sum(numel // num_devices * size for numel, size in self.states)
@@ -52,7 +52,7 @@ class _BlockSizes:
 
 @dataclass
 class LeastBytes:
-    """Lower bounds at one micro-batch size, with one micro-batch in flight or more."""
+    """Lower bounds of the bytes of runs of blocks, for one or more micro-batches in flight."""
 
     structure: Structure
     classes: RunClasses
@@ -60,7 +60,7 @@ class LeastBytes:
     _found: dict[tuple[int, PrecisionPolicy], Floats] = field(default_factory=dict)
 
     def on(self, num_devices: int, prices: Prices) -> Floats:
-        """Return the bounds by class of runs, without bytes that hold no tensor."""
+        """Return the lower bounds by class of runs, without bytes that hold no tensor."""
         key = (num_devices, prices.policy)
         if key not in self._found:
             self._found[key] = self._least(num_devices, prices)
@@ -123,7 +123,8 @@ class LeastBytes:
 
     @cached_property
     def _first_read(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Map each kind to ``_BlockSizes.read``."""
+        """Map each kind to the sizes of values that its blocks are the first to read
+        (``_BlockSizes.read``)."""
         structure, found = self.structure, dict[str, dict[tuple[int, ...], None]]()
         for at, block in enumerate(structure.blocks.blocks):
             values = structure.first_values(at)

@@ -20,7 +20,7 @@ from .report_plan import op_layouts
 
 class CandidatePool:
     """Candidates of a search: ``known`` fit in memory, ``rejected`` do not. ``proposals``:
-    pipelines of the dynamic program that were simulated."""
+    pipelines of the dynamic program that were simulated. ``is_open``: untried plans may fit."""
 
     def __init__(self, context: SearchContext) -> None:
         self.context = context
@@ -33,25 +33,24 @@ class CandidatePool:
 
     @property
     def step_seconds(self) -> float:
-        """Return the step of the fastest candidate, even if it may not win."""
+        """Return the step time of the fastest candidate, even if it may not win."""
         return self.best.step_seconds if self.best is not None else float("inf")
 
     @property
     def cutoff(self) -> float:
-        """Return the pipeline time T from which on proposals are not needed any more."""
+        """Return the pipeline time T above which further proposals need not be simulated."""
         return (
             self.step_seconds if len(self.proposals) >= self.context.request.top else float("inf")
         )
 
     @property
     def bar(self) -> float:
-        """Return the step of the fastest candidate that may win."""
+        """Return the step time of the fastest candidate that may win (``allowed``)."""
         return min((each.step_seconds for each in self.allowed), default=float("inf"))
 
     @property
     def allowed(self) -> list[Candidate]:
-        """Return the candidates that may win: without an axis that shards nothing, if there are
-        any."""
+        """Return the candidates that may win: with no idle mesh axis, if there are any."""
         allowed = [each for each in self.known if self.is_allowed(each)]
         return [each for each in allowed if not self._leaves_axis_idle(each)] or allowed
 
@@ -83,8 +82,7 @@ class CandidatePool:
             self.best = candidate
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
-        """Add candidates one by one, as a proposer may look at the pool before it makes the
-        next."""
+        """Add candidates one by one, so that an iterator may look at the pool in between."""
         for candidate in candidates:
             self.add(candidate)
 
@@ -103,8 +101,8 @@ class CandidatePool:
         return sorted(self.known, key=_order)
 
     def hopeless_schedules(self, proposal: PipelineProposal) -> set[str] | None:
-        """Return the schedules under which a proposal cannot win even with optimal layouts; None if
-        it cannot win under any."""
+        """Return the schedules under which a proposed pipeline cannot win even with optimal
+        layouts; None if it cannot win under any schedule."""
         bar = self.step_seconds * (1 - self.context.request.gap)
         least: dict[str, float] = {}
         for each in self.known:
@@ -116,8 +114,8 @@ class CandidatePool:
         return None if len(hopeless) == len(least) else hopeless
 
     def settle(self) -> None:
-        """Simulate the whole step of the fastest candidate that may win; repeat until the fastest
-        candidate is simulated in full."""
+        """Simulate the whole step of the fastest allowed candidate; repeat until the fastest is not
+        extrapolated."""
         while True:
             first = min(self.allowed, key=_order, default=None)
             if first is None or is_whole(first) or first.is_complete:
@@ -144,6 +142,6 @@ def has_idle_axis(model: StageModel, answer: StageAnswer) -> bool:
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:
-    """Return the sort key of candidates: step, then bytes, then layout gap."""
+    """Return the sort key of candidates: step seconds, then peak bytes, then ``layouts_gap``."""
     seconds = float(f"{candidate.step_seconds:.10g}")
     return seconds, candidate.peak_bytes, round(candidate.layouts_gap, 9)

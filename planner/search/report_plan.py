@@ -93,8 +93,7 @@ def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:
 def _replicated_seconds(
     nodes: Iterable[Node], structure: Structure, best: Candidate, request: Request
 ) -> dict[str, float]:
-    """Map each op without a rule to the seconds of a step that every rank spends on the whole
-    op."""
+    """Map each op without a rule to its seconds per step, whole on every rank."""
     graph = structure.graph.with_batch_size(request.global_batch // best.num_microbatches)
     prices = best.answers[0][0].prices
     whole = (INVARIANT,) * len(prices.mesh.shape)

@@ -28,15 +28,15 @@ SCHEDULES = (
     "terapipe",
     "chimera",
 )
-"""Schedules, the simplest first: whole backwards, split backwards, several stages per rank, sliced
-or bidirectional micro-batches."""
+"""Schedules, the simplest first: with whole backwards, split backwards, several stages per rank,
+slices of sequences, two directions."""
 
 MOST_TOLERANCE = 0.1
 """Maximum tolerance, even if measurements are more uncertain."""
 
 
 class Shape(NamedTuple):
-    """Complexity of a plan, the most important measure first."""
+    """Measures of a plan's complexity, the most important measure first."""
 
     stages_per_rank: int
     pipeline_stages: int

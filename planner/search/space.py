@@ -22,14 +22,15 @@ from ..inter_op.submesh import submesh_sizes
 from ..inter_op.sweep import Move, Tiling
 
 MOST_POSITIONS = 64
-"""Maximum positions at which stages of a mixed tiling may begin."""
+"""Maximum number of devices at which stages of mixed sizes may begin."""
 
 PlaceOf = Callable[[int, int], int]
-"""Function from (first device, number of devices) to the number of the submesh's cost class."""
+"""Function (first device, number of devices) → number of the group of equally costly submeshes."""
 
 
 def uniform_tiling(cluster: Cluster, num_stages: int, place: PlaceOf) -> Tiling | None:
-    """Return the tiling of ``num_stages`` stages of one size; None if the devices have none."""
+    """Return the division of the devices into ``num_stages`` stages of equal size; None if it is
+    impossible."""
     size, rest = divmod(cluster.num_devices, num_stages)
     if rest or not _is_tiled(cluster, num_stages, size):
         return None
@@ -49,7 +50,8 @@ def _is_tiled(cluster: Cluster, num_stages: int, size: int) -> bool:
 
 
 def mixed_tiling(cluster: Cluster, most_stages: int, place: PlaceOf) -> Tiling:
-    """Return the tiling of up to ``most_stages`` stages of any sizes, in device order."""
+    """Return the tiling with all possible divisions of the devices into up to ``most_stages``
+    stages of any sizes, in device order."""
     devices = [*_positions(cluster), cluster.num_devices]
     number = {device: position for position, device in enumerate(devices)}
     moves = []
@@ -65,7 +67,7 @@ def mixed_tiling(cluster: Cluster, most_stages: int, place: PlaceOf) -> Tiling:
 def tilings(
     cluster: Cluster, numbers: Sequence[int], place: PlaceOf, *, mixed: bool
 ) -> Iterator[tuple[Tiling, int]]:
-    """Yield (tiling, number of stages) for every tiling and each of its possible numbers."""
+    """Yield (tiling, number of stages) for all tilings of the devices and numbers of stages."""
     for number in numbers:
         tiling = uniform_tiling(cluster, number, place)
         if tiling is not None:
@@ -77,7 +79,7 @@ def tilings(
 
 
 def _positions(cluster: Cluster) -> Iterator[int]:
-    """Yield the devices at which a stage of a mixed tiling may begin."""
+    """Yield the devices at which a stage may begin if stages have any sizes."""
     if cluster.num_devices <= MOST_POSITIONS:
         yield from range(cluster.num_devices)
         return
@@ -93,8 +95,7 @@ def _positions(cluster: Cluster) -> Iterator[int]:
 
 
 def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
-    """Return a function of (first device, number of devices) that is equal for submeshes of equal
-    cost."""
+    """Return a function (first device, size) → key that is equal for equally costly submeshes."""
     mixed = is_mixed(cluster)
 
     def key(first: int, size: int) -> Hashable:
@@ -106,7 +107,7 @@ def place_key(cluster: Cluster) -> Callable[[int, int], Hashable]:
 
 
 def _hosts(cluster: Cluster, first: int, size: int) -> Hashable:
-    """Return the hosts of a submesh as a key: devices, links, and the hosts that share a rack."""
+    """Return a key of a submesh's hosts: devices, links, and which hosts share a rack."""
     racks: dict[str, int] = {}
     hosts = []
     for index, members in groupby(range(first, first + size), key=cluster.host_of.__getitem__):

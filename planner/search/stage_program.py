@@ -117,7 +117,7 @@ def _checked(plan: Plan, index: int, minimized: str) -> StagePlan:
 
 
 def _beside(plan: Plan, index: int) -> float:
-    """Return the bytes of other stages on a stage's devices, transient bytes excluded."""
+    """Return the bytes of other stages on the stage's devices, transient bytes excluded."""
     own = frozenset(plan.stages[index].devices)
     return float(
         sum(

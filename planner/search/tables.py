@@ -18,7 +18,7 @@ from ..pricing.structure import Structure
 
 @dataclass
 class GraphTables:
-    """Tables of a graph in one number format. ``graphs`` maps micro-batch sizes to structures."""
+    """Cost tables of a graph in one number format. ``graphs``: structures by micro-batch size."""
 
     structure: Structure
     graphs: dict[int, Structure] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class GraphTables:
 
 @dataclass
 class SharedTables:
-    """Tables of all graphs searched so far; the key of a graph is the identity of its objects."""
+    """Cost tables of all graphs searched so far, keyed by the identity of the graphs."""
 
     _known: dict[tuple[int, int, Precision], tuple[Graph, Blocks, GraphTables]] = field(
         default_factory=dict

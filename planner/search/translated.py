@@ -11,7 +11,8 @@ from ..pricing.stage_model import StageModel
 
 
 def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
-    """Return the solution with the choice numbers of ``other``; None if ``other`` lacks a choice.
+    """Return a solution of model ``one`` with the choice numbers of ``other`` (another mesh or
+    number of rows); None if ``other`` lacks one of its layouts.
 
     A split is only offered if it divides the rows, so equal layouts may have different numbers.
     """

@@ -23,7 +23,7 @@ NUM_PARTS = 2
 
 
 class Workers(Protocol):
-    """Interface of workers that search the parts."""
+    """Interface of worker processes, each of which searches a part of the micro-batch sizes."""
 
     def map(
         self,
@@ -31,8 +31,8 @@ class Workers(Protocol):
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Run ``function(context, sizes, *args)`` on each part; ``first(sizes)`` instead on the
-        first."""
+        """Return ``function(context, sizes, *args)`` for each part ``sizes`` of the micro-batch
+        sizes; for the first part ``first(sizes)``, if given."""
         ...
 
     def end(self) -> None:
@@ -45,14 +45,14 @@ StartWorkers = Callable[["SearchContext", Sizes], Workers]
 
 
 def parts_of(context: SearchContext, sizes: Sizes) -> tuple[Sizes, ...]:
-    """Divide the sizes into parts, in turn; into a single part if queries are recorded."""
+    """Divide the micro-batch sizes into parts, in turn; a single part if queries are recorded."""
     number = min(NUM_PARTS, len(sizes)) if context.basis.asked is None else 1
     return tuple(sizes[at::number] for at in range(number))
 
 
 @dataclass
 class SerialWorkers:
-    """Workers that search all parts in this process, one after another."""
+    """Workers that search all parts of the sizes in this process, one after another."""
 
     context: SearchContext
     parts: tuple[Sizes, ...]
@@ -63,7 +63,7 @@ class SerialWorkers:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Run a function on each part, as ``Workers.map`` specifies."""
+        """Call a function on each part, as ``Workers.map`` specifies."""
         return [
             function(self.context, sizes, *args) if at or first is None else first(sizes)
             for at, sizes in enumerate(self.parts)
@@ -74,7 +74,7 @@ class SerialWorkers:
 
 
 def serial_workers(context: SearchContext, sizes: Sizes) -> Workers:
-    """Return workers that run in this process."""
+    """Return workers that search all parts in this process."""
     return SerialWorkers(context, parts_of(context, sizes))
 
 
