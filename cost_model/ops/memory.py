@@ -51,11 +51,11 @@ class PolicyError(ValueError):
 class PrecisionPolicy:
     """Bytes per parameter of each training state, in one precision and with one optimizer.
 
-    ``parameter_bytes``: the copy that the optimizer steps; ``gradient_bytes``: the reduced
-    gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
-    computes, in ``compute_dtype``. ``host_bytes``: of masters and optimizer states offloaded to the
-    host's memory; then ``parameter_bytes`` are of the copy that the device holds instead, and
-    ``optimizer_bytes`` 0.
+    ``parameter_bytes``: the copy that the optimizer updates (master); ``gradient_bytes``: the
+    reduced gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
+    forward and backward use, in ``compute_dtype``. ``host_bytes``: masters and optimizer states
+    that are offloaded to the host's memory; ``parameter_bytes`` then counts the copy on the device
+    instead, and ``optimizer_bytes`` is 0.
     """
 
     name: str
@@ -68,13 +68,14 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """True where forward and backward compute with another copy of the parameters than the
-        optimizer steps."""
+        """True if forward and backward use another copy of the parameters than the optimizer
+        updates."""
         return self.gathered_bytes != self.parameter_bytes
 
     @property
     def frozen(self) -> PrecisionPolicy:
-        """The policy of parameters that are not trained: nothing but the copy that computes."""
+        """Policy of parameters that are not trained: they have only the copy that forward and
+        backward use."""
         return replace(
             self,
             parameter_bytes=self.gathered_bytes,
@@ -183,9 +184,10 @@ def state_bytes(
 
 
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
-    """Return the bytes, beside the states, of buffers in which ``numel`` parameters of a block and
-    their gradients are exchanged over ``shards`` ranks: half of them, as the running block and the
-    next one are exchanged at once and each counts its half.
+    """Return the bytes of the buffers, in addition to the states, through which ``numel``
+    parameters of a block and their gradients are exchanged over ``shards`` ranks. Half of them are
+    returned: the buffers serve the running block and the next one, and the caller adds the halves
+    of the two.
 
     ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
     the running block's whole gradient, and the buffer in which the last one's is reduced;
@@ -245,9 +247,9 @@ def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> fl
     allocated and freed within a step.
 
     On CUDA 3 % of them: the caching allocator takes memory in segments (2 MiB for tensors up to 1
-    MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h) and keeps the
-    rests. The share is an estimate, not a measurement; states are made once, in large segments, and
-    not counted. None on a CPU, where malloc gives pages back.
+    MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h) and cannot
+    always use the rest of a segment. The share is an estimate, not a measurement; states are made
+    once, in large segments, and not counted. None on a CPU, where malloc gives pages back.
     """
     return _FRAGMENTATION[kind] * moving_bytes
 

@@ -37,8 +37,9 @@ Product = tuple[int, int, int, int]
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (2, 4, 8)
 REUSE_ELEMENTS = 4000.0
-"""Elements of an output tile at which a kernel reaches half the FLOP rate of an endless tile.
-Fitted on the eight cuBLASLt products on A100 of Azure/AI-benchmarking-guide@8fd0c6e."""
+"""Number of elements of an output tile at which a kernel reaches half the FLOP rate of an
+infinitely large tile. Fitted on the eight cuBLASLt products on A100 of
+Azure/AI-benchmarking-guide@8fd0c6e."""
 FILL_SECONDS = 3e-6
 """Seconds in which a kernel fills its pipeline of loads and stores its last tile; fitted on the
 same products as ``REUSE_ELEMENTS``."""
@@ -59,8 +60,8 @@ _LARGEST = 256 * 128
 
 
 def reuse(area: int) -> float:
-    """Return the FLOP rate that an output tile of ``area`` elements reaches, as a share of the
-    largest tile's rate.
+    """Return the FLOP rate that a kernel reaches with output tiles of ``area`` elements, as a share
+    of the rate with the largest tile.
 
     >>> reuse(256 * 128)
     1.0
@@ -69,8 +70,8 @@ def reuse(area: int) -> float:
 
 
 _TILE_FLOPS = tuple((m, n, 2 * m * n / reuse(m * n)) for m, n in TILES)
-"""For each output tile: its two sides, and the FLOPs that an SM at the largest tile's rate could do
-in the time that the tile takes per element of k."""
+"""For each output tile: its two sides, and the FLOPs that an SM, at the rate of the largest tile,
+could do in the time in which it advances this tile by one element of k."""
 
 
 def element_bytes(dtype: str) -> int:
@@ -80,8 +81,8 @@ def element_bytes(dtype: str) -> int:
 
 
 def alignment(product: Product, dtype: str) -> float:
-    """Return the share of its FLOP rate that a product reaches, given the alignment of its rows in
-    memory.
+    """Return the share of its FLOP rate that a product reaches because of the alignment of its rows
+    in memory.
 
     Rows of the output and of the factors have n or k elements. The products of the
     backward have the same rows as the forward's, so they share its alignment.
@@ -123,9 +124,9 @@ def product_bytes(product: Product, dtype: str) -> float:
 
 
 def _wave_flops(product: Product, units: int, flops_per_byte: float) -> float:
-    """Return the FLOPs that all ``units`` could do while the product's waves of output tiles take,
-    with the cheapest tile and number of splits of k. ``flops_per_byte``: FLOPs of the device in the
-    time in which it moves a byte."""
+    """Return the FLOPs that all ``units`` could do during the time of the product's waves of output
+    tiles, with the best tile and number of splits of k. ``flops_per_byte``: FLOPs of the device in
+    the time in which it moves a byte."""
     batch, m, n, k = product
     best = math.inf
     for tile_m, tile_n, tile_flops in _TILE_FLOPS:
@@ -149,7 +150,8 @@ def attention_seconds(
 ) -> float:
     """Return the seconds of fused attention's arithmetic, without its launch: blocks dealt out in
     waves. ``product`` is (batch · heads, queries, keys, head size) and ``flops`` the kernel's own.
-    A unit (SM) takes ``ATTENTION_ROWS`` queries of a head forward, as many keys backward."""
+    A unit (SM) computes a block of ``ATTENTION_ROWS`` queries of a head in the forward, as many
+    keys in the backward."""
     heads, queries, keys, _ = product
     rows = keys if backward else queries
     if heads * rows <= 0:

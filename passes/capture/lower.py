@@ -37,7 +37,8 @@ from .refusals import (
 )
 
 LITERAL_ELEMENTS = 4096
-"""Most elements of a tensor of numbers in the model's code that is written in the graph."""
+"""Most elements of a tensor made from numbers in the model's code for which its values are written
+in the graph."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
@@ -52,7 +53,8 @@ _SPARSE_GRADIENTS = {
     "aten.embedding_bag.padding_idx": 5,
     "aten.embedding_bag.default": 5,
 }
-"""Position of an op's argument for sparse gradients, set to False as ranks sum dense gradients."""
+"""Position of each op's argument that asks for sparse gradients; it is set to False, as ranks sum
+dense gradients."""
 _SIZED = {
     "aten.view.default": 1,
     "aten._unsafe_view.default": 1,
@@ -90,8 +92,9 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Lowered program: ``graph``, ``literals`` (tensors of numbers in the model's code, by name),
-    and ``bases``, the ops' names without numbers."""
+    """Lowered program: its ``graph``; ``literals``, the tensors that the model's code makes from
+    Python numbers, by name; ``bases``, which maps each op node's name to the name without its
+    number."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -109,9 +112,9 @@ def lower(
 ) -> Lowered:
     """Lower an exported program to a graph.
 
-    ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of the user
-    inputs in order, ``tied`` maps further names of parameters to the first, ``rules`` of the user's
-    ops are by their path.
+    ``prefix`` is the attribute under which the wrapper module holds the model. ``inputs`` are the
+    names of the user inputs in order. ``tied`` maps each further name of a tied parameter to its
+    first name. ``rules`` maps the paths of the user's ops to their sharding rules.
     """
     state = _Lowering(exported, prefix, inputs, tied, rules or {})
     remaining = list(inputs)
@@ -135,7 +138,8 @@ def lower(
 
 
 def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
-    """Return buffers' new values (``updates``) sorted in the order in which ``nodes`` make them."""
+    """Return ``updates`` (new values by buffer name) sorted by the order in which ``nodes`` compute
+    the values."""
     if not updates:
         return {}
     place = {node.name: position for position, node in enumerate(nodes)}
@@ -254,7 +258,7 @@ def _step(
     spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:
-    """Add a node of op ``base`` in place of a traced op, and return its value."""
+    """Add an op node named after ``base`` that replaces a traced op, and return its value."""
     return _add(
         state,
         Node(
@@ -271,7 +275,8 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` cast and expanded to spec ``wanted``: ``aten.copy`` has no derivative."""
+    """Return ``value`` cast and expanded to spec ``wanted``. Used in place of ``aten.copy``, which
+    has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -284,8 +289,8 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Return a complex tensor with a part replaced, by real ops: torch has no complex
-    derivative."""
+    """Return a complex tensor of which a part is replaced, computed by ops on real tensors: torch
+    has no derivative of the op for complex tensors."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:
@@ -301,7 +306,8 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Make ``new`` the value of ``old`` from here on, and its update if it is a buffer."""
+    """Let later ops read ``new`` in place of ``old``; if ``old`` is a buffer, record ``new`` as the
+    buffer's new value."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -329,7 +335,8 @@ def _take_updates(state: _Lowering, results: Any) -> None:
 
 
 def _read_written(state: _Lowering) -> None:
-    """Add a read of each buffer that the forward only writes, so that a stage holds the buffer."""
+    """Add a node that reads each buffer which the forward only writes, so that a pipeline stage
+    holds the buffer."""
     read = {ref.name for node in state.nodes.values() for ref in node.inputs}
     for name, made in state.updates.items():
         if name in read:
@@ -349,14 +356,16 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Return whether values have one shape, so that broadcasting them together changes none."""
+    """Return whether all values have the same shape, so that broadcasting them together changes
+    nothing."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return an op's canonical call: devices only in factories, sizes and dtypes written out."""
+    """Return an op's call in canonical form: with device arguments only in factory ops, and with
+    all sizes and dtypes written out."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -385,7 +394,8 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Return whether torch's default dtype decides an op's floating result of integer inputs."""
+    """Return whether an op has integer inputs and a floating result, whose dtype is then torch's
+    default dtype."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -393,7 +403,8 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """Return the op with inputs cast to its floating result's dtype, except a condition."""
+    """Return the op node with its inputs (except a boolean condition) cast to the dtype of its
+    floating result."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -426,7 +437,8 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments of each factory op; execution substitutes its own device."""
+    """Return the keyword arguments that every factory op gets; at execution the device is
+    replaced."""
     return {"dtype": dtype, "device": _META}
 
 

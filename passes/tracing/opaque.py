@@ -64,8 +64,8 @@ def opaque_call(
 
 
 def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple[list[Any], Any]:
-    """Return the flat result of the function and its structure, unseen by any tracer. With
-    ``example`` it is executed on two sets of values, whose shapes must agree."""
+    """Call the function outside of all tracing modes; return its result, flat, and the result's
+    structure. With ``example`` it is executed on two sets of values, whose shapes must agree."""
     found: list[Any] = []
 
     def work() -> None:
@@ -209,13 +209,13 @@ def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> st
 
 
 def _number(tensor: Tensor) -> str:
-    """Return the dtype's name, one name for all floats: a plan names an op alike at any
-    precision."""
+    """Return the dtype's name; all floating dtypes have one name, so that an op has the same name
+    in a plan at any precision."""
     return "float" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def _settings(module: nn.Module | None) -> list[str]:
-    """Return the facts that distinguish modules of one class: their submodules and plain
+    """Describe what distinguishes a module from others of its class: its submodules and plain
     attributes."""
     if module is None:
         return []
@@ -228,7 +228,8 @@ def _settings(module: nn.Module | None) -> list[str]:
 
 
 class _ModuleCall:
-    """Function that computes a submodule's forward from its parameters, buffers and arguments."""
+    """Callable that computes a submodule's forward as a function of its parameters, buffers and
+    arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
