@@ -137,14 +137,11 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class Link:
     """Kind of link between devices or hosts: latency per message, and rate per device in one
-    direction.
-
-    ``base_seconds`` is the time to start any transfer or collective, whatever its number of
-    messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
+    direction. ``base_seconds`` is the time to start any transfer or collective, whatever its number
+    of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
     all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot. ``num_links`` is
     the number of a device's wires that reach the rate together; 0 where a switch joins all devices.
-    For a link over only some of a device's wires, ``of_links`` is the number of all its wires.
-    """
+    For a link over only some of a device's wires, ``of_links`` is the number of all its wires."""
 
     name: str
     alpha_seconds: float

@@ -60,9 +60,8 @@ its links."""
 
 
 def load_cluster(text: str, where: str = "cluster file") -> Cluster:
-    """Return the cluster that a TOML text describes. ``where`` names the file in errors.
-
-    Raises ``ClusterError`` with the key that is wrong.
+    """Return the cluster that a TOML text describes. ``where`` names the file in errors. Raises
+    ``ClusterError`` with the key that is wrong.
 
     >>> load_cluster('hosts = [{num_devices = 8, device = "H100"}]').num_devices
     8
@@ -99,8 +98,7 @@ def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], where: str) -> Link:
-    """Return the link between hosts: as the table gives it, else the slowest of the ``usual``
-    links."""
+    """Return the link between hosts: as in the table, or the slowest of the ``usual`` links."""
     at = f"{where}: inter_link"
     if "inter_link" in table:
         return _read_link(table["inter_link"], at)

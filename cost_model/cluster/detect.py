@@ -57,11 +57,8 @@ def detect_local() -> Cluster:
 
 def detect_cpu(num_devices: int | None = None) -> Cluster:
     """Detect this machine's CPU as ``num_devices`` devices, each a process; by default one per
-    core, at most 8.
-
-    Memory in use now is not counted as the devices'. The link between them has typical figures of
-    gloo between processes of one machine.
-    """
+    core, at most 8. Memory in use now is not counted as the devices'. The link between them has
+    typical figures of gloo between processes of one machine."""
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
     link = link_presets()["loopback"]
@@ -70,8 +67,7 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that affinity and the container's quota allow this
-    process."""
+    """Return the number of physical cores that affinity and container quota allow this process."""
     if hasattr(os, "sched_getaffinity"):
         logical = len(os.sched_getaffinity(0))
     else:
@@ -86,8 +82,7 @@ def usable_cores() -> int:
 
 
 def threads_per_device(num_devices: int) -> int:
-    """Return the number of threads with which each of ``num_devices`` CPU processes should
-    compute."""
+    """Return the number of threads that each of ``num_devices`` CPU processes should use."""
     return max(1, usable_cores() // num_devices)
 
 
@@ -175,8 +170,7 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """Measure the FLOP/s of square matmuls by dtype, at the size of a training step's smaller
-    matmuls."""
+    """Measure the FLOP/s of square matmuls by dtype, in the size of a step's smaller matmuls."""
     import torch
 
     size = 512
@@ -189,8 +183,7 @@ def _cpu_matmul_rates() -> dict[str, float]:
 
 
 def _cpu_copy_rate() -> float:
-    """Measure the bytes per second, read and written, of a copy of 16 MB, larger than a core's
-    caches."""
+    """Measure the bytes per second, read and written, of a copy that no core's cache holds."""
     import torch
 
     source = torch.ones(4_000_000)
@@ -387,8 +380,7 @@ class ProcessDevice:
 
 
 def own_process_device(index: int | None) -> ProcessDevice:
-    """Return this process's device: GPU ``index`` as the process counts GPUs, or None for the
-    CPU."""
+    """Return this process's device: GPU ``index`` as the process counts them; None: the CPU."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if index is None:
         return ProcessDevice(host, "cpu")
@@ -402,10 +394,9 @@ def own_process_device(index: int | None) -> ProcessDevice:
 
 
 def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
-    """Return the cluster of all processes' devices, in the order of their ranks. Rank 0 calls it.
-
-    A GPU without a preset is measured on rank 0, if rank 0 has one. Raises ``ClusterError`` where
-    the ranks of a host are not consecutive, or another host has GPUs without a preset.
+    """Return the cluster of all processes' devices, in the order of their ranks. Rank 0 calls it. A
+    GPU without a preset is measured on rank 0, if rank 0 has one. Raises ``ClusterError`` where the
+    ranks of a host are not consecutive, or another host has GPUs without a preset.
 
     >>> gpus = [ProcessDevice(host, "cuda", "NVIDIA H100 80GB HBM3", 85 * 10**9, True)
     ...         for host in "ab" for _ in range(8)]

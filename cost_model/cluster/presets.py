@@ -51,12 +51,9 @@ class Protocols:
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Known device, with the names of the usual links within (``link``) and between its hosts
-    (``fabric``), and the usual number of devices of a host.
-
-    For hosts without a switch, ``wires`` has pairs of the name of a table of wires and the largest
-    number of devices for which it is used, in rising order; ``detour`` is the link between devices
-    that no ring of wires joins.
-    """
+    (``fabric``), and the usual number of devices of a host. For hosts without a switch, ``wires``
+    has pairs (largest number of devices, name of the table of wires for up to so many) in rising
+    order; ``detour`` is the link between devices that no ring of wires joins."""
 
     device: Device
     link: str
@@ -193,8 +190,7 @@ def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) 
 
 
 def _host_share(host: Table) -> Table:
-    """Return the figures of a GPU's share of its usual host's memory and link, with their
-    sources."""
+    """Return a GPU's share of its usual host's memory and link, with the sources."""
     link, source = host["link"], host["source"]
     return {
         "host_link_bytes_per_second": link_presets()[link].bytes_per_second,

@@ -21,11 +21,9 @@ _FIX = "write DEVICESxNAME, HOSTSxDEVICESxNAME or cpu:PROCESSES, such as 8xH100 
 
 
 def resolve_cluster(text: str) -> Cluster:
-    """Return the cluster named by ``text``. Raises ``ClusterError``.
-
-    ``local`` detects this machine, ``cpu:N`` measures its CPU as N processes, a shorthand is
-    made from presets, anything else is the path of a TOML file.
-    """
+    """Return the cluster named by ``text``. Raises ``ClusterError``. ``local`` detects this
+    machine, ``cpu:N`` measures its CPU as N processes, a shorthand is made from presets, anything
+    else is the path of a TOML file."""
     word = text.strip()
     if word == "local":
         return detect_local()
@@ -53,12 +51,11 @@ def is_shorthand(text: str) -> bool:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster of a shorthand. Raises ``ClusterError``.
-
-    A shorthand is ``HOSTSxDEVICESxNAME``, or ``DEVICESxNAME`` for a single host, or ``NAME`` for a
-    single device; different hosts are joined by ``+``. ``@LINK`` replaces a preset's link: with an
-    NVLink or PCIe name, the link within the hosts that it follows; with any other name, the link
-    between all hosts, by default the slowest of the presets' usual links.
+    """Return the cluster of a shorthand. Raises ``ClusterError``. A shorthand is
+    ``HOSTSxDEVICESxNAME``, or ``DEVICESxNAME`` for a single host, or ``NAME`` for a single device;
+    different hosts are joined by ``+``. ``@LINK`` replaces a preset's link: with an NVLink or PCIe
+    name, the link within the hosts that it follows; with any other name, the link between all
+    hosts, by default the slowest of the presets' usual links.
 
     >>> cluster = parse_cluster("4x8xA100-80GB@ethernet-100g")
     >>> len(cluster.hosts), cluster.num_devices, cluster.inter_link.name

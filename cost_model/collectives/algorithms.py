@@ -74,14 +74,11 @@ def find_table(
 
 def _count_tree(shape: Shape) -> Counts:
     """Count messages and bytes of an all-reduce by two binary trees over the hosts and a chain
-    within each host, pipelined.
-
-    Latency, up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2) for n ranks on h hosts of p. Each tree
-    reduces half of the tensor S, and every rank is an inner node of one tree and a leaf of the
-    other, so a rank sends min(2, h/2)·S/p in the trees, and 2(p − 1)/p·S in the chains; the slower
-    of the two counts. On one level h is n and p is 1. If hosts differ in size, a chain has at most
-    n − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees.
-    """
+    within each host, pipelined. Latency, up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2) for n ranks on h
+    hosts of p. Each tree reduces half of the tensor S, and every rank is an inner node of one tree
+    and a leaf of the other, so a rank sends min(2, h/2)·S/p in the trees, and 2(p − 1)/p·S in the
+    chains; the slower of the two counts. On one level h is n and p is 1. If hosts differ in size, a
+    chain has at most n − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees."""
     n, p, h = shape
     if shape.is_flat and shape.is_even:
         tensors = shape.on_one_level(min(2, n / 2))
@@ -93,10 +90,8 @@ def _count_tree(shape: Shape) -> Counts:
 
 def _tree_parents(n: int) -> list[int]:
     """Return each rank's parent in the binary tree whose leaves are the odd ranks; −1 for the root.
-
-    A rank's lowest set bit says its height; its parent has the next bit set or, beyond the
-    last rank, the bit cleared alone (NCCL's btree).
-    """
+    A rank's lowest set bit says its height; its parent has the next bit set or, beyond the last
+    rank, the bit cleared alone (NCCL's btree)."""
     parents = [-1]
     for rank in range(1, n):
         bit = rank & -rank

@@ -32,9 +32,8 @@ PLAIN = Protocols()
 """Protocol of a link that NCCL does not drive, or on which its protocols were not measured."""
 
 POST_SECONDS = 0.5e-6
-"""Seconds for each peer beyond the first when a rank sends to many at once. From the latency of
-empty all-to-alls on 16 to 128 H100, 37 to 98 µs (meta-pytorch/autoparallel@a54c252, measured
-fit)."""
+"""Seconds for each peer beyond the first when a rank sends to many. From the latency of empty
+all-to-alls on 16 to 128 H100, 37 to 98 µs (meta-pytorch/autoparallel@a54c252, measured fit)."""
 
 SMALLEST_IN_SWITCH = 5
 """Number of a group's ranks on a host from which NCCL lets the NVLink switch sum: on 8 H200, ring
@@ -53,15 +52,12 @@ class Wires(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that run a collective together.
-
-    ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` if every host has equally many ranks;
-    otherwise ``ranks_per_host`` is the smallest number on a host. Each rank has its link's
-    bandwidth to itself, as links are per device. ``library`` limits the algorithms: NCCL has rings,
-    trees, in-switch reduction and, with one rank per host, butterflies; gloo has rings, and
-    reduce-scatters by an all-to-all, after which each rank sums
-    (``runtime.messages.communicator``); ``"any"`` has all.
-    """
+    """Ranks that run a collective together. ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` if
+    every host has equally many ranks; otherwise ``ranks_per_host`` is the smallest number on a
+    host. Each rank has its link's bandwidth to itself, as links are per device. ``library`` limits
+    the algorithms: NCCL has rings, trees, in-switch reduction and, with one rank per host,
+    butterflies; gloo has rings, and reduce-scatters by an all-to-all, after which each rank sums
+    (``runtime.messages.communicator``); ``"any"`` has all."""
 
     num_ranks: int
     ranks_per_host: int
@@ -76,10 +72,9 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts.
-
-    A group has only two kinds of links. If it spans racks, every link between hosts counts as one
-    between racks, as a ring waits for its slowest link.
+    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts. A group has
+    only two kinds of links. If it spans racks, every link between hosts counts as one between
+    racks, as a ring waits for its slowest link.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> group = group_of(parse_cluster("4x8xH100"), range(0, 32, 8))
@@ -105,12 +100,10 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 def p2p_seconds(
     num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] | None = None
 ) -> float:
-    """Return the seconds of one message from one rank to another: α + S/β (Thakur, section 3).
-
-    NCCL gives two ranks few channels, so a message up to a certain size reaches only a share of the
-    rate of a device's links. ``protocols``: NCCL's figures by kind of link; None for those in
-    ``links.toml``.
-    """
+    """Return the seconds of one message from one rank to another: α + S/β (Thakur, section 3). NCCL
+    gives two ranks few channels, so a message up to a certain size reaches only a share of the rate
+    of a device's links. ``protocols``: NCCL's figures by kind of link; None for those in
+    ``links.toml``."""
     if num_bytes <= 0:
         return 0.0
     start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
@@ -133,7 +126,6 @@ def collective_seconds(
     protocols: Mapping[str, Protocols] | None = None,
 ) -> float:
     """Return the seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
-
     ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a broadcast,
     the gathered result of an all-gather, one rank's local input of an all-to-all. More bytes are
     never faster. ``protocols``: see ``p2p_seconds``.
@@ -154,8 +146,7 @@ def algorithm_seconds(
     *,
     protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
-    """Return the seconds of a collective by each algorithm that ``group``, of two ranks or more,
-    can run."""
+    """Return the seconds of a collective by each algorithm that ``group`` (≥ 2 ranks) can run."""
     intra, inter = group.intra, group.inter
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
@@ -251,12 +242,10 @@ def _in_switch_seconds(
     num_bytes: float, shape: Shape, wires: Wires, *, rate: float, fill_seconds: float
 ) -> float:
     """Return the seconds of an all-reduce in which each host's switch sums, and two trees join the
-    hosts.
-
-    2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), where ρ is the switch's
-    ``rate``. The last term: the switch sends out a sum when a whole chunk has arrived, so a tensor
-    smaller than a chunk passes in and out one after the other. Source: NCCL's NVLS and NVLSTree.
-    """
+    hosts. 2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), where ρ is the
+    switch's ``rate``. The last term: the switch sends out a sum when a whole chunk has arrived, so
+    a tensor smaller than a chunk passes in and out one after the other. Source: NCCL's NVLS and
+    NVLSTree."""
     alpha1, _, alpha2, beta2 = wires
     summed = num_bytes / rate
     latency, transfer = 2 * alpha1, summed

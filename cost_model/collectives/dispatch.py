@@ -47,9 +47,8 @@ WITHIN_SHARE = 0.75
 (DeepEP, 24 units), 536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in
 bfloat16 (deepseek-ai/DeepEP, branch hybrid-ep)."""
 BETWEEN_SHARE = 0.8
-"""Share of the network's rate between hosts that DeepEP and HybridEP reach: HybridEP on 64 H100 of
-8 hosts brings 41 to 48 GB/s of tokens to their hosts, of which 7 of 8 cross 50 GB/s (same
-source)."""
+"""Share of the network's rate between hosts that DeepEP and HybridEP reach: HybridEP on 8 hosts of
+8 H100 brings 41 to 48 GB/s of tokens to their hosts, 7 of 8 over 50 GB/s (same source)."""
 
 
 def dispatch_seconds(

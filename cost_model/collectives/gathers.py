@@ -25,8 +25,7 @@ def mirrored(gather: Rounds) -> Rounds:
 
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
-    """Return the reduce-scatter that mirrors an all-gather; its counts of messages and bytes are
-    equal."""
+    """Return the reduce-scatter that reverses an all-gather, with equal messages and bytes."""
     return _derived(gather, lambda counts: counts, mirrored)
 
 
@@ -51,8 +50,7 @@ def _derived(
 
 
 def side_by_side(*groups: Sequence[Round]) -> Rounds:
-    """Return rounds that merge the rounds of several groups of ranks, which work at the same
-    time."""
+    """Merge the rounds of several groups of ranks, which work at the same time."""
     return tuple(sum(messages, ()) for messages in zip_longest(*groups, fillvalue=()))
 
 
@@ -77,13 +75,11 @@ def _log2_floor(count: int) -> int:
 
 
 def count_ring(shape: Shape) -> Counts:
-    """Count the messages and bytes of an all-gather around a ring of ranks.
-
-    On equal links (n − 1)·α and (n − 1)/n·S/β (Thakur, 4.1, 4.2). Over h hosts of p ranks a part
-    takes n − 1 hops, up to h of them between hosts: h·α2 + (n − 1 − h)·α1. p rings run at once,
-    each leaving a host at another rank, so 1/p of the bytes of a rank crosses hosts: (n −
-    1)/n·S·max((p − 1)/(p·β1), 1/(p·β2)).
-    """
+    """Count the messages and bytes of an all-gather around a ring of ranks. On equal links (n −
+    1)·α and (n − 1)/n·S/β (Thakur, 4.1, 4.2). Over h hosts of p ranks a part takes n − 1 hops, up
+    to h of them between hosts: h·α2 + (n − 1 − h)·α1. p rings run at once, each leaving a host at
+    another rank, so 1/p of the bytes of a rank crosses hosts: (n − 1)/n·S·max((p − 1)/(p·β1),
+    1/(p·β2))."""
     n, p, h = shape
     share = (n - 1) / n
     if shape.is_flat and shape.is_even:

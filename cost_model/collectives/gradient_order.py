@@ -45,8 +45,7 @@ class SumSeconds(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BlockSeconds:
     """Seconds of a rank's work for each block: ``forward`` and ``backward`` of one micro-batch,
-    ``update`` of a step. While gradients are being summed, the share ``slowed_share`` of compute is
-    lost."""
+    ``update`` of a step. While gradients are summed, ``slowed_share`` of compute is lost."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -56,10 +55,9 @@ class BlockSeconds:
 
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
-    """Return the numbers of the sums of gradients in the order in which they are started.
-
-    Whenever the links are free, of the sums whose gradients are complete the one is started that
-    the next forward needs first.
+    """Return the numbers of the sums of gradients in the order in which they are started. Whenever
+    the links are free, of the sums whose gradients are complete the one is started that the next
+    forward needs first.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])
@@ -80,7 +78,7 @@ def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[in
 
 
 def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
-    """Return the seconds from the start of the last backward until each block's gradients are
+    """Return the seconds from the last backward's start until each block's gradients are
     complete."""
     ends = list(accumulate(reversed(blocks.backward)))
     return {**dict(enumerate(reversed(ends))), -1: ends[-1] if ends else 0.0}
@@ -90,9 +88,8 @@ def step_seconds(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], *, overlaps_steps: bool
 ) -> float:
     """Return the seconds of a training step, one of many in succession; ``sums`` start in the given
-    order.
-
-    With ``overlaps_steps`` the next forward waits at each block only for the block's own sums.
+    order. With ``overlaps_steps`` the next forward waits at each block only for the block's own
+    sums.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> sums = [SumSeconds(1, 1.0), SumSeconds(0, 1.0)]
@@ -134,8 +131,7 @@ def _forward(
 def _last_backward(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], links: Collectives, now: float
 ) -> tuple[float, list[tuple[int, float]]]:
-    """Return the end of the last backward, and for each sum the block that needs it and the sum's
-    end."""
+    """Return the end of the last backward, and for each sum (block that needs it, its end)."""
     done: list[tuple[int, float]] = []
     for block in reversed(range(len(blocks.backward))):
         now = links.finish(now, blocks.backward[block])

@@ -95,13 +95,10 @@ class Shape(NamedTuple):
 
 class Counts(NamedTuple):
     """Costs of an algorithm: number of successive ``messages``, and bytes through the busiest rank
-    as multiples of the tensor's (``tensors``).
-
-    ``at_once``: links within and between hosts carry bytes at the same time. ``num_posts``: number
-    of peers beyond the first to which a rank posts messages at once. ``num_hops``: length of a
-    chain along which the tensor is sent in the best number of parts; ``messages`` then counts those
-    of the first part.
-    """
+    as multiples of the tensor's (``tensors``). ``at_once``: links within and between hosts carry
+    bytes at the same time. ``num_posts``: number of peers beyond the first to which a rank posts
+    messages at once. ``num_hops``: length of a chain along which the tensor is sent in the best
+    number of parts; ``messages`` then counts those of the first part."""
 
     messages: Levels
     tensors: Levels
@@ -125,11 +122,9 @@ Made = tuple[int, Rounds]
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """Collective algorithm: ``count`` returns its counts for a layout, ``make`` its table of
-    messages for the ranks of each host and the number of parts of a pipeline.
-
-    Either returns None where the algorithm does not exist for a layout: recursive doubling of an
-    all-gather needs 2^k ranks, a hierarchy needs hosts with equally many ranks.
-    """
+    messages for the ranks of each host and the number of parts of a pipeline. Either returns None
+    where the algorithm does not exist for a layout: recursive doubling of an all-gather needs 2^k
+    ranks, a hierarchy needs hosts with equally many ranks."""
 
     count: Callable[[Shape], Counts | None]
     make: Callable[[Hosts, int], Made | None]

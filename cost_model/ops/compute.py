@@ -55,8 +55,8 @@ with one scale per tensor. With such scales a training step of Llama 8B takes 13
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Speed of a device for ops of one family (kind with a common efficiency, such as "matmul") and
-    dtype."""
+    """Speed of a device for one dtype and one op family (ops with a common efficiency, such as
+    "matmul")."""
 
     launch_seconds: float
     ramp_seconds: float
@@ -64,8 +64,7 @@ class Rate:
     seconds_per_byte: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of an op of these FLOPs and bytes; 0 for an op without either (a
-        view)."""
+        """Return the seconds of an op of these FLOPs and bytes; 0 without either (a view)."""
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0
@@ -94,8 +93,8 @@ def rate(device: Device, family: str, dtype: str) -> Rate:
 
 
 def with_attention(device: Device, kernel: str) -> Device:
-    """Return the device with its efficiency of attention replaced by the one for ``kernel``, if it
-    has one."""
+    """Return the device with its efficiency of attention replaced by that of ``kernel``, if it has
+    a figure for ``kernel``."""
     own = device.efficiency.get(f"attention_{kernel}")
     if own is None:
         return device
@@ -110,8 +109,7 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 
 class OpWork(Protocol):
-    """Work of an op on one rank, forward and backward; ``planner.rules.work`` explains the
-    properties."""
+    """Work of an op on one rank, forward and backward; see ``planner.rules.work``."""
 
     @property
     def family(self) -> str: ...
@@ -161,10 +159,8 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
 
 def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
     """Return the seconds that the host takes to issue the kernels of an op, forward and backward.
-
     The host runs ahead of the device: a long sequence of ops takes the longer of two sums over its
-    ops, of these seconds and of ``work_seconds`` (collectives included).
-    """
+    ops, of these seconds and of ``work_seconds`` (collectives included)."""
     return (
         device.issue_seconds * work.kernels_forward,
         device.issue_seconds * work.kernels_backward,
@@ -245,12 +241,9 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 
 def peak_flops(device: Device, dtype: str) -> float:
     """Return a device's dense peak FLOPs per second in ``dtype``, or in the dtype that it uses
-    instead.
-
-    float16 without its own figure runs as bfloat16 or float32, and bfloat16 as float32, which a GPU
-    without units for them computes in; float64 at 1/64 of float32, the ratio of GPUs made for
-    graphics; integers as float32.
-    """
+    instead. float16 without its own figure runs as bfloat16 or float32, and bfloat16 as float32,
+    which a GPU without units for them computes in; float64 at 1/64 of float32, the ratio of GPUs
+    made for graphics; integers as float32."""
     peaks = device.peak_flops
     if dtype in peaks:
         return peaks[dtype]

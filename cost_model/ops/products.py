@@ -51,8 +51,7 @@ Fitted on output heads of 50257, 25128, 12564 and 6282 columns in float16 on A10
 the second is aligned: 83, 230, 150 and 146 TFLOP/s (VIA-Research/vTrain, single node).
 """
 ATTENTION_ROWS = 128
-"""Rows of queries (forward) or keys (backward) in a block of FlashAttention-2, which an SM
-computes."""
+"""Queries (forward) or keys (backward) in a block of FlashAttention-2 that one SM computes."""
 MIN_SPLIT = 256
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -75,16 +74,13 @@ could do in the time in which it advances this tile by one element of k."""
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a floating dtype: 2 for a dtype that ``DTYPE_BYTES``
-    lacks."""
+    """Return the bytes of an element of a floating dtype; 2 for dtypes not in ``DTYPE_BYTES``."""
     return DTYPE_BYTES.get(dtype, 2)
 
 
 def alignment(product: Product, dtype: str) -> float:
     """Return the share of its FLOP rate that a product reaches because of the alignment of its rows
-    in memory.
-
-    Rows of the output and of the factors have n or k elements. The products of the
+    in memory. Rows of the output and of the factors have n or k elements. The products of the
     backward have the same rows as the forward's, so they share its alignment.
 
     >>> alignment((1, 1024, 50257, 1024), "float16")
@@ -116,8 +112,7 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Return the bytes of a product's two factors and its output, which has at least two per
-    element."""
+    """Return the bytes of a product's two factors and its output (at least 2 per element)."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))

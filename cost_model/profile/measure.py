@@ -46,8 +46,7 @@ _WARM_UP_RUNS = 2
 _WARM_UP_SHARE = 0.2
 _MEMORY_SHARE = 0.8
 _BATCH_SHARE = 0.1
-"""Largest share of the time budget for measuring one op that one batch of timed executions may
-take."""
+"""Largest share of one op's measuring time that a batch of timed executions may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +147,9 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """Return the median, and the relative half-width of its 95 % confidence interval by order
-    statistics.
-
-    In sorted order, the interval reaches from sample number (n − 1.96·√n)/2 to sample number 1 + (n
-    + 1.96·√n)/2 (normal approximation of the binomial); if there are few samples, it contains all
-    of them.
+    statistics. In sorted order, the interval reaches from sample number (n − 1.96·√n)/2 to sample
+    number 1 + (n + 1.96·√n)/2 (normal approximation of the binomial); if there are few samples, it
+    contains all of them.
 
     >>> median_interval([1.0, 2.0, 3.0])
     (2.0, 0.5)

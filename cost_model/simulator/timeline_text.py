@@ -128,7 +128,7 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[s
 
 
 def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return the text of each slot of time, for each rank."""
+    """Return for each rank the texts of its slots of time."""
     events = [
         [e for e in row if e.action.kind in COMPUTE and e.end_seconds > e.start_seconds]
         for row in timeline.events

@@ -60,8 +60,9 @@ def timeline_events(
     drawn: Container[int] | None = None,
 ) -> Iterator[TraceEvent]:
     """Yield the slices, arrows and memory counters of a timeline as trace events. ``processes``:
-    process number of each rank; ``begins_seconds``: start in the trace; ``name`` tells its arrows
-    from other timelines' in one trace. Only ranks in ``drawn`` get slices and memory."""
+    process number of each rank; ``begins_seconds``: start in the trace; ``name``: prefix that keeps
+    its arrows apart from those of other timelines in the trace. Only ranks in ``drawn`` get slices
+    and memory."""
     takers = _takers(timeline)
     for rank, own in enumerate(timeline.events):
         is_drawn = drawn is None or rank in drawn

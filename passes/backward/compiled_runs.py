@@ -33,8 +33,7 @@ OF_WEIGHTS = "of weights alone"
 computed last."""
 
 FEWEST_OPS = 2
-"""Least number of kernels in a run that is compiled: with a single kernel there is nothing to
-fuse."""
+"""Least number of kernels in a compiled run: with a single kernel there is nothing to fuse."""
 
 _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 

@@ -33,14 +33,11 @@ aten = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class SplitOp:
     """Op with weights whose backward is split in two functions: for the gradient of the data and
-    for the gradients of the weights.
-
-    ``data`` and ``weights`` are the positions of data and weights among the op's arguments.
-    ``of_data(gradient, weight, data, rest)`` returns the gradient of the data;
-    ``of_weights(gradient, data, shapes, rest)`` returns one gradient per weight, in order.
+    for the gradients of the weights. ``data`` and ``weights`` are the positions of data and weights
+    among the op's arguments. ``of_data(gradient, weight, data, rest)`` returns the gradient of the
+    data; ``of_weights(gradient, data, shapes, rest)`` returns one gradient per weight, in order.
     ``shapes`` has the weights' shapes, None for an absent weight; ``rest`` has all arguments, with
-    None in place of data and weights.
-    """
+    None in place of data and weights."""
 
     data: int
     weights: tuple[int, ...]

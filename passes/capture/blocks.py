@@ -183,8 +183,7 @@ def _cut_parts(graph: Graph, ops: Sequence[Node]) -> list[_Part]:
 
 
 def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Move ops that read only inputs and that only the last part uses (loss targets) into the last
-    part."""
+    """Move ops on inputs alone that only the last part uses (loss targets) into the last part."""
     if len(parts) < 2:
         return parts
     position = {node.name: i for i, part in enumerate(parts) for node in part.nodes}
@@ -330,8 +329,7 @@ def common_module(paths: Sequence[str]) -> str:
 
 
 def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[str, ...]:
-    """Return the parameters and buffers that the nodes use and no earlier block owns, in order of
-    first use."""
+    """Return the parameters and buffers, by first use, that nodes use and no earlier block owns."""
     found: dict[str, None] = {}
     for node in nodes:
         for ref in node.inputs:
@@ -344,13 +342,10 @@ def structure(
     graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
 ) -> tuple[Any, ...]:
     """Return a key of the computation of ``nodes``: equal for two sequences whose nodes do the same
-    at each position.
-
-    ``parameters`` are owned by the nodes (default: all that they use). A value from outside is
-    represented in the key by its place in the order of first use, its shape and its kind: input,
-    constant, shared parameter or result of another block. The ``number`` of a random call is not
-    part of the key.
-    """
+    at each position. ``parameters`` are owned by the nodes (default: all that they use). A value
+    from outside is represented in the key by its place in the order of first use, its shape and its
+    kind: input, constant, shared parameter or result of another block. The ``number`` of a random
+    call is not part of the key."""
     own = parameters if parameters is not None else _parameters(graph, nodes, set())
     inside = {node.name: place for place, node in enumerate(nodes)}
     inside |= {name: -1 - place for place, name in enumerate(own)}

@@ -110,12 +110,10 @@ def lower(
     batch_size: int,
     rules: Mapping[str, OpRule] | None = None,
 ) -> Lowered:
-    """Lower an exported program to a graph.
-
-    ``prefix`` is the attribute under which the wrapper module holds the model. ``inputs`` are the
-    names of the user inputs in order. ``tied`` maps each further name of a tied parameter to its
-    first name. ``rules`` maps the paths of the user's ops to their sharding rules.
-    """
+    """Lower an exported program to a graph. ``prefix`` is the attribute under which the wrapper
+    module holds the model. ``inputs`` are the names of the user inputs in order. ``tied`` maps each
+    further name of a tied parameter to its first name. ``rules`` maps the paths of the user's ops
+    to their sharding rules."""
     state = _Lowering(exported, prefix, inputs, tied, rules or {})
     remaining = list(inputs)
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}

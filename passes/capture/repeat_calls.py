@@ -86,13 +86,11 @@ class RepeatError(Exception):
 @dataclass(slots=True)
 class Call:
     """Call of one of several equal layers in an export; calls with equal ``key`` compute the same.
-
     A call is either captured in full or replaced by a single op. If replaced, ``like`` is the
     number of the captured call that it equals, and ``same`` tells which tensor arguments are the
     very tensors that the captured call had: the op takes only the other arguments. ``first_draw``
     is the number of the layer's first random call, ``draws`` the count of its random calls.
-    ``result`` is None if an op cannot stand for the call.
-    """
+    ``result`` is None if an op cannot stand for the call."""
 
     path: str
     key: Any

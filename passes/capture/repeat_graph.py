@@ -53,14 +53,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """Nodes of a captured layer, in a form that is equal for equal layers.
-
-    ``values`` describes the value of each slot: ``("given", i)`` for the i-th argument of the call,
-    ``("own", name)`` for a parameter or buffer of the layer, ``("made", step, index)`` for an
-    output of a node in the layer, or ``("outside", ref)``. ``results`` are the values that the call
-    makes, in order; ``updates`` the new values of the layer's buffers; ``pattern`` has a number for
-    each argument, equal for arguments that are the same value.
-    """
+    """Nodes of a captured layer, in a form that is equal for equal layers. ``values`` describes the
+    value of each slot: ``("given", i)`` for the i-th argument of the call, ``("own", name)`` for a
+    parameter or buffer of the layer, ``("made", step, index)`` for an output of a node in the
+    layer, or ``("outside", ref)``. ``results`` are the values that the call makes, in order;
+    ``updates`` the new values of the layer's buffers; ``pattern`` has a number for each argument,
+    equal for arguments that are the same value."""
 
     steps: tuple[_Step, ...]
     values: tuple[tuple[Any, ...], ...]

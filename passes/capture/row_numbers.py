@@ -183,12 +183,9 @@ def _keeps_shape(graph: Graph, node: Node) -> bool:
 
 def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
     """Return whether the batch dimensions of ``graph`` are exactly the dimensions that grow with
-    the rows.
-
-    A constant may also grow in another dimension if all nodes that read it take only the first row
-    there, and all its rows are equal at the size of the whole batch. Nodes that graph passes made
-    are not checked, as they are derived from the others.
-    """
+    the rows. A constant may also grow in another dimension if all nodes that read it take only the
+    first row there, and all its rows are equal at the size of the whole batch. Nodes that graph
+    passes made are not checked, as they are derived from the others."""
     originals = all_rows.graph.by_name
     read: dict[str, frozenset[int]] = {}
     for node in graph:

@@ -18,11 +18,9 @@ from ...planner.layout import Region
 @dataclass(frozen=True, slots=True)
 class BoxView:
     """Position of a view in its base tensor: index ``i`` in dimension ``d`` is the base's ``start +
-    i * step``.
-
-    ``starts`` has the first index in each dimension of the base. ``dims`` has for each dimension of
-    the view the corresponding dimension of the base and the step in it, None if the size is 1.
-    """
+    i * step``. ``starts`` has the first index in each dimension of the base. ``dims`` has for each
+    dimension of the view the corresponding dimension of the base and the step in it, None if the
+    size is 1."""
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]

@@ -31,8 +31,7 @@ from generators seeded by position, so that a rank draws only its shards; ``auto
 ``MOST_DRAWN`` random numbers, else ``sharded``."""
 
 MOST_DRAWN = 1_000_000_000
-"""Most random numbers of a model for which "auto" means "exact"; a rank draws that many in about 10
-s."""
+"""Most random numbers of a model for which "auto" means "exact"; drawing them takes some 10 s."""
 
 OnTensor = Callable[[str, Tensor], None]
 OnPart = Callable[[str, Region, Tensor], None]
@@ -41,13 +40,11 @@ OnPart = Callable[[str, Region, Tensor], None]
 @dataclass(frozen=True)
 class Deferred:
     """Model on ``meta``, and all that is needed to compute the initial values of its tensors.
-
     ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each name of a parameter or
     buffer (of a tied one, all names) to the number of its tensor in ``log``. ``log`` is None if the
     build could not be recorded, for the given ``reason``; ``materialize`` then builds the whole
     model, once, unless ``built`` has its tensors already. ``given`` names tensors whose values come
-    from elsewhere: no random numbers are drawn for them.
-    """
+    from elsewhere: no random numbers are drawn for them."""
 
     model: nn.Module
     build: Callable[[], nn.Module]
@@ -82,13 +79,10 @@ class Deferred:
 def record_build(
     build: Callable[[], nn.Module], seed: int | Tensor = 0, init: Init = "exact"
 ) -> Deferred:
-    """Build a model without allocating its tensors, and record the ops that make them.
-
-    If ``build`` reads values of random tensors, uses a generator of its own or writes tensors to a
-    file, it cannot be recorded: the model is then built on ``meta`` if possible, else with real
-    tensors. Values read from files stay in memory once, mapped if possible, as long as the result
-    lives.
-    """
+    """Build a model without allocating its tensors, and record the ops that make them. If ``build``
+    reads values of random tensors, uses a generator of its own or writes tensors to a file, it
+    cannot be recorded: the model is then built on ``meta`` if possible, else with real tensors.
+    Values read from files stay in memory once, mapped if possible, as long as the result lives."""
     try:
         with cpu_seed(seed), gc_paused():
             model, log = record(build)
@@ -129,12 +123,9 @@ def materialize(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Compute the tensors ``names`` of a deferred model; pass each to ``on_tensor`` once it is
-    finished.
-
-    ``on_tensor(name, tensor)`` gets a CPU tensor without gradient; floating tensors are cast to
-    ``dtype`` if given. The order of the calls is arbitrary. At any time, memory holds only
-    unfinished tensors and those that the caller keeps.
-    """
+    finished. ``on_tensor(name, tensor)`` gets a CPU tensor without gradient; floating tensors are
+    cast to ``dtype`` if given. The order of the calls is arbitrary. At any time, memory holds only
+    unfinished tensors and those that the caller keeps."""
 
     def give(name: str, box: Region, tensor: Tensor) -> None:
         target = dtype if tensor.is_floating_point() else None

@@ -178,7 +178,7 @@ class _Replay:
 
     def _constant(self, slot: int) -> Tensor:
         """Return the real tensor of a constant (a tensor that the build received). If the build
-        writes to the constant's storage, return it in a copy of that storage, so that the log stays
+        writes to the constant's storage, return it in a copy of that storage; the log stays
         unchanged."""
         storage = self.log.storage(slot)
         if storage not in self.log.written:

@@ -21,8 +21,7 @@ _ALLOCATE: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.ones.default: torch.ones,
 }
 _UNTOLD = frozenset({"device", "pin_memory"})
-"""Arguments of allocating ops that do not change the resulting fake tensor if they have default
-values."""
+"""Arguments of allocating ops whose default values do not affect the resulting fake tensor."""
 
 
 def quick_fake(

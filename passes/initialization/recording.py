@@ -151,8 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_on_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on ``meta`` because the build made it there; random ops on it draw
-    no numbers."""
+    """Return whether the build itself made a tensor on ``meta``: random ops on it draw nothing."""
     return tensor.device.type == "meta"
 
 

@@ -93,12 +93,9 @@ def sharded_replay(
     tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Compute boxes (index ranges) of a log's tensors; pass each to ``on_part`` once it is
-    complete.
-
-    ``wanted`` maps (name, box) to the tensor's number in the log. The caller seeds the default
-    generator; one number drawn from it is the key of all random numbers here. ``tick`` is called
-    before each box.
-    """
+    complete. ``wanted`` maps (name, box) to the tensor's number in the log. The caller seeds the
+    default generator; one number drawn from it is the key of all random numbers here. ``tick`` is
+    called before each box."""
     parts = SharedLog(log, _drawn_key())
     for (name, box), slot in wanted.items():
         tick()
@@ -162,13 +159,10 @@ def drawn_slot(call: Call) -> int:
 @dataclass(slots=True)
 class _PartReplay:
     """Replay of a log for one box (index ranges) of one tensor: ``follow`` finds the calls that the
-    box depends on, ``run`` executes them.
-
-    A storage's boxes are those of its first tensor. ``live`` has the box of each storage that
-    earlier calls must still produce, ``held`` the box around all that is ever needed of it; None if
-    the whole storage is. ``steps`` has the output box of each call to execute; None for a call on
-    whole tensors.
-    """
+    box depends on, ``run`` executes them. A storage's boxes are those of its first tensor. ``live``
+    has the box of each storage that earlier calls must still produce, ``held`` the box around all
+    that is ever needed of it; None if the whole storage is. ``steps`` has the output box of each
+    call to execute; None for a call on whole tensors."""
 
     shared: SharedLog
     live: dict[int, Region | None] = field(default_factory=dict)

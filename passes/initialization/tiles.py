@@ -31,9 +31,8 @@ as ZeRO shards along it."""
 @cache
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the tiles of a tensor of ``shape``: the longest dimension is halved until
-    a tile has at most ``TILE`` elements.
-
-    By halving, shards over 2, 4, 8, … ranks begin and end at edges of tiles.
+    a tile has at most ``TILE`` elements. By halving, shards over 2, 4, 8, … ranks begin and end at
+    edges of tiles.
 
     >>> tile_shape((4096, 14336)), tile_shape((10, 3))
     ((64, 224), (10, 3))

@@ -49,12 +49,10 @@ class Counted:
 @dataclass(frozen=True, slots=True)
 class Counting:
     """Program whose outputs, for one micro-batch, the counts and totals are computed from:
-    ``program(*inputs)`` returns ``outputs``; None if the outputs are the inputs.
-
-    ``inputs`` are nodes: of the batch, of constants, and of buffers, in this order. Random ops use
-    the state ``draws``, which the stage's forwards share. ``totals`` maps the key of each total
-    (sum over all micro-batches) to the output that is summed.
-    """
+    ``program(*inputs)`` returns ``outputs``; None if the outputs are the inputs. ``inputs`` are
+    nodes: of the batch, of constants, and of buffers, in this order. Random ops use the state
+    ``draws``, which the stage's forwards share. ``totals`` maps the key of each total (sum over all
+    micro-batches) to the output that is summed."""
 
     program: fx.GraphModule | None
     inputs: tuple[Node, ...]

@@ -56,11 +56,9 @@ class HeldRows:
 @dataclass(frozen=True, slots=True)
 class StageRows:
     """Division of a micro-batch's rows among a stage's ranks: the rank at coordinate ``p`` of the
-    mesh axes ``axes`` reads ``sizes[p]`` rows.
-
-    Several axes are counted as one, the first being the outermost. ``inputs`` maps each input with
-    rows to the dimension that counts them; every rank needs all rows of the inputs ``whole``.
-    """
+    mesh axes ``axes`` reads ``sizes[p]`` rows. Several axes are counted as one, the first being the
+    outermost. ``inputs`` maps each input with rows to the dimension that counts them; every rank
+    needs all rows of the inputs ``whole``."""
 
     axes: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -54,10 +54,8 @@ def balanced_causal_attention(
 ) -> Tensor:
     """Compute causal attention for the first half of this rank's queries and the second half of its
     partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
-
     The partner is the rank at the mirrored position (n - 1 - i for i of n) of each axis of
-    ``balanced``: see ``rules.balanced_attention``.
-    """
+    ``balanced``: see ``rules.balanced_attention``."""
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
     kept, sent = split_in_half(query)
@@ -71,13 +69,11 @@ def exchanged_split(
     rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
     """Cut a matrix along ``dim`` into parts of ``sizes``. On this rank the matrix is a shard along
-    its other dimension; the parts get shards along the dimensions ``wanted``.
-
-    ``wanted``: for each mesh axis the dimension along which it splits a part (``dim`` where the
-    split moves there). If one axis splits the matrix, one all-to-all sends all parts, after sorting
-    their shards by receiving rank. If several axes do, the matrix is gathered, and each rank cuts
-    its shards from it.
-    """
+    its other dimension; the parts get shards along the dimensions ``wanted``. ``wanted``: for each
+    mesh axis the dimension along which it splits a part (``dim`` where the split moves there). If
+    one axis splits the matrix, one all-to-all sends all parts, after sorting their shards by
+    receiving rank. If several axes do, the matrix is gathered, and each rank cuts its shards from
+    it."""
     held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
     if len(axes) > 1:
         steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))

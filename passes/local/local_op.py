@@ -28,14 +28,11 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class LocalOp:
     """Op node of the graph, with all that is needed to call the op on a rank's parts of its
-    tensors.
-
-    ``arguments`` maps the schema's names, defaults included, to literals and local tensors (as the
-    graph being built names them); ``positions`` maps each tensor argument to its position among the
-    node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first output's
-    dimension that counts the batch; ``count`` is the divisor of a mean over classified rows, if it
-    is known beforehand.
-    """
+    tensors. ``arguments`` maps the schema's names, defaults included, to literals and local tensors
+    (as the graph being built names them); ``positions`` maps each tensor argument to its position
+    among the node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first
+    output's dimension that counts the batch; ``count`` is the divisor of a mean over classified
+    rows, if it is known beforehand."""
 
     node: Node
     layout: NodeLayout

@@ -51,12 +51,10 @@ def local_call(
     batch_dim: int | None = None,
     count: Any = None,
 ) -> Call:
-    """Return the call that computes a rank's part of ``node``'s outputs.
-
-    ``values`` are the local tensors of ``node.inputs``, in their order and in the layouts of
-    ``layout.inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first output's
-    dimension that counts the batch, ``count`` the divisor of a class loss.
-    """
+    """Return the call that computes a rank's part of ``node``'s outputs. ``values`` are the local
+    tensors of ``node.inputs``, in their order and in the layouts of ``layout.inputs``; ``specs``
+    are the inputs' global specs; ``batch_dim`` is the first output's dimension that counts the
+    batch, ``count`` the divisor of a class loss."""
     overload = resolve(node.op)
     feed = iter(values)
     args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: next(feed))

@@ -34,8 +34,7 @@ from ..ops.torch_ops import returns_several
 from .local_ops import local_call
 
 MADE_BY = "made by"
-"""Key in the ``meta`` of a local op's fx node; its value is the graph's node that the local op
-implements."""
+"""Key in the ``meta`` of a local op's fx node for the graph's node that the op implements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +193,7 @@ def _localize_node(
 
 
 def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
-    """Return whether an op computes a partial sum over rows and this rank has no rows; its sum is
-    then zero."""
+    """Return whether an op computes a partial sum over rows and this rank has no rows."""
     if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
         return False
     return any(held[0].is_shard for held in layout.inputs)
@@ -272,7 +270,6 @@ def _identifier(name: str) -> str:
 
 def held_path(name: str) -> str:
     """Return the path at which a block's module holds a parameter or buffer of the model.
-
     Characters that attributes cannot have are written as numbers.
 
     >>> held_path("layers.0.weight"), held_path('a"b.weight')

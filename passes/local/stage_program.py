@@ -48,10 +48,9 @@ class ParameterProgram:
 
 
 def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
-    """Return whether ZeRO shards a parameter over axis "dp".
-
-    Frozen parameters are sharded only by ZeRO stage 3: in lower stages every rank holds the whole
-    parameter, so a shard would only take more memory. Complex parameters are never sharded.
+    """Return whether ZeRO shards a parameter over axis "dp". Frozen parameters are sharded only by
+    ZeRO stage 3: in lower stages every rank holds the whole parameter, so a shard would only take
+    more memory. Complex parameters are never sharded.
 
     >>> spec, mesh = TensorSpec((4, 4), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
     >>> is_sharded(spec, (REPLICATE, REPLICATE), mesh, zero=1)
@@ -185,12 +184,10 @@ def build_stage(
     of_slice: OfSlice | None = None,
     outputs: Sequence[Ref] = (),
 ) -> StageProgram:
-    """Build the program of the rank at ``coordinates`` of a stage's mesh.
-
-    ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; counts are
-    always over whole sequences. ``outputs`` are further values that leave the stage. Raises
-    ``PlanError`` if the plan does not fit the graph.
-    """
+    """Build the program of the rank at ``coordinates`` of a stage's mesh. ``graph`` is at the size
+    of one micro-batch over the whole mesh, or of a slice of it; counts are always over whole
+    sequences. ``outputs`` are further values that leave the stage. Raises ``PlanError`` if the plan
+    does not fit the graph."""
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
     whole, share = graph, _share(graph, blocks, plan, coordinates)
     if share is not None:

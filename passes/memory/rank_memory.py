@@ -40,13 +40,11 @@ sequences."""
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage on one rank.
-
-    ``states``: bytes of training states by category, gradients and the parameters that ZeRO gathers
-    once per step included. ``run``: function that returns the bytes of one micro-batch at a
-    ``Moment`` of the step. ``holds_inputs``: the inputs of all micro-batches are copied to the
-    device before the step's first micro-batch, as on GPUs; on a CPU they are read where they are.
-    """
+    """Bytes of a stage on one rank. ``states``: bytes of training states by category, gradients and
+    the parameters that ZeRO gathers once per step included. ``run``: function that returns the
+    bytes of one micro-batch at a ``Moment`` of the step. ``holds_inputs``: the inputs of all
+    micro-batches are copied to the device before the step's first micro-batch, as on GPUs; on a CPU
+    they are read where they are."""
 
     states: Mapping[str, float]
     run: Callable[[Moment], StageActivations]

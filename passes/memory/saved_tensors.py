@@ -47,14 +47,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """Bytes of one micro-batch on one rank.
-
-    ``kept``: bytes kept from the forward to the backward; ``inputs``: the share of batch inputs in
-    them. ``forward`` and ``backward``: bytes by category at the peak of each, without parameters
-    and other micro-batches. If weight gradients are deferred, ``late`` are the bytes kept until
-    these are computed, ``weights`` the peak while they are computed, and ``backward`` the peak of
-    the backward for input gradients alone.
-    """
+    """Bytes of one micro-batch on one rank. ``kept``: bytes kept from the forward to the backward;
+    ``inputs``: the share of batch inputs in them. ``forward`` and ``backward``: bytes by category
+    at the peak of each, without parameters and other micro-batches. If weight gradients are
+    deferred, ``late`` are the bytes kept until these are computed, ``weights`` the peak while they
+    are computed, and ``backward`` the peak of the backward for input gradients alone."""
 
     kept: int
     inputs: int

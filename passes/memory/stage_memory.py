@@ -56,8 +56,7 @@ LASTING = (
 
 
 MOST_OPS_RUN = 1000
-"""Most ops of a plan for which its stages are executed on fake tensors; that takes about three
-seconds."""
+"""Most ops of a plan whose stages are executed on fake tensors: this takes about 3 seconds."""
 
 
 def with_stage_memory(
@@ -94,14 +93,12 @@ def runs_stages(plan: Plan, blocks: Blocks) -> bool:
 def stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> tuple[Bytes, ...]:
-    """Return for each stage the bytes by category at its rank's peak.
-
-    In Chimera's schedule two ranks have the same stages; the one with more memory in use counts.
-    Equal stages are executed once. ``runs``: the bytes of a micro-batch come from executing the
-    stage on fake tensors; else, or if that fails (shapes depend on values, or an op has no fake
-    tensors for its dtype), from its ops' rules. ``graph`` may be at any batch size. ``is_gpu``:
-    buffers of sent messages are kept as long as on GPUs; by default if the plan's devices are GPUs.
-    """
+    """Return for each stage the bytes by category at its rank's peak. In Chimera's schedule two
+    ranks have the same stages; the one with more memory in use counts. Equal stages are executed
+    once. ``runs``: the bytes of a micro-batch come from executing the stage on fake tensors; else,
+    or if that fails (shapes depend on values, or an op has no fake tensors for its dtype), from its
+    ops' rules. ``graph`` may be at any batch size. ``is_gpu``: buffers of sent messages are kept as
+    long as on GPUs; by default if the plan's devices are GPUs."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
     for rank in range(memory.schedule.num_ranks):
@@ -265,8 +262,7 @@ class _Stage:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
     def bytes(self) -> StageBytes:
-        """Return the bytes of the stage's states, and the function that returns those of a
-        micro-batch."""
+        """Return the stage's ``StageBytes``: bytes of its states and of a micro-batch."""
         return StageBytes(
             self._states,
             self._run,
@@ -312,8 +308,7 @@ class _Stage:
 
     @cached_property
     def _likeness(self) -> object:
-        """Key of the stage, equal for stages that take the same memory when executed on fake
-        tensors."""
+        """Key that is equal for stages with the same memory when executed on fake tensors."""
         stage = self.stage
         ends = tuple(
             (b.source_stage == self.index, b.spec, b.source_layout, b.target_layout)

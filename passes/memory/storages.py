@@ -24,7 +24,6 @@ SAVED = "activations"
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the storages of every tensor that an op makes or reads inside it.
-
     ``step_bytes``: the allocator's granularity. ``resizes``: storages of existing tensors may
     change in size, as FSDP's gathered parameters do; all sizes are then read again after every op.
 

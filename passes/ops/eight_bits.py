@@ -24,8 +24,7 @@ from torch import Tensor
 from ...planner.errors import MachineError
 
 MULTIPLE = 16
-"""Number that must divide the lengths of all sides of a matrix product for torch's 8-bit
-kernels."""
+"""Number that must divide all sides of a matrix product for torch's 8-bit kernels."""
 
 aten = torch.ops.aten
 

@@ -65,13 +65,10 @@ def run_experts(
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """Grouping of N rows sorted by expert: rows of this rank's E experts, then rows of other
-    experts.
-
-    ``experts`` (N) has each row's expert; it is E - 1 for rows of other ranks' experts ("absent"),
-    which ``absent`` (N, 1) marks. ``ends`` (E, int32) has the end of each expert's rows. The host
-    never reads these tensors, as it would have to wait for the device. Results and gradients of
-    absent rows are unspecified until they are masked.
-    """
+    experts. ``experts`` (N) has each row's expert; it is E - 1 for rows of other ranks' experts
+    ("absent"), which ``absent`` (N, 1) marks. ``ends`` (E, int32) has the end of each expert's
+    rows. The host never reads these tensors, as it would have to wait for the device. Results and
+    gradients of absent rows are unspecified until they are masked."""
 
     experts: Tensor
     absent: Tensor

@@ -183,11 +183,8 @@ counter_dropout.register_autograd(_backward, setup_context=_setup)
 def counter_uniform(
     like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Draw numbers in [0, 1) of the shape and dtype of a box of a global tensor.
-
-    They have as many bits as the dtype's mantissa, 24 at most: with more, half precision would
-    round some up to 1.
-    """
+    """Draw numbers in [0, 1) of the shape and dtype of a box of a global tensor. They have as many
+    bits as the dtype's mantissa, 24 at most: with more, half precision would round some up to 1."""
     width = min(_UNIFORM_BITS, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
     scale, draw = 1 / (1 << width), one_kernel(like)
     if draw is not None:

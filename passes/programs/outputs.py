@@ -126,10 +126,8 @@ def differentiable_outputs(outputs: Any) -> list[Tensor]:
 
 
 def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
-    """Return a scalar that depends on every differentiable output: the sum of their means.
-
-    Raises CaptureError AP203 if no output can be differentiated.
-    """
+    """Return a scalar that depends on every differentiable output: the sum of their means. Raises
+    CaptureError AP203 if no output can be differentiated."""
     found = differentiable_outputs(outputs)
     if not found:
         raise CaptureError(

@@ -263,8 +263,7 @@ def _data(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_free(value: float, takes_any: bool) -> bool:
-    """Return whether a number may be replaced by another value without a torch function branching
-    differently."""
+    """Return whether a number may be replaced without a torch function branching differently."""
     return math.isfinite(value) and (takes_any or value not in _OWN_PATHS)
 
 

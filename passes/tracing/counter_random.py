@@ -31,11 +31,9 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 class counter_random(TorchFunctionMode):  # noqa: N801
     """Mode that replaces random calls of torch by counter-based ones, numbered from 0, for a step's
-    ``key`` (``step_key``).
-
-    ``microbatch`` is the number of the forward's micro-batch; ``batch_dims`` maps numbers of random
-    calls to the dimension that counts the batch (see the function ``batch_dims``).
-    """
+    ``key`` (``step_key``). ``microbatch`` is the number of the forward's micro-batch;
+    ``batch_dims`` maps numbers of random calls to the dimension that counts the batch (see the
+    function ``batch_dims``)."""
 
     def __init__(
         self, key: int = 0, *, microbatch: int = 0, batch_dims: Mapping[int, int] | None = None

@@ -74,13 +74,11 @@ def is_region(node: fx.Node) -> bool:
 
 
 class _Inlining:
-    """Inliner of a program's regions, which tracks the values with a gradient.
-
-    ``_base`` maps a view to its base tensor, and an element of a list of new tensors to the list. A
-    view made while gradients are off has no gradient, even if its base has one: ops read it through
+    """Inliner of a program's regions, which tracks the values with a gradient. ``_base`` maps a
+    view to its base tensor, and an element of a list of new tensors to the list. A view made while
+    gradients are off has no gradient, even if its base has one: ops read it through
     ``without_gradient``. If an op returns its argument itself, as ``x.float()`` may, the result
-    keeps the argument's gradient. ``_shown`` has the base tensors of a list's elements.
-    """
+    keeps the argument's gradient. ``_shown`` has the base tensors of a list's elements."""
 
     def __init__(self, exported: ExportedProgram) -> None:
         self._graph = exported.graph
@@ -217,11 +215,9 @@ class SharedArg:
 
 def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
     """Return, for each output of an op, the argument whose memory it shares; None if some output
-    has memory of its own.
-
-    The op is executed on fake tensors: whether ``x.reshape(...)`` copies and whether
-    ``x.contiguous()`` is ``x`` itself depends on the strides and the dtype, not on the op's schema.
-    """
+    has memory of its own. The op is executed on fake tensors: whether ``x.reshape(...)`` copies and
+    whether ``x.contiguous()`` is ``x`` itself depends on the strides and the dtype, not on the op's
+    schema."""
     if not _may_show(node.target):
         return None
     values = {value: value.meta.get("val") for value in node.all_input_nodes}

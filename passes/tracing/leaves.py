@@ -13,13 +13,11 @@ from torch import nn
 from .locate import failing_module
 
 LARGEST_SHARE = 0.5
-"""Largest share of the model's parameters that one opaque leaf may have, as every rank computes the
-whole leaf."""
+"""Largest share of the model's parameters in one opaque leaf, which every rank computes whole."""
 
 
 class LeafError(Exception):
-    """Error of a model of which no further submodule can be an opaque leaf, that is, a single
-    op."""
+    """Error of a model in which no further submodule can be an opaque leaf (single op)."""
 
 
 def widen(

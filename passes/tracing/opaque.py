@@ -45,11 +45,9 @@ def opaque_call(
     made: dict[str, Any],
 ) -> tuple[Any, str]:
     """Call ``function`` as one op named after ``name``; return the result, and the op's path.
-
     ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a
     real execution on random values; else from fake tensors. Raises ValueError if values decide
-    shapes.
-    """
+    shapes."""
     flat, structure = tree_flatten((args, dict(kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]
     runner = _Runner(function, structure, flat)
@@ -215,8 +213,7 @@ def _number(tensor: Tensor) -> str:
 
 
 def _settings(module: nn.Module | None) -> list[str]:
-    """Describe what distinguishes a module from others of its class: its submodules and plain
-    attributes."""
+    """Describe how a module differs from others of its class: submodules and plain attributes."""
     if module is None:
         return []
     return [
@@ -228,8 +225,7 @@ def _settings(module: nn.Module | None) -> list[str]:
 
 
 class _ModuleCall:
-    """Callable that computes a submodule's forward as a function of its parameters, buffers and
-    arguments."""
+    """Callable for a submodule's forward as a function of parameters, buffers and arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
