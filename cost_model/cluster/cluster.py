@@ -140,8 +140,9 @@ class Link:
     direction. ``base_seconds`` is the time to start any transfer or collective, whatever its number
     of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
     all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot. ``num_links`` is
-    the number of a device's wires that reach the rate together; 0 where a switch joins all devices.
-    For a link over only some of a device's wires, ``of_links`` is the number of all its wires."""
+    the number of a device's wires whose rates add up to the link's; 0 where a switch joins all
+    devices. For a link over only some of a device's wires, ``of_links`` is the number of all its
+    wires."""
 
     name: str
     alpha_seconds: float
@@ -155,7 +156,8 @@ class Link:
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
-    """Return a link with the rate of ``num_links`` of a device's wires."""
+    """Return ``link`` reduced to ``num_links`` of a device's wires, with their share of its
+    rate."""
     if num_links == link.num_links:
         return link
     rate = link.bytes_per_second * num_links / link.num_links

@@ -74,7 +74,7 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
 
 
 def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """Return the cluster of a dict that ``to_dict`` or a TOML file gives. Raises
+    """Return the cluster that a dict of ``to_dict``, or the table of a TOML file, describes. Raises
     ``ClusterError``."""
     try:
         check_texts(table)

@@ -36,7 +36,8 @@ BFLOAT16_CAPABILITY = (8, 0)
 """First CUDA compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
 
 MAX_CPU_DEVICES = 8
-"""Most processes into which a CPU is divided by default, on detection; each counts as a device."""
+"""Default maximum of the number of processes (each one device) into which a detected CPU is
+divided."""
 
 BUSY = 1.5
 """Load average per core above which a machine counts as busy with other programs."""
@@ -170,7 +171,8 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """Measure the FLOP/s of square matmuls by dtype, in the size of a step's smaller matmuls."""
+    """Measure the FLOP/s of square matmuls by dtype, at the size of the smaller matmuls in
+    training."""
     import torch
 
     size = 512
@@ -183,7 +185,8 @@ def _cpu_matmul_rates() -> dict[str, float]:
 
 
 def _cpu_copy_rate() -> float:
-    """Measure the bytes per second, read and written, of a copy that no core's cache holds."""
+    """Measure the bytes per second, read and written, of copying a tensor that is larger than the
+    caches of a core."""
     import torch
 
     source = torch.ones(4_000_000)

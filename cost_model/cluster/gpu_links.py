@@ -75,7 +75,8 @@ def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
 
 @lru_cache(maxsize=4096)
 def num_links_used(wires: Wires) -> int:
-    """Count the links over which each device sends at once in a ring collective; 0 without a ring.
+    """Return the number of links over which each device sends at the same time in a collective that
+    uses as many rings as possible; 0 if there is no ring.
 
     >>> cube = WIRES["hybrid-cube-mesh"]
     >>> [num_links_used(wires_among(cube, range(n))) for n in (2, 4, 8)]

@@ -63,8 +63,8 @@ class Preset:
     detour: str = "pcie3"
 
     def host(self, num_devices: int, device: Device | None = None) -> Host:
-        """Return a host of ``num_devices`` of the preset's devices, or of ``device``, joined as
-        usual.
+        """Return a host of ``num_devices`` of the preset's devices, or of ``device``, with the
+        preset's usual links between them.
 
         >>> find_preset("V100-16GB").host(4).link_among((0, 1)).num_links
         1

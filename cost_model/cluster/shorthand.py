@@ -45,7 +45,8 @@ def resolve_cluster(text: str) -> Cluster:
 
 
 def is_shorthand(text: str) -> bool:
-    """Return true for a text in the form of a shorthand, even if its names are unknown."""
+    """Return true for a text in the form of a shorthand (see ``parse_cluster``), even if its names
+    are unknown."""
     words = [part.partition("@")[0].strip() for part in text.split("+")]
     return all(_SHORTHAND.fullmatch(word) or _CPU.fullmatch(word) for word in words)
 

@@ -225,7 +225,8 @@ def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
 def _count_direct(shape: Shape) -> Counts:
     """Count messages and bytes of an all-to-all that sends to all peers at once: α + (n − 2)·post +
     max((p − 1)/n·S/β1, (n − p)/n·S/β2). A device's link within the host and its share of the
-    network are busy at once. Source: NCCL's grouped sends and receives."""
+    network carry data at the same time; ``post`` is ``POST_SECONDS``. Source: NCCL's grouped sends
+    and receives."""
     n, p, _ = shape
     message = Levels(0, 0, 1) if n > p else Levels(1, 0)
     return Counts(message, Levels((p - 1) / n, (n - p) / n), at_once=True, num_posts=n - 2)

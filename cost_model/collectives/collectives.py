@@ -29,7 +29,7 @@ from .tables import Counts, Shape
 Library = Literal["nccl", "gloo", "any"]
 
 PLAIN = Protocols()
-"""Protocol of a link that NCCL does not drive, or on which its protocols were not measured."""
+"""Figures for links that NCCL does not use, or on which its protocols were not measured."""
 
 POST_SECONDS = 0.5e-6
 """Seconds for each peer beyond the first when a rank sends to many. From the latency of empty

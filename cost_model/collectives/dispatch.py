@@ -23,8 +23,9 @@ from typing import Literal, get_args
 from .collectives import Group, collective_seconds
 
 Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
-"""Way in which tokens reach the ranks of their experts, see the module. ``gather``: all ranks
-gather all tokens and sum the outputs of their own experts, as this package's runtime does."""
+"""Method by which tokens are sent to the ranks of their experts: an all-to-all, or kernels of
+DeepEP or HybridEP. ``gather``: all ranks gather all tokens and sum the outputs of their own
+experts, as this package's runtime does."""
 
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
@@ -44,11 +45,11 @@ that it first chooses for a token."""
 
 WITHIN_SHARE = 0.75
 """Share of the rate of collectives within a host that DeepEP and HybridEP reach: 494 and 420 GB/s
-(DeepEP, 24 units), 536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in
-bfloat16 (deepseek-ai/DeepEP, branch hybrid-ep)."""
+(DeepEP, on 24 SMs), 536 and 531 (HybridEP, on 16 SMs) of 680 on 8 B200, for 4096 tokens of 7168
+numbers in bfloat16 (deepseek-ai/DeepEP, branch hybrid-ep)."""
 BETWEEN_SHARE = 0.8
 """Share of the network's rate between hosts that DeepEP and HybridEP reach: HybridEP on 8 hosts of
-8 H100 brings 41 to 48 GB/s of tokens to their hosts, 7 of 8 over 50 GB/s (same source)."""
+8 H100 delivers 41 to 48 GB/s of tokens, 7/8 of them over the network of 50 GB/s (same source)."""
 
 
 def dispatch_seconds(

@@ -25,7 +25,8 @@ def mirrored(gather: Rounds) -> Rounds:
 
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
-    """Return the reduce-scatter that reverses an all-gather, with equal messages and bytes."""
+    """Return the reduce-scatter that reverses an all-gather; it has the same counts of messages and
+    bytes."""
     return _derived(gather, lambda counts: counts, mirrored)
 
 
@@ -112,7 +113,7 @@ def _make_ring(hosts: Hosts, _: int) -> Made:
 
 
 def rotated(hosts: Hosts, start: int) -> list[list[int]]:
-    """Return the ranks of each host in order from its ``start``-th rank on, then from its first."""
+    """Return the ranks of each host, rotated so that its ``start``-th rank comes first."""
     firsts = accumulate(hosts, initial=0)
     return [
         [first + (start + place) % count for place in range(count)]
@@ -131,8 +132,8 @@ def _count_doubling(shape: Shape) -> Counts | None:
 
 def _doubling_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
     """Return the rounds in which ranks at distance 1, 2, 4, … in ``order`` exchange all parts that
-    they hold. The number of ranks is 2^k; the rank at place i begins with the parts ``owned[i]``.
-    """
+    they hold. The number of ranks is 2^k; the rank at index i of ``order`` begins with the parts
+    ``owned[i]``."""
     n, rounds = len(order), []
     for distance in powers_below(n):
         held = [

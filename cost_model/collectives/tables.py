@@ -180,7 +180,8 @@ def wrong_parts(table: Table) -> list[str]:
 
 
 def rounds(table: Table) -> Levels:
-    """Count a table's rounds within hosts, and its rounds in which a message crosses hosts."""
+    """Count the rounds of a table in which all messages stay within hosts, and those in which a
+    message crosses hosts."""
     host = table.host_of()
     inter = sum(any(host[m.sender] != host[m.receiver] for m in r) for r in table.rounds)
     return Levels(len(table.rounds) - inter, inter)

@@ -73,7 +73,7 @@ class Rate:
 
 def rate(device: Device, family: str, dtype: str) -> Rate:
     """Return the speed of ops of ``family`` in ``dtype`` on ``device``. An unknown family is taken
-    as "elementwise". A family has the efficiency of the dtype where the device gives one. Float32
+    as "elementwise". A family's efficiency in that dtype is used if the device has one. Float32
     products of the families that the device computes in TF32 run at its peak for TF32."""
     computes = family in COMPUTE_FAMILIES
     known = family if computes or family in MEMORY_FAMILIES else "elementwise"
@@ -109,7 +109,8 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 
 class OpWork(Protocol):
-    """Work of an op on one rank, forward and backward; see ``planner.rules.work``."""
+    """Work of an op on one rank, forward and backward; its properties are explained in
+    ``planner.rules.work``."""
 
     @property
     def family(self) -> str: ...
@@ -241,9 +242,9 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 
 def peak_flops(device: Device, dtype: str) -> float:
     """Return a device's dense peak FLOPs per second in ``dtype``, or in the dtype that it uses
-    instead. float16 without its own figure runs as bfloat16 or float32, and bfloat16 as float32,
-    which a GPU without units for them computes in; float64 at 1/64 of float32, the ratio of GPUs
-    made for graphics; integers as float32."""
+    instead. Without a figure of its own, float16 has the peak of bfloat16 or float32, and bfloat16
+    that of float32, in which a GPU without units for it computes; float64 has 1/64 of float32's,
+    the ratio of GPUs made for graphics; integers have float32's."""
     peaks = device.peak_flops
     if dtype in peaks:
         return peaks[dtype]

@@ -33,7 +33,7 @@ GradientDtype = Literal["master", "compute"]
 @dataclass(frozen=True, slots=True)
 class StateOptions:
     """Options for how parameters, gradients and optimizer states are held in memory. ``offload``:
-    master parameters and optimizer states lie in the host's memory."""
+    master parameters and optimizer states are kept in the host's memory."""
 
     gradient_dtype: GradientDtype = "master"
     offload: bool = False

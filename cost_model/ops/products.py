@@ -112,7 +112,8 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Return the bytes of a product's two factors and its output (at least 2 per element)."""
+    """Return the bytes of a product's two factors and its output; an output element has at least
+    2."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))
@@ -143,10 +144,10 @@ def attention_seconds(
     flops_per_second: float,
     backward: bool = False,
 ) -> float:
-    """Return the seconds of fused attention's arithmetic, without its launch: blocks dealt out in
-    waves. ``product`` is (batch · heads, queries, keys, head size) and ``flops`` the kernel's own.
-    A unit (SM) computes a block of ``ATTENTION_ROWS`` queries of a head in the forward, as many
-    keys in the backward."""
+    """Return the seconds of fused attention's arithmetic, without its launch: its blocks are
+    distributed over the SMs in waves. ``product`` is (batch · heads, queries, keys, head size) and
+    ``flops`` are those that the kernel executes. A unit (SM) computes a block of ``ATTENTION_ROWS``
+    queries of a head in the forward, as many keys in the backward."""
     heads, queries, keys, _ = product
     rows = keys if backward else queries
     if heads * rows <= 0:

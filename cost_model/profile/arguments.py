@@ -153,7 +153,8 @@ def _copied(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
-    """Return an argument from its JSON form (see ``canonical``); ``tensors``: of the case."""
+    """Return an argument from its JSON form (see ``canonical``); ``tensors``: the case's
+    tensors."""
     import torch
 
     kind: str
@@ -193,7 +194,8 @@ class _Limits:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """Return the smallest integer too large for a tensor's elements; None if any is allowed."""
+        """Return the exclusive upper bound of the integers in a tensor; None if there is no
+        bound."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":

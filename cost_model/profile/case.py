@@ -63,13 +63,15 @@ class OpCase:
     tf32: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """Return the work to execute as text: op, tensors, arguments, and families in TF32."""
+        """Return a text that identifies the work to execute: op, tensors, arguments, and families
+        in TF32."""
         text = f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
         return text + (f" tf32={','.join(self.tf32)}" if self.tf32 else "")
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that the op computes in: of its first floating tensor, or its first."""
+        """Name of the dtype that the op computes in: of its first floating tensor, else of its
+        first tensor."""
         if self.tf32:
             return TFLOAT32
         floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]

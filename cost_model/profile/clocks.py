@@ -22,7 +22,8 @@ _SETS_BYTES = 64e6
 """Most bytes that a batch of timed calls touches: more than a CPU core's own caches hold."""
 _MOST_SETS = 16
 _LEAST_SHARE = 0.1
-"""Least share of a backward's measured time that remains without autograd's start-up time."""
+"""Least share of a backward's measured time that must remain after the subtraction of autograd's
+start-up time."""
 
 
 def backward_of(call: Call) -> Backward | None:
@@ -51,7 +52,8 @@ def flat(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward of a call: its arguments ``gradients`` are (number of the output, its gradient)."""
+    """Backward of a call. ``gradients``: its arguments, as pairs (number of an output, gradient of
+    that output)."""
 
     gradients: tuple[tuple[int, Tensor], ...]
 
@@ -235,7 +237,8 @@ class GpuClock:
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """Return the number of fillings that last as long as the host launches the op."""
+        """Return the number of fillings that keep the stream busy while the host launches the op's
+        kernels."""
         import torch
 
         torch.cuda.synchronize()

@@ -76,9 +76,9 @@ def difference(measured: Environment, wanted: Environment) -> str:
 
 
 def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environment | None:
-    """Return the environment of the same device (and threads) that differs least from ``wanted``,
-    or None. Of equally near environments, the one with the newest torch is returned, then the last
-    in ``measured``."""
+    """Return the environment of the same device (and threads) that differs least from ``wanted``;
+    None if there is none. Of equally near environments, the one with the newest torch is returned,
+    then the last in ``measured``."""
     candidates = [
         each
         for each in reversed(measured)

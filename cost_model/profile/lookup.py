@@ -48,8 +48,9 @@ _SWITCHES = re.compile(r'true|"dtype":"\w+"')
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measured or interpolated seconds of an op. ``error`` is relative: the spread of the median if
-    measured, else the error of predicting samples by the others."""
+    """Measured or interpolated seconds of an op. ``error`` is relative: the spread of the measured
+    median, or for interpolated seconds the error with which measured ops are predicted from each
+    other."""
 
     forward_seconds: float
     backward_seconds: float
@@ -194,8 +195,8 @@ class Profile:
         return share
 
     def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
-        """Return the seconds of a message between two ranks over ``level``, such as
-        "intra:nvlink4"."""
+        """Return the seconds of a message between two ranks over a kind of link, ``level`` (such as
+        "intra:nvlink4"); None if unknown."""
         hosts = 1 if level.startswith("intra:") else 2
         return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
 

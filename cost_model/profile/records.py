@@ -39,8 +39,8 @@ class Measurement:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Measured seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
-    ``level`` is the group's ``transfers.level_of``, ``num_bytes`` the bytes that
-    ``collectives.collective_seconds`` counts (for a message, its own)."""
+    ``level`` is the kind of link (``transfers.level_of``); ``num_bytes`` are counted as in
+    ``collectives.collective_seconds`` (for a message, its own bytes)."""
 
     level: str
     library: str

@@ -83,7 +83,8 @@ def overlapped(kind: str) -> str:
 
 
 def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
-    """Return the curve through transfers of one collective and group, each of other bytes."""
+    """Return the curve through measured transfers of one collective and group, with different
+    bytes."""
     ordered = sorted(transfers, key=lambda each: each.num_bytes)
     seconds = pooled_adjacent(np.array([each.seconds for each in ordered]), np.ones(len(ordered)))
     return TransferCurve(

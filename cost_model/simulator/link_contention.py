@@ -70,8 +70,8 @@ class _Sending:
 
 
 class _Receiving:
-    """Receiving port of a rank: the rate at which each message arrives, and the backlog of arrived
-    data in seconds that the port needs for it."""
+    """Receiving port of a rank: the rate at which each message arrives, and the port's backlog,
+    that is, the seconds that it needs for data that has arrived but not passed."""
 
     def __init__(self, zero: float) -> None:
         self.rates: dict[int, float] = {}

@@ -57,7 +57,8 @@ class Collectives:
         return _buckets(stage, costs)
 
     def finish(self, start: float, work: float) -> float:
-        """Return the end of ``work`` seconds of undisturbed compute that start at ``start``.
+        """Return the time at which compute ends that starts at ``start`` and takes ``work`` seconds
+        if no collective runs at the same time.
 
         >>> Collectives(0.5, busy_until=3.0).finish(1.0, 2.5)
         4.5
@@ -77,8 +78,9 @@ class Collectives:
     def first_forward(
         self, stage: int, costs: StageCosts, start: float, work: float
     ) -> tuple[float, float, float]:
-        """Time a forward of ``work`` seconds whose parts each wait for a gathered bucket of
-        parameters. Return its start, its end, and the seconds that it waited."""
+        """Compute the course of a forward of ``work`` seconds, of which each part waits for a
+        bucket of parameters to be gathered. Return its start, its end, and the seconds that it
+        waited."""
         ends = self.gathered[stage]
         shares = _buckets(stage, costs).forward
         began = now = max(start, ends[0])
@@ -91,8 +93,8 @@ class Collectives:
         return began, now, waited
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
-        """Time a backward of ``work`` seconds whose parts each complete a gradient bucket; return
-        its end."""
+        """Return the end of a backward of ``work`` seconds, of which each part completes a bucket
+        of gradients."""
         buckets = self._launched_buckets(stage, costs)
         seconds = costs.gradient_sync_seconds[stage]
         now = start

@@ -57,7 +57,8 @@ class ServerTimes:
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Return all workers' iterations per second, after the first quarter of the time."""
+        """Return the iterations per second of all workers together, counted from the second quarter
+        of the time on."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
         done = sum(_done(times, end) - _done(times, begin) for times in self.finished)

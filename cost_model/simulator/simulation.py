@@ -184,8 +184,8 @@ class Simulation:
             }
 
     def _advance(self, rank: SimulatedRank) -> int:
-        """Advance a rank until its row ends or it waits; return the number of the message it waits
-        for."""
+        """Advance a rank until its row of actions ends or it must wait; return the number of the
+        message that it waits for."""
         row, at, length = rank.row, rank.at, len(rank.row)
         num_microbatches, num_slices = self.schedule.num_microbatches, self.num_slices
         posted, arrived = self.posted, self.arrived
@@ -250,8 +250,8 @@ class Simulation:
                 rank.call(line.send_call)
 
     def _transfer(self, line: Line, number: int, ready: float, place: int) -> None:
-        """Pass a message whose send and receive are posted to the ports; if messages take no time,
-        record its arrival."""
+        """Give a message to the ports, once its send and its receive are posted; if messages take
+        no time, record its arrival at once."""
         occupied = line.occupied
         if self.shares:
             occupied = occupied * self.shares[SEND_FORWARD][number // 2 % self.num_slices]

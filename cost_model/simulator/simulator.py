@@ -53,14 +53,15 @@ def simulate(
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """Return the step time of ``simulate(…)`` in seconds, without making the timeline."""
+    """Return the seconds of the training step that ``simulate(…)`` finds, without making the
+    timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
-    """Return the step time in seconds and the bubble fraction of ``simulate(…)``, without the
-    timeline."""
+    """Return the seconds of the training step and the bubble fraction, without making the timeline
+    of ``simulate``."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_and_bubble()
 

@@ -26,7 +26,7 @@ from .actions import (
 OF_EDGES = ("send_", "receive_")
 """Prefixes of the fields of ``StageCosts`` that have one entry per edge between stages."""
 OF_SLICES = ("slice_", "edges")
-"""Prefixes of the fields of ``StageCosts`` that have no entry per stage or edge."""
+"""Prefixes of the fields of ``StageCosts`` whose entries belong neither to stages nor to edges."""
 
 
 class Buckets(NamedTuple):
@@ -161,7 +161,8 @@ Lines = Sequence[Sequence[Sequence[Line]]]
 
 
 def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
-    """Return the connections into each stage and out of each stage, by the other stage's number."""
+    """Return the connections over which each stage receives, and those over which it sends, sorted
+    by the number of the other stage."""
     edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
     none = (0 * costs.forward_seconds[0],) * len(edges)
     latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none

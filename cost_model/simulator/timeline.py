@@ -19,9 +19,9 @@ NO_STAGE = -1
 
 class Event(NamedTuple):
     """Execution of an action on a stream of its rank, with its start and end. A message is one
-    event, on a sending stream of its sender, ``to`` a stage. A collective is one event per bucket:
-    ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``. A forward that waits
-    for parameters within is one event, its wait included."""
+    event, on a sending stream of its sender; ``to`` is the receiving stage. A collective is one
+    event per bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``. A
+    forward that waits for parameters within is one event, its wait included."""
 
     action: Action
     start_seconds: float
@@ -46,10 +46,10 @@ class Exposed(NamedTuple):
 class Timeline:
     """Simulated training step; tuples have one entry per pipeline rank.
 
-    ``bubble_fraction``: the share of the step, over all ranks, in which they neither compute nor
-    step nor take part in a collective. ``exposed``: communication that no compute hides.
-    ``slowdown_seconds``: additional time of compute because of collectives at the same time.
-    ``peak_activation_bytes``: the most bytes that micro-batches in flight hold at once;
+    ``bubble_fraction``: the share of the step, averaged over ranks, in which a rank neither
+    computes nor runs the optimizer nor takes part in a collective. ``exposed``: communication that
+    no compute hides. ``slowdown_seconds``: additional time of compute because of collectives at the
+    same time. ``peak_activation_bytes``: the most bytes that micro-batches in flight hold at once;
     ``peak_memory_bytes`` adds static memory. ``memory_bytes``: the held bytes whenever they change,
     as (second, bytes). ``replicas``: the devices that each rank stands for.
     """

@@ -29,8 +29,8 @@ GLYPHS = {"F": "F", "B": "B", "I": "B", "W": "W", "STEP": "s", "REDUCE": "r", "G
 
 
 def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
-    """Draw a timeline as a line of ``width`` characters per rank, at most ``limit`` ranks: the
-    first and last.
+    """Draw a timeline as a line of ``width`` characters per rank, of at most ``limit`` ranks: if
+    there are more, of the first and the last ones.
 
     >>> from .actions import Schedule, parse_table
     >>> from .simulator import StageCosts, simulate

@@ -27,7 +27,7 @@ NAMES = {
     "REDUCE": "sum gradients",
     "STEP": "optimizer",
 }
-"""Category in a Chrome trace of each kind of action."""
+"""Category that an event of each kind of action has in a Chrome trace."""
 
 MICROSECONDS = 1e6
 
@@ -121,7 +121,7 @@ def _slice(rank: int, event: Event) -> TraceEvent:
 
 
 Takers = dict[Action, tuple[int, Event]]
-"""Rank and event of the compute that needs a message, by the message's receive action."""
+"""Maps the receive action of a message to the compute that needs it, as (rank, event)."""
 
 
 def _takers(timeline: Timeline) -> Takers:

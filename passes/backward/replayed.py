@@ -43,8 +43,8 @@ class Replayed:
 
     def _mark(self, node: Node) -> str | None:
         """Return the mark for an op's recomputation; None if the op is executed again without a
-        mark, where ``Context`` keeps the results of its costly kernels if the mode asks for it. An
-        op marked ``AGAIN`` may contain costly kernels, as a layer of experts does."""
+        mark. In mode "selective" ``Context`` then keeps the results of its costly kernels. An op
+        marked ``AGAIN`` may contain costly kernels, as a layer of experts does."""
         if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN

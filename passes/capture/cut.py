@@ -19,8 +19,8 @@ _MATMULS = ("aten.matmul.", "aten.bmm.", "aten.mm.", "aten.addmm.", "aten.baddbm
 
 
 def cut_points(graph: Graph, ops: Sequence[Node], max_blocks: int = MAX_BLOCKS) -> list[int]:
-    """Return the positions in ``ops`` before which a new block starts, at most ``max_blocks -
-    1``."""
+    """Return at most ``max_blocks - 1`` positions in ``ops``: before each of them a new block
+    starts."""
     work = [_work(graph, node) for node in ops]
     num_blocks = min(max_blocks, sum(1 for flops in work if flops) // 2)
     if num_blocks < 2:
@@ -84,7 +84,8 @@ def crossing_bytes(graph: Graph, ops: Sequence[Node]) -> list[int]:
 
 
 def _work(graph: Graph, node: Node) -> int:
-    """Return the FLOPs of a product with weights, a matmul or attention; 0 for other ops."""
+    """Return the FLOPs of a node that is a product with weights, a matmul or attention; 0 for other
+    ops."""
     output = node.outputs[0]
     specs = [graph.spec(ref) for ref in node.inputs]
     if node.op.startswith(_MATMULS):

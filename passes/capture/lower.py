@@ -37,8 +37,7 @@ from .refusals import (
 )
 
 LITERAL_ELEMENTS = 4096
-"""Most elements of a tensor made from numbers in the model's code for which its values are written
-in the graph."""
+"""Most elements of a tensor of numbers in the model's code whose values the graph contains."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
@@ -53,8 +52,7 @@ _SPARSE_GRADIENTS = {
     "aten.embedding_bag.padding_idx": 5,
     "aten.embedding_bag.default": 5,
 }
-"""Position of each op's argument that asks for sparse gradients; it is set to False, as ranks sum
-dense gradients."""
+"""Position of an op's argument for sparse gradients; set to False, as ranks sum dense gradients."""
 _SIZED = {
     "aten.view.default": 1,
     "aten._unsafe_view.default": 1,
@@ -92,9 +90,8 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Lowered program: its ``graph``; ``literals``, the tensors that the model's code makes from
-    Python numbers, by name; ``bases``, which maps each op node's name to the name without its
-    number."""
+    """Lowered program: its ``graph``; ``literals``, the tensors of Python numbers in the model's
+    code, by name; ``bases``, which maps each op node's name to the name without its number."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -136,8 +133,7 @@ def lower(
 
 
 def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
-    """Return ``updates`` (new values by buffer name) sorted by the order in which ``nodes`` compute
-    the values."""
+    """Return ``updates`` (new values of buffers) in the order in which ``nodes`` compute them."""
     if not updates:
         return {}
     place = {node.name: position for position, node in enumerate(nodes)}
@@ -273,8 +269,8 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` cast and expanded to spec ``wanted``. Used in place of ``aten.copy``, which
-    has no derivative."""
+    """Return ``value`` cast and expanded to ``wanted``, as ``aten.copy``, which lacks a
+    derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -333,8 +329,7 @@ def _take_updates(state: _Lowering, results: Any) -> None:
 
 
 def _read_written(state: _Lowering) -> None:
-    """Add a node that reads each buffer which the forward only writes, so that a pipeline stage
-    holds the buffer."""
+    """Add a read of each buffer that the forward only writes, so that a stage holds the buffer."""
     read = {ref.name for node in state.nodes.values() for ref in node.inputs}
     for name, made in state.updates.items():
         if name in read:
@@ -354,16 +349,14 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Return whether all values have the same shape, so that broadcasting them together changes
-    nothing."""
+    """Return whether values have the same shape, so that broadcasting changes none of them."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return an op's call in canonical form: with device arguments only in factory ops, and with
-    all sizes and dtypes written out."""
+    """Return an op's canonical call: devices only in factory ops, all sizes and dtypes explicit."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -435,8 +428,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments that every factory op gets; at execution the device is
-    replaced."""
+    """Return the keyword arguments of each factory op; at execution the device is replaced."""
     return {"dtype": dtype, "device": _META}
 
 

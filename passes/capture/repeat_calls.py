@@ -75,7 +75,7 @@ for _schema, _function in _OPS.items():
 
 
 class RepeatError(Exception):
-    """Error for layers that look equal but of which not only a few can be captured. ``is_hidden``:
+    """Error for layers that look equal, but that must all be captured in full. ``is_hidden``:
     another attempt may succeed in which no layer is hidden (emptied)."""
 
     def __init__(self, text: str, *, is_hidden: bool = False) -> None:

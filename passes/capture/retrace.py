@@ -96,7 +96,7 @@ def _stand_in(value: float, draw: random.Random) -> float:
 
 
 def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
-    """Return a random array of the type and range of ``array``."""
+    """Return a random array of the dtype and shape of ``array``, with values in the same range."""
     numbers = np.random.RandomState(draw.randrange(2**31))
     if array.dtype == bool:
         return np.less(numbers.rand(*array.shape), 0.5)

@@ -247,7 +247,8 @@ class _Casts:
         return Ref(name)
 
     def _with_inputs(self, node: Node, change: Any) -> Node:
-        """Return ``node`` with each input value replaced by ``change(value, name of a cast)``."""
+        """Return ``node`` with each input value replaced by ``change(value, name)``; ``name`` is
+        for a cast node that may be added."""
         changed = {
             ref: change(ref, f"{node.name}_cast{position}")
             for position, ref in enumerate(dict.fromkeys(node.inputs))

@@ -43,7 +43,8 @@ class SimplifyMasks:
 
 
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Reduce constants with equal rows to one row, and attention masks to flags."""
+    """Reduce constants with equal rows to one row, and replace causal and empty attention masks by
+    attention's arguments."""
     is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":

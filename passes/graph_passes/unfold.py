@@ -49,8 +49,9 @@ class _Unfolding:
     nodes: list[Node]
 
     def folded(self, node: Node) -> Node | None:
-        """Return a replacement of a reshape from (E·T, …) to (E, T, …) whose input has shape (E, T,
-        …) already, or is computed so by new nodes; None if there is none."""
+        """Return a replacement of a reshape from (E·T, …) to (E, T, …): one that reads a tensor
+        which has shape (E, T, …) already, or that new nodes compute in this shape. None if that is
+        not possible."""
         source, shape = node.args[0], node.spec.shape
         joined = self.graph.spec(source).shape
         if len(shape) < 2 or joined != (shape[0] * shape[1], *shape[2:]) or 1 in shape[:2]:

@@ -92,8 +92,8 @@ class Log:
     mode: FakeTensorMode = field(default_factory=_mode)
 
     def slot(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that a recorded op made. Raises UnrecordableError for
-        others."""
+        """Return the number of a tensor that a recorded op has made. Raises UnrecordableError for
+        any other tensor."""
         index = self.slots.get(id(tensor))
         if index is None:
             raise UnrecordableError("a tensor that no recorded op made")
@@ -132,7 +132,7 @@ class Log:
 
     @property
     def written(self) -> frozenset[int]:
-        """Ids of the storages that some call writes to."""
+        """Ids of the storages to which some call of the log writes."""
         return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
 
 

@@ -181,8 +181,8 @@ def cpu_seed(seed: int | Tensor) -> Iterator[None]:
 
 
 def adopt_tensors(model: nn.Module) -> None:
-    """Turn plain tensor attributes of modules into buffers, so that every tensor has a name. They
-    stay out of the state dict."""
+    """Register plain tensor attributes of modules as buffers, so that every tensor has a name.
+    These buffers are not part of the state dict."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

@@ -156,8 +156,8 @@ def _is_on_meta(tensor: Tensor) -> bool:
 
 
 class _Form(NamedTuple):
-    """Facts about an op for the log: its name, whether it draws random numbers, and the arguments
-    that it writes to, by position and name."""
+    """Properties of an op that the log needs: its name, whether it draws random numbers, and the
+    positions and names of the arguments that it writes to."""
 
     name: str
     is_random: bool

@@ -102,8 +102,8 @@ def _number(place: Sequence[int], grid: Sequence[int]) -> int:
 
 def tile_seed(key: int, number: int) -> int:
     """Return the seed of tile ``number`` of a build with ``key``; no two tiles below 2**32 share a
-    seed. torch's CPU generator takes 32 bits of a seed. Murmur's finalizer permutes them: twice,
-    with the halves of ``key`` in between."""
+    seed. torch's CPU generator uses 32 bits of a seed. The finalizer of MurmurHash permutes the
+    32-bit numbers; it is applied twice, each time after a half of ``key`` is mixed in."""
     mixed = _permuted((number + key) & 0xFFFFFFFF)
     return _permuted(mixed ^ (key >> 32 & 0xFFFFFFFF))
 

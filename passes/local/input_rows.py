@@ -22,8 +22,8 @@ from .stage_cut import stage_ranges, uses_by_block
 @dataclass(frozen=True, slots=True)
 class HeldRows:
     """Rows that a rank reads: of every micro-batch of ``total`` rows, those from ``first`` to
-    ``first + rows`` - 1. They are number ``part`` of ``parts`` parts; ``is_even``: all parts are
-    equally large."""
+    ``first + rows`` - 1. These rows are part number ``part`` of ``parts``; ``is_even``: all parts
+    are equally large."""
 
     first: int
     rows: int

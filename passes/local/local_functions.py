@@ -68,12 +68,11 @@ def balanced_causal_attention(
 def exchanged_split(
     rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """Cut a matrix along ``dim`` into parts of ``sizes``. On this rank the matrix is a shard along
-    its other dimension; the parts get shards along the dimensions ``wanted``. ``wanted``: for each
-    mesh axis the dimension along which it splits a part (``dim`` where the split moves there). If
-    one axis splits the matrix, one all-to-all sends all parts, after sorting their shards by
-    receiving rank. If several axes do, the matrix is gathered, and each rank cuts its shards from
-    it."""
+    """Cut a matrix along ``dim`` into parts of ``sizes``. The matrix is split over ranks along its
+    other dimension, the parts are to be split as ``wanted``: for each mesh axis, the dimension
+    along which it splits a part. If one axis splits the matrix, one all-to-all sends all parts,
+    after sorting their shards by receiving rank. If several axes do, the matrix is gathered, and
+    each rank cuts its shards from it."""
     held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
     if len(axes) > 1:
         steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))

@@ -75,7 +75,7 @@ def count_key(loss: str) -> str:
 
 
 def total_key(ref: Ref) -> str:
-    """Return the key of a value's sum over all micro-batches."""
+    """Return the key under which programs take the sum of ``ref`` over all micro-batches."""
     return f"total of {value_key(ref)}"
 
 

@@ -36,8 +36,8 @@ class _Group:
 
 
 class ThreadCommunicator:
-    """Communicator of a rank that is a thread, with the group of each mesh axis that it belongs
-    to."""
+    """Communicator of a rank that is simulated by a thread; it has the rank's group on each mesh
+    axis."""
 
     def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: list[_Group]) -> None:
         self.mesh, self.coordinates, self.groups = mesh, coordinates, groups

@@ -133,7 +133,7 @@ class OfSlice:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Facts about a stage and its rank from which the program of every block is built."""
+    """Data about a stage and a rank of it that are needed to build the programs of its blocks."""
 
     graph: Graph
     blocks: Blocks
@@ -150,7 +150,7 @@ class _Stage:
 
     @cached_property
     def updated(self) -> dict[Ref, str]:
-        """Names of buffers by the values that become their new values."""
+        """Map from each value that becomes a buffer's new value to the name of the buffer."""
         return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
 
     @cached_property
@@ -184,8 +184,8 @@ def build_stage(
     of_slice: OfSlice | None = None,
     outputs: Sequence[Ref] = (),
 ) -> StageProgram:
-    """Build the program of the rank at ``coordinates`` of a stage's mesh. ``graph`` is at the size
-    of one micro-batch over the whole mesh, or of a slice of it; counts are always over whole
+    """Build the program of the rank at ``coordinates`` of a stage's mesh. ``graph`` has the size of
+    one micro-batch on the whole mesh, or of a slice of its sequences; counts are always over whole
     sequences. ``outputs`` are further values that leave the stage. Raises ``PlanError`` if the plan
     does not fit the graph."""
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]

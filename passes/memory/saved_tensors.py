@@ -48,10 +48,10 @@ class Moment:
 @dataclass(frozen=True, slots=True)
 class StageActivations:
     """Bytes of one micro-batch on one rank. ``kept``: bytes kept from the forward to the backward;
-    ``inputs``: the share of batch inputs in them. ``forward`` and ``backward``: bytes by category
-    at the peak of each, without parameters and other micro-batches. If weight gradients are
-    deferred, ``late`` are the bytes kept until these are computed, ``weights`` the peak while they
-    are computed, and ``backward`` the peak of the backward for input gradients alone."""
+    ``inputs``: the bytes of batch inputs among them. ``forward`` and ``backward``: bytes by
+    category at the peak of each, without parameters and other micro-batches. If weight gradients
+    are deferred, ``late`` are the bytes kept until these are computed, ``weights`` the peak while
+    they are computed, and ``backward`` the peak of the backward for input gradients alone."""
 
     kept: int
     inputs: int
@@ -124,9 +124,9 @@ def run_microbatch(
     *,
     splits: bool = False,
 ) -> StageActivations:
-    """Measure the memory of a micro-batch on a stage's first rank with the most rows. ``graph`` is
-    at micro-batch size. ``splits``: weight gradients are deferred. Raises the error of the failing
-    op if shapes depend on values, which fake tensors do not have."""
+    """Measure the memory of a micro-batch on a rank of the stage: the first of those with the most
+    rows. ``graph`` is at micro-batch size. ``splits``: weight gradients are deferred. Raises the
+    error of the failing op if shapes depend on values, which fake tensors do not have."""
     stage = plan.stages[stage_index]
     most = stage.shares.index(max(stage.shares)) if stage.shares else 0
     first = (most, *(0,) * (len(stage.mesh.shape) - 1))
@@ -391,8 +391,8 @@ class _Run:
 
 
 def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:
-    """Map each block's position to the keys of values that no later block uses, without ``kept``
-    keys."""
+    """Map each block's position to the keys of the values that the block is the last to use, except
+    ``kept`` keys."""
     last = {
         key: position
         for position, block in enumerate(program.blocks)

@@ -158,8 +158,8 @@ class StateTraffic:
             self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
 
     def backward_begins(self, index: int) -> None:
-        """Finish the blocks after block ``index``, copy its parameters out of their gathered
-        buffer, and gather the block before."""
+        """Simulate the begin of block ``index``'s backward: finish the blocks after it, copy its
+        parameters out of their gathered buffer, and gather those of the block before."""
         if index >= self.at:
             return
         for later in range(self.at - 1, index, -1):

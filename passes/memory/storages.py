@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """Bytes by category at the peak, by the categories that storages have now."""
+        """Bytes by category at the peak; a storage counts under the category that it has now."""
         return self._categories(self._peak_sizes)
 
     def _categories(self, sizes: Mapping[int, int]) -> dict[str, int]:

@@ -94,8 +94,8 @@ def nll_loss(
     row_axes: tuple[int, ...],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute this rank's summand of the mean negative log likelihood of rows split over
-    ``row_axes``. ``count``: the mean's divisor, if known."""
+    """Compute the mean negative log likelihood of rows split over ``row_axes``, as a partial sum:
+    the share of this rank's rows. ``count``: the mean's divisor, if known."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:
         count = _denominator(rank, scores, target, weight, ignore_index, row_axes)

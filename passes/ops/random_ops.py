@@ -49,8 +49,8 @@ class Draws:
 
     @contextmanager
     def repeated(self, key: int, microbatch: int) -> Iterator[None]:
-        """Within a ``with`` block, draw the random numbers of the step with ``key`` and of
-        ``microbatch`` (again), instead of the current ones."""
+        """Within a ``with`` block, let random ops draw the numbers of another step ``key`` and
+        micro-batch, as in a repetition of that forward."""
         before = self.key, self.microbatch
         self.key, self.microbatch = key, microbatch
         try:

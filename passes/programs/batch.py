@@ -78,8 +78,8 @@ class Example:
 
     @classmethod
     def of(cls, batch: Batch) -> Example:
-        """Make an example of a batch with rows in the first dimension, as many as in the first
-        tensor."""
+        """Make an example of a batch. Tensors with as many entries in dimension 0 as the first
+        tensor have their rows there."""
         tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         rows = next((leaf.shape[0] for _, leaf in tensors if leaf.dim()), None)
         return cls(batch, {path: 0 for path, leaf in tensors if leaf.shape[:1] == (rows,)})
@@ -101,7 +101,7 @@ class Example:
 
     @property
     def fixed(self) -> dict[LeafPath, Any]:
-        """Values in the batch that are not tensors, by their paths."""
+        """Map from paths to those values in the batch that are not tensors."""
         return {path: leaf for path, leaf in leaves(self.batch) if not isinstance(leaf, Tensor)}
 
     def tensors(self) -> list[Tensor]:
@@ -144,7 +144,8 @@ class Example:
 
     @cached_property
     def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:
-        """Values in the batch, each with whether it is a tensor, and the batch's tree structure."""
+        """Values in the batch as pairs (value, whether it is a tensor), and the batch's pytree
+        structure."""
         flat, structure = tree_flatten(self.batch)
         return [(leaf, isinstance(leaf, Tensor)) for leaf in flat], structure
 

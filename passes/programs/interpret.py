@@ -58,7 +58,8 @@ def run_nodes(
 def run_node(
     node: Node, held: Mapping[str, tuple[Tensor, ...]], *, device: str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of one node. Devices among its literals are replaced by ``device``."""
+    """Execute one node; return its outputs. Devices among its literal arguments are replaced by
+    ``device``."""
     if node.op == LITERAL:
         return (torch.tensor(node.args[0], device=device, **node.kwargs),)
 

@@ -68,5 +68,5 @@ class Program:
 
     def with_batch_size(self, batch_size: int) -> Program:
         """Rescale the program to micro-batches of ``batch_size`` rows; numbers in its graph that
-        depend on the global batch stay."""
+        depend on the global batch are kept."""
         return replace(self, graph=self.graph.with_batch_size(batch_size))

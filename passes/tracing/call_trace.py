@@ -159,7 +159,8 @@ def replaces_values() -> bool:
 
 
 class _Recorder(TorchFunctionMode):
-    """Mode that records the calls of a forward in a trace, and replaces values."""
+    """Mode that records a forward's calls of torch in a trace, and replaces the values that the
+    request asks for."""
 
     def __init__(self, wanted: _TraceRequest) -> None:
         super().__init__()

@@ -47,8 +47,8 @@ WITHOUT_GRADIENT: OpOverload = torch.ops.autoparallel.without_gradient.default
 
 
 def inline_regions(exported: ExportedProgram) -> None:
-    """Replace the program's nested regions in which gradients are off (``no_grad``), or set, by
-    their ops. Changes ``exported``.
+    """Replace nested regions of the program that turn gradients on or off (``no_grad``), or
+    autocast off, by their ops, in place.
 
     Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
 

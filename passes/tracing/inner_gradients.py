@@ -140,7 +140,8 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Return whether autograd sees the ops that an op consists of, and not the op itself."""
+    """Return whether an op is composite: autograd records the ops that it consists of, and not the
+    op itself."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return (
         op.namespace == "aten"

@@ -40,8 +40,8 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 class _Promote(TorchFunctionMode):
     """Mode that turns every floating dtype that a call asks for into float64. It also casts tensors
-    that the model's code holds outside of parameters and buffers. A capture does not record these
-    casts, so the graph is the same as in any other dtype."""
+    that the model's code holds outside of parameters and buffers. A capture records none of these
+    casts (but one of its own per tensor), so the graph is the same as in any other dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,11 +91,12 @@ class explicit_ops(TorchFunctionMode):  # noqa: N801
     """Mode that turns effects of calls that ``torch.export`` does not record into ops.
 
     - A cast is an op even where it changes nothing. ``x.to(x.dtype)`` returns ``x`` itself, so the
-    wiring of a captured graph would depend on the dtype that it was captured in. - ``tensor.data``
-    is a view without gradients, and assigning to it is a write. - ``instance_norm`` writes its
-    running statistics by ops of their own. - ``x[mask]`` keeps all elements (``masked``). -
-    ``gaussian_nll_loss`` does not look for negative variances. - Devices that a forward names are
-    ignored.
+      wiring of a captured graph would depend on the dtype that it was captured in.
+    - ``tensor.data`` is a view without gradients, and assigning to it is a write.
+    - ``instance_norm`` writes its running statistics by ops of their own.
+    - ``x[mask]`` keeps all elements (``masked``).
+    - ``gaussian_nll_loss`` does not look for negative variances.
+    - Devices that a forward names are ignored.
     """
 
     def __torch_function__(
@@ -203,7 +204,8 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute ``instance_norm``, and update its running statistics by means over the samples."""
+    """Compute ``instance_norm``, and update its running statistics with the samples' statistics,
+    averaged over the samples."""
     mean, variance = running_mean, running_var
     if mean is not None and variance is not None and use_input_stats:
         with torch.no_grad():

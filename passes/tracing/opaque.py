@@ -110,7 +110,7 @@ def _writing(function: Any) -> CaptureError:
 
 
 class _Runner:
-    """Captured call of a function that can be repeated on other tensors."""
+    """Call of a function, recorded so that it can be executed again on other tensors."""
 
     def __init__(self, function: Callable[..., Any], structure: Any, flat: list[Any]) -> None:
         self.is_tensor = [isinstance(value, Tensor) for value in flat]
@@ -194,8 +194,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> str:
-    """Return a unique name of an op by its function and arguments, equal in every process and
-    precision."""
+    """Return a unique name for an op, from its function and arguments; the same in all processes
+    and precisions."""
     facts = [name, function.__module__, *_settings(getattr(function, "module", None))]
     facts += [
         f"{tuple(value.shape)} {_number(value)}" if isinstance(value, Tensor) else str(value)[:200]

@@ -190,7 +190,7 @@ class Replaced:
         return any(each is self.now for each in self.place.read())
 
     def is_free(self) -> bool:
-        """Return whether the container holds the old value again."""
+        """Return whether the container holds the old value."""
         return any(each is self.before for each in self.place.read())
 
     def take_away(self) -> None:
@@ -293,7 +293,7 @@ class _Walk:
         self._place(path + ".", held, [*held, *_methods(type(value), held)])
 
     def _class(self, cls: type, methods: Iterable[str]) -> None:
-        """Visit the attributes and methods of a class that code reads by name."""
+        """Visit those attributes and methods of a class whose names occur in the visited code."""
         self.names.update(methods)
         for base in cls.__mro__:
             if base in (nn.Module, object) or _is_library(base.__module__):
@@ -331,8 +331,8 @@ class _Walk:
     def _place(
         self, before: str, held: Any, keys: list[Any], after: str = "", *, by_name: bool = True
     ) -> None:
-        """Record the values under ``keys`` of ``held``; ``by_name``: only the keys that code
-        names."""
+        """Record the values under ``keys`` of ``held``; with ``by_name``, only keys whose names
+        occur in the visited code."""
         known = [key for key in keys if not by_name or key in self._known]
         self._add(_Place(before, held, known, after))
 
