@@ -71,7 +71,7 @@ def whole_number(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    r"""Return a text with its control characters but tabs and newlines as escapes.
+    r"""Return a text in which control characters, except tabs and newlines, are escaped.
 
     >>> printable("\x1b[31mred")
     '\\x1b[31mred'

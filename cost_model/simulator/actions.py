@@ -140,9 +140,9 @@ class Schedule:
     stages. ``edges`` lead from stages to the stages that need them; None for a chain, in which each
     needs the stage before.
 
-    ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is
-    part ``s``. Stages of the same part are replicas: they hold the same weights, each takes
-    some of the micro-batches, and their gradients are summed before they step.
+    ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is part
+    ``s``. Stages of the same part are replicas: they hold the same weights, each takes some of the
+    micro-batches, and their gradients are summed before their weights are updated.
 
     ``slices`` are the lengths of the slices that every micro-batch's sequences are cut into,
     from the first position on; empty where sequences are whole. ``weights``: see

@@ -25,8 +25,8 @@ Process = Generator[tuple[Any, ...], None, None]
 
 @dataclass(frozen=True, slots=True)
 class ServerJob:
-    """Workers and parameter servers to simulate. For each the rank is given whose network port it
-    uses.
+    """Workers and parameter servers to simulate. ``worker_ranks`` and ``server_ranks`` are the
+    ranks whose network ports they use.
 
     ``forward[w][b]`` and ``backward[w][b]`` are seconds of worker ``w`` in block ``b``, in its
     first forward and its last backward; ``between[w]`` its seconds of compute between the two.

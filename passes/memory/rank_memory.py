@@ -40,8 +40,8 @@ sequences."""
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage on one rank. ``states``: bytes of training states by category, gradients and
-    the parameters that ZeRO gathers once per step included. ``run``: function that returns the
+    """Bytes of a stage on one rank. ``states``: bytes of training states by category, including
+    gradients and the parameters that ZeRO gathers once per step. ``run``: function that returns the
     bytes of one micro-batch at a ``Moment`` of the step. ``holds_inputs``: the inputs of all
     micro-batches are copied to the device before the step's first micro-batch, as on GPUs; on a CPU
     they are read where they are."""
@@ -170,6 +170,6 @@ class _Row:
 
 
 def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
-    """Return the bytes by category that the computation of a slice takes, which is ``share`` of a
-    micro-batch's sequences; ``taken``: bytes for the whole."""
+    """Return the bytes by category that the computation of a sequence slice takes. ``share``:
+    length of the slice as a share of the sequences; ``taken``: bytes for whole sequences."""
     return {k: size if k in STATES else size * share for k, size in taken.items()}

@@ -40,8 +40,8 @@ def find_length_number(program: Program, shorter: Program) -> Node | None:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Return the arguments of an op that are numbers to compute with by the types in its schema;
-    sizes and positions are not."""
+    """Return those arguments of an op that its schema types as numbers to compute with (sizes and
+    positions are integers)."""
     if not node.op.startswith("aten."):
         return []
     arguments = resolve(node.op)._schema.arguments
