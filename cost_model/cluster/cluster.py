@@ -17,8 +17,8 @@ Source = Literal["measured", "interpolated", "spec"]
 
 
 class FigureError(ValueError):
-    """Error about wrong or missing figures: a sentence, the place (``where``), and a remedy
-    (``fix``)."""
+    """Error for wrong or missing figures of a device or link: a sentence, the location of the
+    figure (``where``), and a remedy (``fix``)."""
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
         super().__init__(what, where, fix)
@@ -50,39 +50,42 @@ def check_size(num_hosts: int, devices_per_host: int, at: str) -> None:
 
 
 STATE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-"""Kinds of collectives that gather parameters and sum gradients, beside compute."""
+"""Kinds of collectives that gather parameters or sum gradients while compute runs."""
 
 MEASURED_SLOWDOWN = 1.189
-"""Factor by which compute beside communication takes longer: 18.9 % on average and 40 % at most,
-over A100, H100, MI210 and MI250 training GPT and LLaMA models (arXiv:2507.03114, abstract). That
-average counts whole iterations, so while both really run it is a lower estimate."""
+"""Factor by which compute takes longer while communication runs at the same time: on average 18.9 %
+longer and at most 40 %, for GPT and LLaMA models trained on A100, H100, MI210 and MI250
+(arXiv:2507.03114, abstract). The average is over whole iterations, so it is a lower bound for the
+time in which both run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Accelerator, or a share of a CPU, with its figures.
+    """Accelerator, or a share of a CPU, with its performance figures. An op family is a kind of ops
+    with a common efficiency, such as "matmul" or "norm".
 
     ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is the memory that a
     process may allocate. ``sources`` has the source of each field's figure by the field's name.
-    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); an
-    efficiency in one format is called by family and format ("matmul_float8_e4m3fn").
-    ``launch_seconds`` is the time in which any kernel starts and drains on the device.
-    ``issue_seconds`` is the host's time to issue a kernel, so that a sequence of ops takes at least
-    their number times that. ``num_units`` are the units (SMs) that the tiles of a matrix product
-    are dealt to; 0 where products do not come in waves. ``dollars_per_hour`` is the price of one
-    device, None if unknown. ``tf32`` are the families whose float32 products are computed in
-    TensorFloat-32; None, if unknown, counts as none.
+    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); the key
+    of an efficiency for one dtype is family and dtype ("matmul_float8_e4m3fn"). ``launch_seconds``
+    is the time that the start and end of any kernel take on the device. ``issue_seconds`` is the
+    host's time to issue a kernel: a sequence of n kernels takes at least n times that.
+    ``num_units`` is the number of units (SMs) over which the output tiles of a matrix product are
+    distributed in waves; 0 for devices without such waves. ``dollars_per_hour`` is the price of one
+    device, None if unknown. ``tf32`` are the op families whose float32 products are computed in
+    TensorFloat-32; None if unknown, which counts as no family.
 
     ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) the
-    factor by which compute takes longer while one runs beside it, at least 1. The default is
-    ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores and nothing is gained.
+    factor, at least 1, by which compute takes longer while such a collective runs at the same time.
+    The default is ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores, so overlap gains
+    nothing.
 
     ``message_seconds`` is the host's time to send or to receive one message of a pipeline while
     the device waits. It is 0 where the device sends by itself (NCCL).
 
-    Of the host that a GPU is in: ``host_link_bytes_per_second`` is the rate of copies between the
-    two, one way, ``host_bytes_per_second`` the device's share of the rate of the host's memory, and
-    ``host_memory_bytes`` its share of that memory. 0 if unknown.
+    Figures of a GPU's host, 0 if unknown: ``host_link_bytes_per_second`` is the rate of copies
+    between host and GPU in one direction, ``host_bytes_per_second`` the GPU's share of the
+    bandwidth of the host's memory, ``host_memory_bytes`` its share of the host's memory.
     """
 
     name: str
@@ -105,8 +108,8 @@ class Device:
     host_memory_bytes: int = 0
 
     def slowed_share(self, collective: str) -> float:
-        """Return the share of compute that is lost beside a kind of collective: 1 where compute
-        stops."""
+        """Return the share of compute that is lost while a collective of the kind runs at the same
+        time; 1 if compute stops."""
         if collective in self.slowdown:
             return 1 - 1 / self.slowdown[collective]
         return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN
@@ -134,14 +137,12 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class Link:
     """Kind of link between devices or hosts: latency per message, and rate per device in one
-    direction.
-
-    ``base_seconds`` is the time to start any transfer or collective, whatever its number of
-    messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
+    direction. ``base_seconds`` is the time to start any transfer or collective, whatever its number
+    of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
     all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot. ``num_links`` is
-    the number of a device's wires that reach the rate together; 0 where it does not matter, as a
-    switch joins all. For a part of a device's wires, ``of_links`` is the number of all.
-    """
+    the number of a device's wires whose rates add up to the link's; 0 where a switch joins all
+    devices. For a link over only some of a device's wires, ``of_links`` is the number of all its
+    wires."""
 
     name: str
     alpha_seconds: float
@@ -155,7 +156,8 @@ class Link:
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
-    """Return a link with the rate of ``num_links`` of a device's wires."""
+    """Return ``link`` reduced to ``num_links`` of a device's wires, with their share of its
+    rate."""
     if num_links == link.num_links:
         return link
     rate = link.bytes_per_second * num_links / link.num_links
@@ -164,9 +166,10 @@ def _part_of(link: Link, num_links: int) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Equal devices joined by one link. ``rack`` names the hosts that stand together. Without a
-    switch, ``wires`` gives the number of links between any two devices, and ``detour`` joins
-    devices that no ring of links joins. Raises ``ClusterError`` where they do not fit."""
+    """Host of equal devices that are joined by one link. ``rack`` is the name of its rack. For a
+    host without a switch, ``wires`` gives the number of direct links between any two devices, and
+    ``detour`` is the link for devices that no ring of direct links joins. Raises ``ClusterError``
+    if the arguments contradict each other."""
 
     device: Device
     num_devices: int
@@ -202,8 +205,8 @@ class Host:
 
     def link_among(self, devices: Sequence[int]) -> Link:
         """Return the link for a collective among some of the host's devices, numbered within the
-        host: the share of its link that rings among them can use, or the detour where there is no
-        ring."""
+        host: the part of the host's link that rings among these devices can use, or the detour if
+        no ring joins them."""
         if not self.wires or self.detour is None or len(set(devices)) < 2:
             return self.link
         used = num_links_used(wires_among(self.wires, devices))
@@ -273,15 +276,16 @@ class Cluster:
         return self.hosts[host].link_among([rank - start for rank in ranks])
 
     def entry_link(self, first: int, size: int) -> Link:
-        """Return the link over which a pipeline stage on ``size`` ranks from ``first`` on receives.
-        The ranks before it count as a stage of the same size."""
+        """Return the link over which a pipeline stage on ``size`` ranks, from rank ``first`` on,
+        receives its inputs. The stage before it is assumed to be on the preceding ``size``
+        ranks."""
         before = range(max(first - size, 0), max(first, 1))
         return self.send_link(before, range(first, first + size))
 
     def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
-        """Return the slowest link by which target ranks receive values, each from one of the
-        sources. Between stages of one host without a switch each pair counts; else the nearest two
-        ranks stand for all."""
+        """Return the slowest link over which the target ranks receive values, each from one of the
+        source ranks. All pairs are considered only within a host without a switch; else the two
+        ranks nearest to each other stand for all pairs."""
         hosts = {self.host_of[rank] for rank in (sources[0], sources[-1], targets[0], targets[-1])}
         if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
             return self.link(sources[-1], targets[0])
@@ -292,8 +296,8 @@ class Cluster:
         return min(links, key=lambda link: link.bytes_per_second, default=whole)
 
     def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
-        """Return the wires among the ranks from ``first`` on, for each host without a switch of
-        which they are a part."""
+        """Return the wires among ``size`` ranks from ``first`` on: a table for each host without a
+        switch of which they use only a part."""
         found = []
         for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
             own, start = self.hosts[host], self.first_ranks[host]
@@ -303,7 +307,7 @@ class Cluster:
         return tuple(found)
 
     def host_link(self, racks: Collection[str]) -> Link:
-        """Return the slowest link on the way between hosts that stand in these racks."""
+        """Return the slowest link on the path between hosts in these racks."""
         return self.inter_link if self.rack_link is None or len(racks) < 2 else self.rack_link
 
     def joins_hosts(self, link: Link) -> bool:
@@ -311,8 +315,9 @@ class Cluster:
         return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
 
     def slowest_device(self, ranks: Sequence[int]) -> Device:
-        """Return the ranks' device if they are equal, else a device with the worst of each figure.
-        Devices that work on one op together wait for the slowest, which may differ by op."""
+        """Return the device of the ranks if all have equal devices, else a device of which each
+        figure is the worst among them: devices that compute an op together wait for the slowest,
+        which may differ by op."""
         hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
         devices: list[Device] = []
         for host in hosts:
@@ -322,7 +327,7 @@ class Cluster:
 
 
 def _worst(devices: Sequence[Device]) -> Device:
-    """Return a device with the worst of each figure of ``devices``."""
+    """Return a device of which each figure is the worst among ``devices``."""
     dtypes = set.intersection(*(set(device.peak_flops) for device in devices))
     lowest = {dtype: min(device.peak_flops[dtype] for device in devices) for dtype in dtypes}
     slowest = min(devices, key=lambda device: max(device.peak_flops.values(), default=0.0))
@@ -350,7 +355,7 @@ def _worst(devices: Sequence[Device]) -> Device:
 
 
 def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
-    """Return the largest slowdown of any device beside each kind of collective."""
+    """Return for each kind of collective the largest slowdown of compute among the devices."""
     kinds = sorted({kind for device in devices for kind in device.slowdown})
     shares = {kind: max(device.slowed_share(kind) for device in devices) for kind in kinds}
     return {kind: 1 / (1 - share) if share < 1 else float("inf") for kind, share in shares.items()}

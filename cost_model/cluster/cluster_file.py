@@ -55,14 +55,13 @@ from .gpu_links import WIRES, Wires, wires_among
 from .presets import find_link, find_preset
 
 SWITCH = "switch"
-"""Word in place of wires for a host in which every device reaches every other over all of its
-links."""
+"""Value of the key for wires that stands for a switch: every device reaches every other over all of
+its links."""
 
 
 def load_cluster(text: str, where: str = "cluster file") -> Cluster:
-    """Return the cluster that a TOML text describes. ``where`` names the file in errors.
-
-    Raises ``ClusterError`` with the key that is wrong.
+    """Return the cluster that a TOML text describes. ``where`` names the file in errors. Raises
+    ``ClusterError`` with the key that is wrong.
 
     >>> load_cluster('hosts = [{num_devices = 8, device = "H100"}]').num_devices
     8
@@ -75,7 +74,7 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
 
 
 def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """Return the cluster of a dict that ``to_dict`` or a TOML file gives. Raises
+    """Return the cluster that a dict of ``to_dict``, or the table of a TOML file, describes. Raises
     ``ClusterError``."""
     try:
         check_texts(table)
@@ -99,8 +98,7 @@ def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], where: str) -> Link:
-    """Return the link between hosts: as the table gives it, else the slowest of the ``usual``
-    links."""
+    """Return the link between hosts: as in the table, or the slowest of the ``usual`` links."""
     at = f"{where}: inter_link"
     if "inter_link" in table:
         return _read_link(table["inter_link"], at)
@@ -112,8 +110,8 @@ def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], 
 
 
 def _rack_link(value: Any, hosts: list[Host], at: str) -> Link | None:
-    """Return the link between racks. Raises ``ClusterError`` unless given exactly for several
-    racks."""
+    """Return the link between racks; None for a single rack. Raises ``ClusterError`` if the link is
+    missing for several racks, or given for one."""
     racks = {host.rack for host in hosts}
     if value is not None and len(racks) < 2:
         raise ClusterError(
@@ -132,8 +130,8 @@ def _missing_link(places: str, at: str) -> ClusterError:
 
 
 def to_dict(cluster: Cluster) -> dict[str, Any]:
-    """Return the cluster as values for JSON, equal hosts in a row counted; ``from_dict`` is the
-    inverse."""
+    """Return the cluster as values for JSON, consecutive equal hosts as one entry with a count;
+    ``from_dict`` is the inverse."""
     hosts = []
     for host, run in groupby(cluster.hosts):
         group: dict[str, Any] = {
@@ -156,8 +154,8 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
-    """Return the number of equal hosts, such a host, and the name of the usual link between them or
-    ""."""
+    """Return the number of equal hosts that a table describes, the host, and the name of the usual
+    link between such hosts ("" if unknown)."""
     known = ("count", "num_devices", "device", "link", "rack", "wires", "detour")
     check_keys(group, known, at)
     if "device" not in group:

@@ -36,13 +36,14 @@ BFLOAT16_CAPABILITY = (8, 0)
 """First CUDA compute capability with units for bfloat16 (NVIDIA, CUDA C++ Programming Guide)."""
 
 MAX_CPU_DEVICES = 8
-"""Largest default number of processes, each a device, of a detected CPU."""
+"""Default maximum of the number of processes (each one device) into which a detected CPU is
+divided."""
 
 BUSY = 1.5
-"""Load per core above which a machine does more than one run."""
+"""Load average per core above which a machine counts as busy with other programs."""
 
 UNKNOWN_FABRIC = "ethernet-10g"
-"""Name of the link assumed between hosts whose devices have no preset."""
+"""Name of the network link that is assumed between hosts whose devices have no preset."""
 
 _PATIENCE_SECONDS = 0.06
 _CGROUP = Path("/sys/fs/cgroup")
@@ -56,11 +57,9 @@ def detect_local() -> Cluster:
 
 
 def detect_cpu(num_devices: int | None = None) -> Cluster:
-    """Detect this machine's CPU as ``num_devices`` processes, by default a core each (at most 8).
-
-    The devices' memory excludes memory in use. The link has typical figures of gloo between
-    processes of one machine.
-    """
+    """Detect this machine's CPU as ``num_devices`` devices, each a process; by default one per
+    core, at most 8. Memory in use now is not counted as the devices'. The link between them has
+    typical figures of gloo between processes of one machine."""
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
     link = link_presets()["loopback"]
@@ -69,8 +68,7 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that affinity and the container's quota allow this
-    process."""
+    """Return the number of physical cores that affinity and container quota allow this process."""
     if hasattr(os, "sched_getaffinity"):
         logical = len(os.sched_getaffinity(0))
     else:
@@ -85,13 +83,13 @@ def usable_cores() -> int:
 
 
 def threads_per_device(num_devices: int) -> int:
-    """Return the number of threads with which each of ``num_devices`` CPU processes should
-    compute."""
+    """Return the number of threads that each of ``num_devices`` CPU processes should use."""
     return max(1, usable_cores() // num_devices)
 
 
 def busy_text(before: str = "") -> str:
-    """Describe the load of this machine after ``before``; empty unless it is ``BUSY`` per core."""
+    """Return a text that begins with ``before`` and describes this machine's load; "" if the load
+    per core is below ``BUSY``."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return ""
@@ -117,7 +115,8 @@ def _read_words(path: Path) -> list[str]:
 def _seconds_per_call(
     function: Callable[[], Any], wait: Callable[[], None] = lambda: None
 ) -> float:
-    """Return the seconds of the fastest call within ``_PATIENCE_SECONDS``; one call warms up."""
+    """Call ``function`` repeatedly for ``_PATIENCE_SECONDS``, after one warm-up call; return the
+    seconds of the fastest call."""
     function()
     wait()
     best = float("inf")
@@ -172,8 +171,8 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """Measure the FLOP/s of square matmuls by dtype, at the size of a training step's smaller
-    matmuls."""
+    """Measure the FLOP/s of square matmuls by dtype, at the size of the smaller matmuls in
+    training."""
     import torch
 
     size = 512
@@ -186,8 +185,8 @@ def _cpu_matmul_rates() -> dict[str, float]:
 
 
 def _cpu_copy_rate() -> float:
-    """Measure the bytes per second, read and written, of a copy of 16 MB, larger than a core's
-    caches."""
+    """Measure the bytes per second, read and written, of copying a tensor that is larger than the
+    caches of a core."""
     import torch
 
     source = torch.ones(4_000_000)
@@ -252,8 +251,8 @@ def _detect_gpus() -> Cluster:
 
 
 def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluster:
-    """Return the cluster of hosts; without ``inter_link`` several are GPUs of different kinds in
-    one machine, joined by PCIe only."""
+    """Return the cluster of ``hosts``. Without ``inter_link``, several hosts stand for GPUs of
+    different kinds in one machine, joined by PCIe only."""
     if inter_link is None:
         inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
@@ -261,8 +260,9 @@ def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluste
 
 
 def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
-    """Return a host of GPUs that torch calls ``name``, each with ``total`` bytes, joined as usual.
-    If they have no preset, GPU ``index`` of this machine is measured."""
+    """Return a host of ``num_devices`` GPUs that torch calls ``name``, each with ``total`` bytes of
+    memory, with the usual link of their preset. If they have no preset, GPU ``index`` of this
+    machine is measured."""
     preset = match_gpu_name(name, total)
     if preset is None:
         return Host(_measure_gpu(name, index, total), num_devices, link_presets()["pcie4"])
@@ -278,14 +278,16 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
 
 
 def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
-    """Return the preset for a GPU by its name in the driver and, of several, its memory.
+    """Return the preset for a GPU by its name in the driver; of several presets the one with its
+    memory.
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB", 42 * 10**9).device.name
     'A100-40GB'
     >>> match_gpu_name("NVIDIA H100 PCIe", 85 * 10**9).device.name
     'H100-PCIe'
 
-    None for a slice of a GPU, which has a part of its units, and for its siblings (Ti, laptops).
+    Returns None for a MIG slice, which has only a part of the GPU's units, and for related GPUs
+    with other figures (Ti, laptops).
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21 * 10**9)
     """
@@ -369,8 +371,9 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class ProcessDevice:
-    """Device of a process: ``name`` and ``memory_bytes`` as the driver says. ``reaches_peers``: its
-    GPU can read the memory of all other GPUs that the process sees; None if it sees no other."""
+    """Device that a process computes on: ``name`` and ``memory_bytes`` are the driver's.
+    ``reaches_peers``: the GPU can read the memory of all other GPUs that the process sees; None if
+    the process sees no other GPU."""
 
     host: str
     kind: Literal["cuda", "cpu"]
@@ -380,8 +383,7 @@ class ProcessDevice:
 
 
 def own_process_device(index: int | None) -> ProcessDevice:
-    """Return this process's device: GPU ``index`` as the process counts GPUs, or None for the
-    CPU."""
+    """Return this process's device: GPU ``index`` as the process counts them; None: the CPU."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if index is None:
         return ProcessDevice(host, "cpu")
@@ -395,10 +397,9 @@ def own_process_device(index: int | None) -> ProcessDevice:
 
 
 def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
-    """Return the cluster of all processes' devices, in the order of their ranks. Rank 0 calls it.
-
-    A GPU without a preset is measured on rank 0, if rank 0 has one. Raises ``ClusterError`` where
-    the ranks of a host are not consecutive, or another host has GPUs without a preset.
+    """Return the cluster of all processes' devices, in the order of their ranks. Rank 0 calls it. A
+    GPU without a preset is measured on rank 0, if rank 0 has one. Raises ``ClusterError`` where the
+    ranks of a host are not consecutive, or another host has GPUs without a preset.
 
     >>> gpus = [ProcessDevice(host, "cuda", "NVIDIA H100 80GB HBM3", 85 * 10**9, True)
     ...         for host in "ab" for _ in range(8)]
@@ -428,8 +429,8 @@ def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
 
 
 def _process_host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
-    """Return a host of equal devices, and the link that usually joins such hosts. ``own``: it is
-    rank 0's."""
+    """Return a host of equal devices, and the link that usually joins such hosts. ``own``: the host
+    is the machine of rank 0."""
     first, count = devices[0], len(devices)
     if first.kind == "cpu":
         return detect_cpu(count).hosts[0], link_presets()[UNKNOWN_FABRIC]

@@ -20,10 +20,11 @@ from .tf32 import FAMILIES
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bit)\s*(/s)?\s*", re.IGNORECASE)
 
 LARGEST = 1e30
-"""Bound of all figures: rates are at most 1e18."""
+"""Largest number that is accepted for any figure; realistic rates are at most 1e18."""
 
 Convert = Callable[[Any, str], Any]
-"""Function from a table's value, and its place for errors, to a field's value."""
+"""Function that converts a table's value to a field's value; its second argument is the value's
+location, for errors."""
 
 
 def parse_bytes(text: str) -> int:
@@ -61,8 +62,8 @@ def _parse_quantity(text: str) -> tuple[float, bool]:
 
 
 def read_device(table: Mapping[str, Any], at: str) -> Device:
-    """Read a device from a table with all its figures; ``at``: its place. Raises
-    ``ClusterError``."""
+    """Read a device from a table with all its figures; ``at``: the table's location, for errors.
+    Raises ``ClusterError``."""
     values = read_fields(table, DEVICE_FIELDS, at)
     values.setdefault("usable_memory_bytes", values.get("memory_bytes"))
     _check_required(values, Device, at)
@@ -72,7 +73,8 @@ def read_device(table: Mapping[str, Any], at: str) -> Device:
 
 
 def read_link(table: Mapping[str, Any], at: str) -> Link:
-    """Read a link from a table with all its figures; ``at``: its place. Raises ``ClusterError``."""
+    """Read a link from a table with all its figures; ``at``: the table's location, for errors.
+    Raises ``ClusterError``."""
     values = read_fields(table, LINK_FIELDS, at)
     _check_required(values, Link, at)
     return Link(**values)

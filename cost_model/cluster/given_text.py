@@ -19,7 +19,8 @@ MAX_BYTES = 2**28
 """Maximum bytes of a text file: a plan of 1,000 stages has 30 MB."""
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal takes for commands, or that no text has: escapes, halves of pairs."""
+"""Characters that a terminal may take for commands (control and direction characters), or that no
+valid text contains (surrogates)."""
 
 
 def read_text(path: Path, limit: int = MAX_BYTES) -> str:
@@ -70,7 +71,7 @@ def whole_number(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    r"""Return a text with its control characters but tabs and newlines as escapes.
+    r"""Return a text in which control characters, except tabs and newlines, are escaped.
 
     >>> printable("\x1b[31mred")
     '\\x1b[31mred'
@@ -84,7 +85,8 @@ def shortened(text: str, size: int = 60) -> str:
 
 
 def check_texts(value: Any) -> None:
-    """Raise ``ValueError`` for a text with control characters anywhere in JSON or TOML values."""
+    """Raise ``ValueError`` if any text in ``value`` (parsed JSON or TOML) contains control
+    characters."""
     for text in _texts(value):
         if _CONTROLS.search(text):
             raise ValueError(f"{shortened(printable(text))!r} contains control characters")

@@ -47,9 +47,9 @@ WIRES: Mapping[str, Wires] = {
     "all-pairs-once": _ALL_PAIRS_ONCE,
 }
 """Known tables of wires by name. ``hybrid-cube-mesh``: 8 V100 with 6 links each, as ``nvidia-smi
-topo -m`` shows them on DGX-1 and AWS p3.16xlarge; of fewer devices its first ones.
-``all-pairs-twice``: 4 V100 with two links to each other one. ``all-pairs-once``: 8 MI300X with a
-link to each other one."""
+topo -m`` shows them on DGX-1 and AWS p3.16xlarge; a host with fewer devices has the first ones.
+``all-pairs-twice``: 4 V100, two links between any two. ``all-pairs-once``: 8 MI300X, one link
+between any two."""
 
 
 def are_wires(wires: Wires) -> bool:
@@ -75,7 +75,8 @@ def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
 
 @lru_cache(maxsize=4096)
 def num_links_used(wires: Wires) -> int:
-    """Count the links over which each device sends at once in a ring collective; 0 without a ring.
+    """Return the number of links over which each device sends at the same time in a collective that
+    uses as many rings as possible; 0 if there is no ring.
 
     >>> cube = WIRES["hybrid-cube-mesh"]
     >>> [num_links_used(wires_among(cube, range(n))) for n in (2, 4, 8)]
@@ -90,8 +91,9 @@ def num_links_used(wires: Wires) -> int:
 
 @dataclass
 class _Search:
-    """Depth-first search for the most rings through all devices that share no link, of at most
-    ``MOST_STEPS`` steps, which are enough for the wires of real hosts."""
+    """Depth-first search for the largest number of rings, each through all devices, that do not
+    share a link. It ends after ``MOST_STEPS`` steps, which are enough for the wires of real
+    hosts."""
 
     wires: Wires
     steps: int = 0
@@ -103,8 +105,8 @@ class _Search:
         return self._most(rings, left, min(sum(row) // 2 for row in self.wires))
 
     def _most(self, rings: Sequence[_Ring], left: dict[_Pair, int], most: int) -> int:
-        """Return the largest number of disjoint ``rings``, each used as often as the links ``left``
-        allow, up to ``most``."""
+        """Return the largest number of rings, at most ``most``, that fit in the links ``left``; a
+        ring may be used several times."""
         best = 0
         for at, ring in enumerate(rings):
             self.steps += 1

@@ -29,14 +29,14 @@ Table = dict[str, Any]
 class Protocols:
     """Figures of NCCL's protocols on a kind of link.
 
-    ``short_share`` is the part of the link's rate that the protocols for short messages reach
-    (LL and LL128, which send flags with the data). ``long_alpha_seconds`` is the further time of
-    each message under the protocol that reaches the whole rate (Simple, which synchronizes at
-    every step and fills a buffer at every hop). ``switch_fill_seconds`` is the time of the first
-    chunk through a summing switch. ``exchange_seconds`` is the further time to start an
-    all-to-all, which NCCL makes of sends and receives, and ``exchange_share`` the part of the rate
-    that it reaches. A send between two ranks alone is given few channels up to
-    ``p2p_few_bytes`` and reaches ``p2p_few_share`` of the rate.
+    ``short_share`` is the part of the link's rate that the protocols for short messages reach (LL
+    and LL128, which send flags with the data). ``long_alpha_seconds`` is the additional time of
+    each message under the protocol that reaches the whole rate (Simple, which synchronizes at every
+    step and fills a buffer at every hop). ``switch_fill_seconds`` is the time of the first chunk
+    through a summing switch. ``exchange_seconds`` is the additional time to start an all-to-all,
+    which NCCL implements by sends and receives, and ``exchange_share`` the part of the rate that an
+    all-to-all reaches. A send between only two ranks of up to ``p2p_few_bytes`` gets few channels
+    and reaches ``p2p_few_share`` of the rate.
     """
 
     short_share: float = 1.0
@@ -51,11 +51,9 @@ class Protocols:
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Known device, with the names of the usual links within (``link``) and between its hosts
-    (``fabric``), and the usual number of devices of a host.
-
-    ``wires`` are the names of the wires of hosts without a switch, each with the most devices that
-    it is for, in rising order; ``detour`` is the link of devices that no wires join.
-    """
+    (``fabric``), and the usual number of devices of a host. For hosts without a switch, ``wires``
+    has pairs (largest number of devices, name of the table of wires for up to so many) in rising
+    order; ``detour`` is the link between devices that no ring of wires joins."""
 
     device: Device
     link: str
@@ -65,8 +63,8 @@ class Preset:
     detour: str = "pcie3"
 
     def host(self, num_devices: int, device: Device | None = None) -> Host:
-        """Return a host of ``num_devices`` of the preset's devices, or of ``device``, joined as
-        usual.
+        """Return a host of ``num_devices`` of the preset's devices, or of ``device``, with the
+        preset's usual links between them.
 
         >>> find_preset("V100-16GB").host(4).link_among((0, 1)).num_links
         1
@@ -141,8 +139,8 @@ def dated(address: str, date: str) -> str:
 
 
 def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return ``known`` and ``texts``, in which names in braces are replaced by the texts of that
-    name."""
+    """Return the union of ``known`` and ``texts``, in which each name in braces is replaced by the
+    text of that name."""
     filled = dict(known)
     for name, text in texts.items():
         filled[name] = text.format_map(filled)
@@ -192,8 +190,7 @@ def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) 
 
 
 def _host_share(host: Table) -> Table:
-    """Return the figures of a GPU's share of its usual host's memory and link, with their
-    sources."""
+    """Return a GPU's share of its usual host's memory and link, with the sources."""
     link, source = host["link"], host["source"]
     return {
         "host_link_bytes_per_second": link_presets()[link].bytes_per_second,
@@ -208,8 +205,8 @@ def _host_share(host: Table) -> Table:
 
 
 def _with_memory_families(efficiency: Table) -> Table:
-    """Return efficiencies of all op families; norms and elementwise ops follow copies unless
-    given."""
+    """Return the efficiencies of all op families; those of norms and elementwise ops are equal to
+    that of copies unless given."""
     copy = efficiency["copy"]
     memory = {"norm": round(copy * 0.85, 3), "elementwise": copy, "copy": copy}
     computing = {family: efficiency[family] for family in ("matmul", "attention", "conv")}

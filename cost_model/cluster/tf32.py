@@ -42,7 +42,8 @@ def has_tf32(device: Device) -> bool:
 
 
 def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
-    """Return the cluster in which the devices that have TF32 use it for these op families.
+    """Return the cluster with TF32 turned on for these op families on every device that supports
+    it.
 
     >>> from .presets import find_preset
     >>> host = find_preset("V100").host(1)
@@ -57,8 +58,8 @@ def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
 
 
 def product_dtype(device: Device, family: str, dtype: str) -> str:
-    """Return the dtype in which a device multiplies, for ops of ``family`` on tensors of
-    ``dtype``."""
+    """Return the format in which a device computes the products of an op of ``family`` on tensors
+    of ``dtype``: TF32 or ``dtype`` itself."""
     is_set = dtype == "float32" and family in (device.tf32 or ())
     return TFLOAT32 if is_set and has_tf32(device) else dtype
 

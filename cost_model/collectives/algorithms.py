@@ -57,9 +57,9 @@ from .tables import (
 def find_table(
     kind: CollectiveKind, name: str, hosts: Sequence[int], *, num_pieces: int = 1
 ) -> Table | None:
-    """Return the table of messages of an algorithm, or None where it does not exist for these
-    ``hosts`` (ranks of each). Pipelined algorithms cut the tensor into ``num_pieces`` that follow
-    each other.
+    """Return the table of messages of an algorithm; None if the algorithm does not exist for
+    ``hosts`` (number of ranks on each). Pipelined algorithms send the tensor in ``num_pieces``
+    parts, one after the other.
 
     >>> table = find_table("all_gather", "ring", [3])
     >>> len(table.rounds), table.rounds[0][0]
@@ -74,13 +74,11 @@ def find_table(
 
 def _count_tree(shape: Shape) -> Counts:
     """Count messages and bytes of an all-reduce by two binary trees over the hosts and a chain
-    within each host, pipelined.
-
-    Up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2). In the trees every rank is inner in one and a
-    leaf in the other, each for half of S, so min(2, h/2)·S/p leave a rank; in the chains
-    2(p − 1)/p·S. The slower of both counts. On one level h is n and p is 1. Where hosts differ,
-    a chain has at most n − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees.
-    """
+    within each host, pipelined. Latency, up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2) for n ranks on h
+    hosts of p. Each tree reduces half of the tensor S, and every rank is an inner node of one tree
+    and a leaf of the other, so a rank sends min(2, h/2)·S/p in the trees, and 2(p − 1)/p·S in the
+    chains; the slower of the two counts. On one level h is n and p is 1. If hosts differ in size, a
+    chain has at most n − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees."""
     n, p, h = shape
     if shape.is_flat and shape.is_even:
         tensors = shape.on_one_level(min(2, n / 2))
@@ -91,11 +89,9 @@ def _count_tree(shape: Shape) -> Counts:
 
 
 def _tree_parents(n: int) -> list[int]:
-    """Return each rank's parent in the binary tree with the odd ranks as leaves; −1 the root's.
-
-    A rank's lowest set bit says its height; its parent has the next bit set or, beyond the
-    last rank, the bit cleared alone (NCCL's btree).
-    """
+    """Return each rank's parent in the binary tree whose leaves are the odd ranks; −1 for the root.
+    A rank's lowest set bit says its height; its parent has the next bit set or, beyond the last
+    rank, the bit cleared alone (NCCL's btree)."""
     parents = [-1]
     for rank in range(1, n):
         bit = rank & -rank
@@ -105,8 +101,8 @@ def _tree_parents(n: int) -> list[int]:
 
 
 def two_trees(n: int) -> tuple[list[int], list[int]]:
-    """Return each rank's parent (−1: none) in two binary trees in which only one rank is an inner
-    node of both: the second mirrors or shifts the first."""
+    """Return each rank's parent (−1 for a root) in two binary trees of which at most one rank is an
+    inner node of both: the second tree is the first one mirrored or shifted."""
     first = _tree_parents(n)
     if n % 2 == 0:
         other = [n - 1 - first[n - 1 - r] if first[n - 1 - r] >= 0 else -1 for r in range(n)]
@@ -138,7 +134,7 @@ def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
 
 def _up_and_down(parents: Sequence[int], parts: Sequence[int]) -> Rounds:
     """Return the rounds that sum each of ``parts`` up a tree and copy the sum down, each part one
-    round behind the last. ``parents``: each rank's parent, −1 for the root."""
+    round after the part before it. ``parents``: each rank's parent, −1 for the root."""
     depths = [_depth(parents, rank) for rank in range(len(parents))]
     deepest = max(depths)
     rounds: list[list[Message]] = [[] for _ in range(2 * deepest + len(parts) - 1)]
@@ -166,9 +162,9 @@ def _count_binomial(shape: Shape) -> Counts:
 
 
 def _binomial_rounds(n: int, parts_below: Callable[[int, int], Sequence[int]]) -> Rounds:
-    """Return the rounds of a binomial tree: rank 0 sends over distances 2^k, …, 2, 1, and so does
-    each receiver. ``parts_below(first, last)``: the parts sent to the subtree of ranks first … last
-    − 1."""
+    """Return the rounds of a binomial tree from rank 0: in the rounds of distance 2^k, …, 2, 1,
+    every rank that has data sends to the rank at that distance. ``parts_below(first, last)``: the
+    parts sent to the subtree of ranks first … last − 1."""
     return tuple(
         tuple(
             Message(
@@ -202,16 +198,16 @@ def _make_scattered(hosts: Hosts, _: int) -> Made:
 
 
 def _count_pipeline(shape: Shape) -> Counts:
-    """Count messages and bytes of a broadcast around a ring, over each hop of which the whole
-    tensor goes, in parts (NCCL)."""
+    """Count messages and bytes of a broadcast along a line of ranks, which each pass on the whole
+    tensor in parts (NCCL)."""
     ring, n = count_ring(shape), shape.n
     tensors = Levels(*(count * n / (n - 1) for count in ring.tensors))
     return ring._replace(tensors=tensors, num_hops=n - 1)
 
 
 def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the table of the broadcast along a line of ranks, on which ``num_pieces`` parts follow
-    each other from rank 0."""
+    """Make the table of the broadcast from rank 0 along a line of ranks, in ``num_pieces`` parts,
+    one after the other."""
     n = sum(hosts)
     return num_pieces, tuple(
         tuple(
@@ -229,7 +225,8 @@ def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
 def _count_direct(shape: Shape) -> Counts:
     """Count messages and bytes of an all-to-all that sends to all peers at once: α + (n − 2)·post +
     max((p − 1)/n·S/β1, (n − p)/n·S/β2). A device's link within the host and its share of the
-    network are busy at once. Source: NCCL's grouped sends and receives."""
+    network carry data at the same time; ``post`` is ``POST_SECONDS``. Source: NCCL's grouped sends
+    and receives."""
     n, p, _ = shape
     message = Levels(0, 0, 1) if n > p else Levels(1, 0)
     return Counts(message, Levels((p - 1) / n, (n - p) / n), at_once=True, num_posts=n - 2)
@@ -267,8 +264,8 @@ def _make_pairwise(hosts: Hosts, _: int) -> Made:
 
 
 def _count_bruck(shape: Shape) -> Counts:
-    """Count messages and bytes of Bruck's all-to-all: ⌈log2 n⌉·α + b/n·S/β, b the number of set
-    bits of all numbers below n (Thakur, 4.4)."""
+    """Count messages and bytes of Bruck's all-to-all: ⌈log2 n⌉·α + b/n·S/β, where b is the number
+    of bits set in all numbers below n together (Thakur, 4.4)."""
     n, ones = shape.n, 0
     for block in powers_below(n):
         ones += n // (2 * block) * block + max(0, n % (2 * block) - block)
@@ -276,8 +273,8 @@ def _count_bruck(shape: Shape) -> Counts:
 
 
 def _make_bruck(hosts: Hosts, _: int) -> Made:
-    """Make the table of Bruck's all-to-all: round k = 0, 1, … sends a part 2^k ranks on if bit k of
-    the distance to its receiver is set."""
+    """Make the table of Bruck's all-to-all: in round k = 0, 1, … a part is sent to the rank at
+    distance 2^k if bit k of the distance to its receiver is set."""
     n, rounds = sum(hosts), []
     for distance in powers_below(n):
         messages = []

@@ -30,27 +30,28 @@ BY_MESSAGES = tuple(ALGORITHMS["all_reduce"])
 """Names of the all-reduce algorithms that the runtime executes by point-to-point messages."""
 
 ROUND_SECONDS = 1e-4
-"""Seconds of a round of messages beyond the links' latency: posting them from Python, waking the
-thread that waits. ``benchmarks/collectives/all_reduces.py`` measures it."""
+"""Seconds that a round of messages takes beyond the links' latency: for posting the messages from
+Python and waking the waiting thread. ``benchmarks/collectives/all_reduces.py`` measures it."""
 
 LEAST_GAIN = 0.1
-"""Share of the library's time that another all-reduce must save at least to be chosen, as the
-library's price is surer."""
+"""Least share of the library's predicted time that another all-reduce must save to be chosen, as
+the prediction for the library is more certain."""
 
 PIECES = (1, 2, 4, 8, 16, 32)
-"""Numbers of parts into which a pipelined algorithm may cut the tensor of one of its trees."""
+"""Numbers of parts into which a pipelined algorithm may cut the share of the tensor that each of
+its trees reduces."""
 
 
 class RoundParts(NamedTuple):
-    """Parts that pass in a round through the busiest rank's port within its host, and through the
-    busiest host's port to other hosts."""
+    """Numbers of parts that pass in one round through the busiest rank's port within its host, and
+    through the busiest host's port to other hosts."""
 
     within: int
     between: int
 
 
 def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Count the ``ranks`` of each host, in ascending order of the ranks.
+    """Return how many of ``ranks`` each host has, in ascending order of the ranks.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> hosts_of(parse_cluster("2x4xH100"), (0, 1, 4))
@@ -60,8 +61,8 @@ def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
-    """List the algorithms that can run an all-reduce of the group, the library's own first.
-    ``hosts``: number of the group's ranks on each host."""
+    """List the names of the algorithms that can run an all-reduce of the group, first the library's
+    own. ``hosts``: number of the group's ranks on each host."""
     if group.library == "nccl":
         return (LIBRARY,)
     return (LIBRARY, *(name for name in BY_MESSAGES if _exists(name, hosts)))
@@ -82,8 +83,8 @@ def all_reduce_seconds(
 
 
 def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
-    """Return the name of the cheapest all-reduce: for NCCL of the algorithm that NCCL is taken to
-    choose.
+    """Return the name of the cheapest all-reduce algorithm; for NCCL, of the algorithm that NCCL is
+    assumed to choose.
 
     >>> from ..cluster.cluster import Link
     >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
@@ -101,8 +102,8 @@ def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> s
 
 
 def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
-    """Return the table of messages of an all-reduce algorithm; a pipelined algorithm's with the
-    best number of parts."""
+    """Return the table of messages of an all-reduce by ``algorithm``. If the algorithm is
+    pipelined, the tensor is cut into the number of parts that takes the least time."""
     pieces = min(
         _pieces(algorithm),
         key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),
@@ -125,8 +126,9 @@ def _exists(algorithm: str, hosts: tuple[int, ...]) -> bool:
 def _rounds(
     algorithm: str, hosts: tuple[int, ...], pieces: int
 ) -> tuple[int, tuple[RoundParts, ...]]:
-    """Return the number of parts into which an all-reduce cuts the tensor, and the parts through
-    the busiest ports in each round. ``pieces``: parts per tree of a pipelined algorithm."""
+    """Return the number of parts into which an all-reduce cuts the tensor, and for each round the
+    numbers of parts through the busiest ports. ``pieces``: number of parts per tree of a pipelined
+    algorithm."""
     table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
     assert table is not None, algorithm
     host = table.host_of()
@@ -139,8 +141,8 @@ def _rounds(
 
 
 def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group: Group) -> float:
-    """Return the seconds of an all-reduce's rounds; all ranks of a host share its link to other
-    hosts."""
+    """Return the seconds of all ``rounds`` of an all-reduce; all ranks of a host share the host's
+    link to other hosts."""
     num_parts, each = rounds
     part = num_bytes / num_parts
     intra, inter = group.intra, group.inter

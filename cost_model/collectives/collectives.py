@@ -29,10 +29,10 @@ from .tables import Counts, Shape
 Library = Literal["nccl", "gloo", "any"]
 
 PLAIN = Protocols()
-"""Protocol of a link that NCCL does not drive, or on which its protocols were not measured."""
+"""Figures for links that NCCL does not use, or on which its protocols were not measured."""
 
 POST_SECONDS = 0.5e-6
-"""Seconds of each further peer where a rank sends to many at once. From the latency of empty
+"""Seconds for each peer beyond the first when a rank sends to many. From the latency of empty
 all-to-alls on 16 to 128 H100, 37 to 98 µs (meta-pytorch/autoparallel@a54c252, measured fit)."""
 
 SMALLEST_IN_SWITCH = 5
@@ -41,8 +41,8 @@ is its default for 4 and NVLS for 5 (stas00/ml-engineering@744d01e network/READM
 
 
 class Wires(NamedTuple):
-    """Latency α in seconds and rate β in bytes per second of links within a host (1) and between
-    hosts (2)."""
+    """Latencies α1, α2 in seconds and rates β1, β2 in bytes per second of links within a host (1)
+    and between hosts (2)."""
 
     alpha1: float
     beta1: float
@@ -52,14 +52,12 @@ class Wires(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that run a collective together.
-
-    ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` where the hosts hold equally many of them;
-    otherwise ``ranks_per_host`` is the fewest. Each rank has its link's bandwidth to itself, as
-    links are per device. ``library`` limits the algorithms: NCCL has rings, trees, in-switch
-    reduction and, with one rank per host, butterflies; gloo has rings, and reduce-scatters by an
-    all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has all.
-    """
+    """Ranks that run a collective together. ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` if
+    every host has equally many ranks; otherwise ``ranks_per_host`` is the smallest number on a
+    host. Each rank has its link's bandwidth to itself, as links are per device. ``library`` limits
+    the algorithms: NCCL has rings, trees, in-switch reduction and, with one rank per host,
+    butterflies; gloo has rings, and reduce-scatters by an all-to-all, after which each rank sums
+    (``runtime.messages.communicator``); ``"any"`` has all."""
 
     num_ranks: int
     ranks_per_host: int
@@ -74,10 +72,9 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts.
-
-    It is priced as two levels: where it spans racks, every step between hosts counts as a step
-    between racks, as a ring waits for its slowest step.
+    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts. A group has
+    only two kinds of links. If it spans racks, every link between hosts counts as one between
+    racks, as a ring waits for its slowest link.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> group = group_of(parse_cluster("4x8xH100"), range(0, 32, 8))
@@ -103,12 +100,10 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 def p2p_seconds(
     num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] | None = None
 ) -> float:
-    """Return the seconds of one message from one rank to another: α + S/β (Thakur, section 3).
-
-    NCCL gives a pair of ranks few channels: up to a size a message reaches only a share of the rate
-    of all links of a device. ``protocols``: NCCL's figures by kind of link, ``links.toml``'s if
-    None.
-    """
+    """Return the seconds of one message from one rank to another: α + S/β (Thakur, section 3). NCCL
+    gives two ranks few channels, so a message up to a certain size reaches only a share of the rate
+    of a device's links. ``protocols``: NCCL's figures by kind of link; None for those in
+    ``links.toml``."""
     if num_bytes <= 0:
         return 0.0
     start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
@@ -131,7 +126,6 @@ def collective_seconds(
     protocols: Mapping[str, Protocols] | None = None,
 ) -> float:
     """Return the seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
-
     ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a broadcast,
     the gathered result of an all-gather, one rank's local input of an all-to-all. More bytes are
     never faster. ``protocols``: see ``p2p_seconds``.
@@ -152,8 +146,7 @@ def algorithm_seconds(
     *,
     protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
-    """Return the seconds of a collective by each algorithm that ``group``, of two ranks or more,
-    can run."""
+    """Return the seconds of a collective by each algorithm that ``group`` (≥ 2 ranks) can run."""
     intra, inter = group.intra, group.inter
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
@@ -222,8 +215,8 @@ def _offered(
 
 
 def _seconds(counts: Counts, num_bytes: float, wires: Wires) -> float:
-    """Return the seconds of an algorithm from its counts: of its messages in turn, and of its
-    bytes."""
+    """Return the seconds of an algorithm from its counts: the time for the latency of its
+    successive messages plus the time for its bytes."""
     alpha1, beta1, alpha2, beta2 = wires
     messages, tensors, at_once, num_posts, num_hops = counts
     latency = messages.intra * alpha1 + messages.inter * alpha2 + num_posts * POST_SECONDS
@@ -249,12 +242,10 @@ def _in_switch_seconds(
     num_bytes: float, shape: Shape, wires: Wires, *, rate: float, fill_seconds: float
 ) -> float:
     """Return the seconds of an all-reduce in which each host's switch sums, and two trees join the
-    hosts.
-
-    2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), ρ the switch's
-    ``rate``. The last: a sum is sent out once a whole chunk is there, so a tensor below one
-    chunk passes twice in turn. Source: NCCL's NVLS and NVLSTree.
-    """
+    hosts. 2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), where ρ is the
+    switch's ``rate``. The last term: the switch sends out a sum when a whole chunk has arrived, so
+    a tensor smaller than a chunk passes in and out one after the other. Source: NCCL's NVLS and
+    NVLSTree."""
     alpha1, _, alpha2, beta2 = wires
     summed = num_bytes / rate
     latency, transfer = 2 * alpha1, summed

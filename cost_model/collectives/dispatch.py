@@ -23,20 +23,21 @@ from typing import Literal, get_args
 from .collectives import Group, collective_seconds
 
 Dispatcher = Literal["gather", "alltoall", "deepep", "hybridep"]
-"""Way in which tokens reach the ranks of their experts, see the module. ``gather``: all ranks
-gather all tokens and sum the outputs of their own experts, as this package's runtime does."""
+"""Method by which tokens are sent to the ranks of their experts: an all-to-all, or kernels of
+DeepEP or HybridEP. ``gather``: all ranks gather all tokens and sum the outputs of their own
+experts, as this package's runtime does."""
 
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
 ROW_COPIES: Mapping[Dispatcher, int] = {"gather": 2, "alltoall": 4, "deepep": 2, "hybridep": 0}
-"""Number of times that a token's row is copied within a rank on its way to an expert and back. For
-NCCL's all-to-all rows are sorted by rank, and received rows by expert; HybridEP's kernels sort them
-as they send (deepseek-ai/DeepEP, branch hybrid-ep)."""
+"""Number of copies of a token's row that a rank makes in its own memory on the way to an expert and
+back. For NCCL's all-to-all rows are sorted by rank, and received rows by expert; HybridEP's kernels
+sort them as they send (deepseek-ai/DeepEP, branch hybrid-ep)."""
 
 Routing = Literal["any", "neighbours"]
-"""Choice of the k experts that a token visits. ``any``: every choice is as likely. ``neighbours``:
-the next k in turn, as the balanced gate of NVIDIA's NeMo AutoModel does in benchmarks, mostly on
-one host."""
+"""Choice of the k experts that a token visits. ``any``: every choice is equally likely.
+``neighbours``: token after token visits the next k experts, mostly on one host, as with the
+balanced gate of NVIDIA's NeMo AutoModel in benchmarks."""
 
 GroupLimit = tuple[int, int]
 """Limit of a router: the number of equal groups of neighbouring experts, and the number of groups
@@ -44,11 +45,11 @@ that it first chooses for a token."""
 
 WITHIN_SHARE = 0.75
 """Share of the rate of collectives within a host that DeepEP and HybridEP reach: 494 and 420 GB/s
-(DeepEP, 24 units), 536 and 531 (HybridEP, 16 units) of 680 on 8 B200, 4096 tokens of 7168 in
-bfloat16 (deepseek-ai/DeepEP, branch hybrid-ep)."""
+(DeepEP, on 24 SMs), 536 and 531 (HybridEP, on 16 SMs) of 680 on 8 B200, for 4096 tokens of 7168
+numbers in bfloat16 (deepseek-ai/DeepEP, branch hybrid-ep)."""
 BETWEEN_SHARE = 0.8
-"""Share of the network's rate between hosts that they reach: HybridEP on 64 H100 of 8 hosts brings
-41 to 48 GB/s of tokens to their hosts, of which 7 of 8 cross 50 GB/s (same source)."""
+"""Share of the network's rate between hosts that DeepEP and HybridEP reach: HybridEP on 8 hosts of
+8 H100 delivers 41 to 48 GB/s of tokens, 7/8 of them over the network of 50 GB/s (same source)."""
 
 
 def dispatch_seconds(
@@ -60,8 +61,9 @@ def dispatch_seconds(
     routing: Routing = "any",
     limit: GroupLimit = (1, 1),
 ) -> float:
-    """Return the seconds in which each rank of ``group`` sends its tokens, ``num_bytes`` in all, to
-    the ``copies`` experts that each token visits, of ``num_experts`` spread evenly over the ranks.
+    """Return the seconds in which each rank of ``group`` sends its tokens, of ``num_bytes``
+    together, to their experts: each token visits ``copies`` of the ``num_experts`` experts, which
+    are spread evenly over the ranks.
 
     >>> from ..cluster.cluster import Link
     >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
@@ -89,8 +91,8 @@ def distinct_places(
     places: int, copies: int, num_experts: int, limit: GroupLimit = (1, 1)
 ) -> float:
     """Return the mean number of ``places`` (ranks or hosts, with equally many experts each) that
-    hold the ``copies`` different experts of a token, with every choice as likely under the router's
-    ``limit``.
+    hold the ``copies`` different experts of a token, if every choice of experts that the router's
+    ``limit`` allows is equally likely.
 
     >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
     (1.0, 8.0, 1.667)

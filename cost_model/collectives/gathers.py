@@ -25,14 +25,14 @@ def mirrored(gather: Rounds) -> Rounds:
 
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
-    """Return the reduce-scatter that mirrors an all-gather; its counts of messages and bytes are
-    equal."""
+    """Return the reduce-scatter that reverses an all-gather; it has the same counts of messages and
+    bytes."""
     return _derived(gather, lambda counts: counts, mirrored)
 
 
 def all_reduce(gather: Algorithm) -> Algorithm:
-    """Return the all-reduce that does the reduce-scatter mirroring ``gather``, then ``gather``
-    itself."""
+    """Return the all-reduce that consists of the reduce-scatter which reverses ``gather``, followed
+    by ``gather`` itself."""
     return _derived(gather, Counts.doubled, lambda rounds: mirrored(rounds) + rounds)
 
 
@@ -51,8 +51,7 @@ def _derived(
 
 
 def side_by_side(*groups: Sequence[Round]) -> Rounds:
-    """Return rounds that merge the rounds of several groups of ranks, which work at the same
-    time."""
+    """Merge the rounds of several groups of ranks, which work at the same time."""
     return tuple(sum(messages, ()) for messages in zip_longest(*groups, fillvalue=()))
 
 
@@ -62,8 +61,9 @@ def is_power_of_two(count: int) -> bool:
 
 
 def _fold(n: int) -> int:
-    """Return the number of further rounds of a butterfly of n ranks: 0 for n = 2^k, else 2, in
-    which the ranks beyond 2^k hand in their values before and receive the result after."""
+    """Return the number f of additional rounds of a butterfly of n ranks: 0 for n = 2^k; else 2, as
+    the ranks beyond the largest 2^k hand in their values before the butterfly and receive the
+    result after it."""
     return 0 if is_power_of_two(n) else 2
 
 
@@ -76,13 +76,11 @@ def _log2_floor(count: int) -> int:
 
 
 def count_ring(shape: Shape) -> Counts:
-    """Count the messages and bytes of one way around a ring of ranks, as an all-gather sends them.
-
-    On equal links (n − 1)·α and (n − 1)/n·S/β (Thakur, 4.1, 4.2). Over hosts a part takes
-    n − 1 hops, up to h of them between hosts: h·α2 + (n − 1 − h)·α1. p rings run at once,
-    each leaving a host at another rank, so 1/p of the bytes of a rank crosses hosts:
-    (n − 1)/n·S·max((p − 1)/(p·β1), 1/(p·β2)).
-    """
+    """Count the messages and bytes of an all-gather around a ring of ranks. On equal links (n −
+    1)·α and (n − 1)/n·S/β (Thakur, 4.1, 4.2). Over h hosts of p ranks a part takes n − 1 hops, up
+    to h of them between hosts: h·α2 + (n − 1 − h)·α1. p rings run at once, each leaving a host at
+    another rank, so 1/p of the bytes of a rank crosses hosts: (n − 1)/n·S·max((p − 1)/(p·β1),
+    1/(p·β2))."""
     n, p, h = shape
     share = (n - 1) / n
     if shape.is_flat and shape.is_even:
@@ -94,7 +92,8 @@ def count_ring(shape: Shape) -> Counts:
 
 def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
     """Return the rounds of an all-gather around a ring of the ranks ``order``: each rank passes on
-    the parts that it received last. The rank at place i begins with the parts ``owned[i]``."""
+    the parts that it received last. The rank at index i of ``order`` begins with the parts
+    ``owned[i]``."""
     n = len(order)
     return tuple(
         tuple(Message(order[i], order[(i + 1) % n], tuple(owned[(i - step) % n])) for i in range(n))
@@ -114,7 +113,7 @@ def _make_ring(hosts: Hosts, _: int) -> Made:
 
 
 def rotated(hosts: Hosts, start: int) -> list[list[int]]:
-    """Return the ranks of each host in order from its ``start``-th rank on, then from its first."""
+    """Return the ranks of each host, rotated so that its ``start``-th rank comes first."""
     firsts = accumulate(hosts, initial=0)
     return [
         [first + (start + place) % count for place in range(count)]
@@ -133,8 +132,8 @@ def _count_doubling(shape: Shape) -> Counts | None:
 
 def _doubling_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
     """Return the rounds in which ranks at distance 1, 2, 4, … in ``order`` exchange all parts that
-    they hold. The number of ranks is 2^k; the rank at place i begins with the parts ``owned[i]``.
-    """
+    they hold. The number of ranks is 2^k; the rank at index i of ``order`` begins with the parts
+    ``owned[i]``."""
     n, rounds = len(order), []
     for distance in powers_below(n):
         held = [
@@ -159,9 +158,10 @@ def own_parts(n: int) -> list[list[int]]:
 
 
 def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algorithm:
-    """Return the all-gather that first gathers between the ranks at equal places of all hosts, by
-    ``between`` in ``steps(h)`` rounds, then around each host's ring. (h − 1)·α2 (rings) or log2
-    h·α2 (doubling, h a power of two) + (p − 1)·α1, and (h − 1)/h·S/p/β2 + (p − 1)/p·S/β1."""
+    """Return the all-gather that first gathers among ranks with the same number in their hosts, by
+    ``between`` in ``steps(h)`` rounds, then around a ring within each host. Latency: (h − 1)·α2
+    (rings) or log2 h·α2 (doubling, h a power of two), plus (p − 1)·α1; bytes: (h − 1)/h·S/p/β2 + (p
+    − 1)/p·S/β1."""
 
     def count(shape: Shape) -> Counts | None:
         _, p, h = shape
@@ -187,8 +187,8 @@ def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algori
 
 
 def count_butterfly(shape: Shape) -> Counts | None:
-    """Count messages and bytes of an all-reduce by recursive doubling: (log2 m + f)·(α + S/β)
-    (Thakur, 4.5)."""
+    """Count messages and bytes of an all-reduce by recursive doubling: (log2 m + f)·(α + S/β), m
+    the largest power of two up to n, f of ``_fold`` (Thakur, 4.5)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps = shape.on_one_level(_log2_floor(shape.n) + _fold(shape.n))
@@ -197,7 +197,7 @@ def count_butterfly(shape: Shape) -> Counts | None:
 
 def count_halving_doubling(shape: Shape) -> Counts | None:
     """Count messages and bytes of an all-reduce by recursive halving, then doubling (Rabenseifner
-    2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β)."""
+    2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β), m and f as in ``count_butterfly``."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps, fold = _log2_floor(shape.n), _fold(shape.n)

@@ -30,8 +30,8 @@ STEPS = 4
 
 
 class SumSeconds(NamedTuple):
-    """Seconds of a sum of gradients that are complete after the backward of ``block`` (-1: of all
-    blocks)."""
+    """Seconds of one collective that sums gradients; these are complete after the backward of
+    ``block`` (-1: after the backward of all blocks)."""
 
     block: int
     seconds: float
@@ -45,7 +45,7 @@ class SumSeconds(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BlockSeconds:
     """Seconds of a rank's work for each block: ``forward`` and ``backward`` of one micro-batch,
-    ``update`` of a step. While sums of gradients run, ``slowed_share`` of compute is lost."""
+    ``update`` of a step. While gradients are summed, ``slowed_share`` of compute is lost."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -55,10 +55,9 @@ class BlockSeconds:
 
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
-    """Return the numbers of the sums of gradients in the order in which they are started.
-
-    Whenever the links are free, the next is the sum that the forward needs first, among sums whose
-    gradients are there.
+    """Return the numbers of the sums of gradients in the order in which they are started. Whenever
+    the links are free, of the sums whose gradients are complete the one is started that the next
+    forward needs first.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])
@@ -79,7 +78,7 @@ def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[in
 
 
 def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
-    """Return the seconds from the start of the last backward until each block's gradients are
+    """Return the seconds from the last backward's start until each block's gradients are
     complete."""
     ends = list(accumulate(reversed(blocks.backward)))
     return {**dict(enumerate(reversed(ends))), -1: ends[-1] if ends else 0.0}
@@ -88,10 +87,9 @@ def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
 def step_seconds(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], *, overlaps_steps: bool
 ) -> float:
-    """Return the seconds of a training step in a long sequence; ``sums`` start in their given
-    order.
-
-    With ``overlaps_steps`` the next forward waits at each block only for the block's own sums.
+    """Return the seconds of a training step, one of many in succession; ``sums`` start in the given
+    order. With ``overlaps_steps`` the next forward waits at each block only for the block's own
+    sums.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> sums = [SumSeconds(1, 1.0), SumSeconds(0, 1.0)]
@@ -119,8 +117,8 @@ def step_seconds(
 def _forward(
     blocks: BlockSeconds, links: Collectives, now: float, done: Sequence[tuple[int, float]]
 ) -> float:
-    """Return the end of a step's first forward, which starts at ``now``; ``done`` are (block that
-    needs it, end) of each sum of the last step."""
+    """Return the end of a step's first forward, which starts at ``now``; ``done`` has for each sum
+    of the last step (block that needs it, time of its end)."""
     for block, seconds in enumerate(blocks.forward):
         ends = [end for needed_by, end in done if needed_by == block]
         if ends:
@@ -133,8 +131,7 @@ def _forward(
 def _last_backward(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], links: Collectives, now: float
 ) -> tuple[float, list[tuple[int, float]]]:
-    """Return the end of the last backward, and for each sum the block that needs it and the sum's
-    end."""
+    """Return the end of the last backward, and for each sum (block that needs it, its end)."""
     done: list[tuple[int, float]] = []
     for block in reversed(range(len(blocks.backward))):
         now = links.finish(now, blocks.backward[block])

@@ -57,8 +57,8 @@ class Table:
 
 
 class Levels(NamedTuple):
-    """Counts of messages, or of the tensor's bytes as a multiple, within hosts and between hosts,
-    and ``slowest``, those that take the slower of the two kinds of link."""
+    """Counts of messages, or of bytes as multiples of the tensor's: within hosts (``intra``),
+    between hosts (``inter``), and over the slower of these two kinds of link (``slowest``)."""
 
     intra: float
     inter: float
@@ -82,8 +82,8 @@ class Shape(NamedTuple):
         return self.n == self.p * self.h
 
     def on_one_level(self, count: float) -> Levels:
-        """Return a count as that of the one kind of link of a flat group, else of the slower kind
-        of link.
+        """Return ``count`` assigned to the only kind of link in a flat group, or else to the slower
+        kind.
 
         >>> Shape(4, 4, 1).on_one_level(3.0)
         Levels(intra=3.0, inter=0, slowest=0)
@@ -94,13 +94,11 @@ class Shape(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Costs of an algorithm: ``messages`` that follow each other, and bytes through the busiest
-    rank, as multiples of the tensor's (``tensors``).
-
-    ``at_once``: links within and between hosts carry bytes at the same time. ``num_posts``: further
-    peers that a rank posts messages to at once. ``num_hops``: length of a chain along which the
-    tensor goes in the best number of parts; ``messages`` are then the first part's.
-    """
+    """Costs of an algorithm: number of successive ``messages``, and bytes through the busiest rank
+    as multiples of the tensor's (``tensors``). ``at_once``: links within and between hosts carry
+    bytes at the same time. ``num_posts``: number of peers beyond the first to which a rank posts
+    messages at once. ``num_hops``: length of a chain along which the tensor is sent in the best
+    number of parts; ``messages`` then counts those of the first part."""
 
     messages: Levels
     tensors: Levels
@@ -124,11 +122,9 @@ Made = tuple[int, Rounds]
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """Collective algorithm: ``count`` returns its counts for a layout, ``make`` its table of
-    messages for the ranks of each host and the number of parts of a pipeline.
-
-    Either returns None where the algorithm does not exist for a layout: recursive doubling of an
-    all-gather needs 2^k ranks, a hierarchy needs hosts with equally many ranks.
-    """
+    messages for the ranks of each host and the number of parts of a pipeline. Either returns None
+    where the algorithm does not exist for a layout: recursive doubling of an all-gather needs 2^k
+    ranks, a hierarchy needs hosts with equally many ranks."""
 
     count: Callable[[Shape], Counts | None]
     make: Callable[[Hosts, int], Made | None]
@@ -155,8 +151,9 @@ def final_parts(table: Table, rank: int) -> tuple[int, ...]:
 
 
 def wrong_parts(table: Table) -> list[str]:
-    """Describe the parts that ranks lack or end with wrongly in a table; empty for a right table.
-    Each part is followed as the list of ranks whose values are summed in it."""
+    """Describe the parts that ranks lack, or hold with wrong contents, after the messages of a
+    table; empty for a correct table. Each part is followed as the list of ranks whose values are
+    summed in it."""
     ranks = range(table.num_ranks)
     held: list[dict[int, tuple[int, ...]]] = [
         dict.fromkeys(starting_parts(table, rank), (rank,)) for rank in ranks
@@ -183,16 +180,18 @@ def wrong_parts(table: Table) -> list[str]:
 
 
 def rounds(table: Table) -> Levels:
-    """Count a table's rounds within hosts, and its rounds in which a message crosses hosts."""
+    """Count the rounds of a table in which all messages stay within hosts, and those in which a
+    message crosses hosts."""
     host = table.host_of()
     inter = sum(any(host[m.sender] != host[m.receiver] for m in r) for r in table.rounds)
     return Levels(len(table.rounds) - inter, inter)
 
 
 def chain(table: Table) -> Levels:
-    """Count the messages, within and between hosts, of the longest chain in which each passes on
-    parts of the last. It bounds the latency of a pipelined algorithm, whose rings or trees run on
-    their own. Messages between hosts count first, as they take longer."""
+    """Count the messages, within and between hosts, of the longest chain in which each message
+    passes on parts received by the one before. It is a lower bound of the latency of a pipelined
+    algorithm, whose rings or trees run independently. Messages between hosts count first, as they
+    take longer."""
     host = table.host_of()
     longest: dict[tuple[int, int], tuple[int, int]] = {}
     for messages in table.rounds:
@@ -218,8 +217,8 @@ def bytes_in_rounds(table: Table) -> Levels:
 
 def busiest_bytes(table: Table) -> Levels:
     """Return the bytes that the busiest rank sends or receives in all, within and between hosts, as
-    multiples of the tensor's bytes. They bound the time of a pipelined algorithm with many parts.
-    """
+    multiples of the tensor's bytes. They are a lower bound for the time of a pipelined algorithm
+    with many parts."""
     return _busiest_tensors(table, (tuple(table.messages()),))
 
 

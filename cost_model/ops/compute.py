@@ -48,15 +48,15 @@ _FALLBACK_DTYPES = {
     "nvfp4": (("float8_e4m3fn", 1.0), ("bfloat16", 1.0)),
 }
 SCALED_RATES = {"float8_rowwise": 0.78, "mxfp8": 0.9}
-"""Share of the rate of 8-bit products with one scale per tensor that products with a scale per row,
-or per 32 elements (MXFP8), reach. Such a step of Llama 8B takes 13.6 % longer on H100 (rowwise)
-and 4.6 % on B200 (MXFP8; pytorch/ao, torchao/float8 and torchao/prototype/mx_formats)."""
+"""Rate of 8-bit products with a scale per row, or per 32 elements (MXFP8), as a share of the rate
+with one scale per tensor. With such scales a training step of Llama 8B takes 13.6 % longer on H100
+(rowwise) and 4.6 % on B200 (MXFP8; pytorch/ao, torchao/float8 and torchao/prototype/mx_formats)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Speed of a device for one family of ops (see the module) and dtype: all that ``seconds``
-    needs."""
+    """Speed of a device for one dtype and one op family (ops with a common efficiency, such as
+    "matmul")."""
 
     launch_seconds: float
     ramp_seconds: float
@@ -64,8 +64,7 @@ class Rate:
     seconds_per_byte: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of an op of these FLOPs and bytes; 0 for an op without either (a
-        view)."""
+        """Return the seconds of an op of these FLOPs and bytes; 0 without either (a view)."""
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0
@@ -74,7 +73,7 @@ class Rate:
 
 def rate(device: Device, family: str, dtype: str) -> Rate:
     """Return the speed of ops of ``family`` in ``dtype`` on ``device``. An unknown family is taken
-    as "elementwise". A family has the efficiency of the dtype where the device gives one. Float32
+    as "elementwise". A family's efficiency in that dtype is used if the device has one. Float32
     products of the families that the device computes in TF32 run at its peak for TF32."""
     computes = family in COMPUTE_FAMILIES
     known = family if computes or family in MEMORY_FAMILIES else "elementwise"
@@ -94,8 +93,8 @@ def rate(device: Device, family: str, dtype: str) -> Rate:
 
 
 def with_attention(device: Device, kernel: str) -> Device:
-    """Return the device with the efficiency of attention that it has for ``kernel``, if it has
-    one."""
+    """Return the device with its efficiency of attention replaced by that of ``kernel``, if it has
+    a figure for ``kernel``."""
     own = device.efficiency.get(f"attention_{kernel}")
     if own is None:
         return device
@@ -110,8 +109,8 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 
 class OpWork(Protocol):
-    """Work of an op on one rank, forward and backward; ``planner.rules.work`` explains the
-    properties."""
+    """Work of an op on one rank, forward and backward; its properties are explained in
+    ``planner.rules.work``."""
 
     @property
     def family(self) -> str: ...
@@ -136,8 +135,8 @@ class OpWork(Protocol):
 
 
 _DRAWN_BYTES = 64
-"""Bytes moved on a CPU that take as long as drawing one 32-bit random number: some passes over
-int32. A GPU draws it in the kernel that reads and writes the tensor."""
+"""Bytes whose movement takes a CPU as long as drawing one 32-bit random number, which takes several
+passes over an int32 tensor. A GPU draws it in the kernel that reads and writes the tensor."""
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
@@ -160,12 +159,9 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
 
 
 def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
-    """Return the seconds in which the host issues the kernels of an op, forward and backward.
-
-    The host runs ahead of the device: of many ops in a row, the sum of these and the sum of
-    ``work_seconds`` (and of the collectives among them) pass at the same time, and the ops take the
-    longer of the two.
-    """
+    """Return the seconds that the host takes to issue the kernels of an op, forward and backward.
+    The host runs ahead of the device: a long sequence of ops takes the longer of two sums over its
+    ops, of these seconds and of ``work_seconds`` (collectives included)."""
     return (
         device.issue_seconds * work.kernels_forward,
         device.issue_seconds * work.kernels_backward,
@@ -176,8 +172,8 @@ def eight_bit_seconds(
     device: Device, work: OpWork, dtype: str, factor_dtype: str, cast_bytes: float
 ) -> tuple[float, float]:
     """Return the ``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
-    ``cast_bytes`` are moved per element that is cast, by a kernel for each tensor: both factors in
-    the forward, the output's gradient in the backward."""
+    Casting moves ``cast_bytes`` per element, by one kernel per cast tensor: both factors in the
+    forward, the output's gradient in the backward."""
     plain = replace(rate(device, "matmul", dtype), ramp_seconds=0.0)
     own = replace(plain, seconds_per_flop=rate(device, "matmul", factor_dtype).seconds_per_flop)
     comes_in_waves = device.num_units and work.products_forward
@@ -246,12 +242,9 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 
 def peak_flops(device: Device, dtype: str) -> float:
     """Return a device's dense peak FLOPs per second in ``dtype``, or in the dtype that it uses
-    instead.
-
-    float16 without its own figure runs as bfloat16 or float32, and bfloat16 as float32, which a GPU
-    without units for them computes in; float64 at 1/64 of float32, the ratio of GPUs made for
-    graphics; integers as float32.
-    """
+    instead. Without a figure of its own, float16 has the peak of bfloat16 or float32, and bfloat16
+    that of float32, in which a GPU without units for it computes; float64 has 1/64 of float32's,
+    the ratio of GPUs made for graphics; integers have float32's."""
     peaks = device.peak_flops
     if dtype in peaks:
         return peaks[dtype]

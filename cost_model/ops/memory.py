@@ -23,8 +23,7 @@ OPTIMIZER_STATES = {
     "rmsprop": 1,
     "sgd": 0,
 }
-"""Number of state tensors, each as large as a parameter, that each optimizer keeps per
-parameter."""
+"""Number of state tensors of a parameter's size that each optimizer keeps per parameter."""
 
 
 GradientDtype = Literal["master", "compute"]
@@ -34,7 +33,7 @@ GradientDtype = Literal["master", "compute"]
 @dataclass(frozen=True, slots=True)
 class StateOptions:
     """Options for how parameters, gradients and optimizer states are held in memory. ``offload``:
-    master parameters and optimizer states lie in the host's memory."""
+    master parameters and optimizer states are kept in the host's memory."""
 
     gradient_dtype: GradientDtype = "master"
     offload: bool = False
@@ -50,13 +49,11 @@ class PolicyError(ValueError):
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     """Bytes per parameter of each training state, in one precision and with one optimizer.
-
-    ``parameter_bytes``: the copy that the optimizer steps; ``gradient_bytes``: the reduced
-    gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
-    computes, in ``compute_dtype``. ``host_bytes``: of masters and optimizer states offloaded to the
-    host's memory; then ``parameter_bytes`` are of the copy that the device holds instead, and
-    ``optimizer_bytes`` 0.
-    """
+    ``parameter_bytes``: the copy that the optimizer updates (master); ``gradient_bytes``: the
+    reduced gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
+    forward and backward use, in ``compute_dtype``. ``host_bytes``: masters and optimizer states
+    that are offloaded to the host's memory; ``parameter_bytes`` then counts the copy on the device
+    instead, and ``optimizer_bytes`` is 0."""
 
     name: str
     compute_dtype: str
@@ -68,13 +65,14 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """True where forward and backward compute with another copy of the parameters than the
-        optimizer steps."""
+        """True if forward and backward use another copy of the parameters than the optimizer
+        updates."""
         return self.gathered_bytes != self.parameter_bytes
 
     @property
     def frozen(self) -> PrecisionPolicy:
-        """The policy of parameters that are not trained: nothing but the copy that computes."""
+        """Policy of parameters that are not trained: they have only the copy that forward and
+        backward use."""
         return replace(
             self,
             parameter_bytes=self.gathered_bytes,
@@ -102,7 +100,6 @@ def policy(
     precision: str, optimizer: str = "adamw", options: StateOptions = DEFAULT
 ) -> PrecisionPolicy:
     """Return the policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
-
     bf16, fp16 and fp8 are mixed: float32 parameters, gradients reduced and kept in float32, compute
     in half precision; in fp8 values are bfloat16, and matrix products cast their factors to 8 bits.
     With ``options.gradient_dtype`` "compute", gradients are summed and kept in half precision, and
@@ -183,9 +180,10 @@ def state_bytes(
 
 
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
-    """Return the bytes, beside the states, of buffers in which ``numel`` parameters of a block and
-    their gradients are exchanged over ``shards`` ranks: half of them, as the running block and the
-    next one are exchanged at once and each counts its half.
+    """Return the bytes of the buffers, in addition to the states, through which ``numel``
+    parameters of a block and their gradients are exchanged over ``shards`` ranks. Half of them are
+    returned: the buffers serve the running block and the next one, and the caller adds the halves
+    of the two.
 
     ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
     the running block's whole gradient, and the buffer in which the last one's is reduced;
@@ -207,12 +205,10 @@ def sent_bytes(
     numel: int, policy: PrecisionPolicy, zero: int, shards: int, num_microbatches: int = 1
 ) -> float:
     """Return the bytes that a rank sends in a step for ``numel`` parameters of data parallelism
-    over ``shards`` ranks.
-
-    An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them, an all-reduce twice as
-    much. ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every
-    micro-batch. ZeRO 1 and 2 gather parameters once, ZeRO 3 twice in every micro-batch. Source:
-    Rajbhandari et al. 2020, section 7.
+    over ``shards`` ranks. An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them,
+    an all-reduce twice as much. ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them
+    once, ZeRO 2 and 3 in every micro-batch. ZeRO 1 and 2 gather parameters once, ZeRO 3 twice in
+    every micro-batch. Source: Rajbhandari et al. 2020, section 7.
 
     >>> half = policy("bf16", "adamw", StateOptions("compute"))
     >>> [sent_bytes(1000, half, zero, 1000) / 1998 for zero in range(4)]
@@ -226,9 +222,7 @@ def sent_bytes(
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
     """Return the bytes that the allocator takes for a tensor: multiples of 512 on CUDA, of 64 on
-    CPU.
-
-    Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
+    CPU. Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
 
     >>> allocated_bytes(513, "cuda"), allocated_bytes(0, "cuda")
     (1024, 0)
@@ -242,13 +236,11 @@ _FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
 
 def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
     """Return the bytes that the allocator loses to fragmentation, of ``moving_bytes`` that are
-    allocated and freed within a step.
-
-    On CUDA 3 % of them: the caching allocator takes memory in segments (2 MiB for tensors up to 1
-    MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above; c10/core/AllocatorConfig.h) and keeps the
-    rests. The share is an estimate, not a measurement; states are made once, in large segments, and
-    not counted. None on a CPU, where malloc gives pages back.
-    """
+    allocated and freed within a step. On CUDA 3 % of them: the caching allocator takes memory in
+    segments (2 MiB for tensors up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above;
+    c10/core/AllocatorConfig.h) and cannot always use the rest of a segment. The share is an
+    estimate, not a measurement; states are made once, in large segments, and not counted. None on a
+    CPU, where malloc gives pages back."""
     return _FRAGMENTATION[kind] * moving_bytes
 
 

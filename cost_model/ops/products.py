@@ -37,8 +37,9 @@ Product = tuple[int, int, int, int]
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (2, 4, 8)
 REUSE_ELEMENTS = 4000.0
-"""Elements of an output tile at which a kernel reaches half the FLOP rate of an endless tile.
-Fitted on the eight cuBLASLt products on A100 of Azure/AI-benchmarking-guide@8fd0c6e."""
+"""Number of elements of an output tile at which a kernel reaches half the FLOP rate of an
+infinitely large tile. Fitted on the eight cuBLASLt products on A100 of
+Azure/AI-benchmarking-guide@8fd0c6e."""
 FILL_SECONDS = 3e-6
 """Seconds in which a kernel fills its pipeline of loads and stores its last tile; fitted on the
 same products as ``REUSE_ELEMENTS``."""
@@ -50,8 +51,7 @@ Fitted on output heads of 50257, 25128, 12564 and 6282 columns in float16 on A10
 the second is aligned: 83, 230, 150 and 146 TFLOP/s (VIA-Research/vTrain, single node).
 """
 ATTENTION_ROWS = 128
-"""Rows of queries (forward) or keys (backward) in a block of FlashAttention-2, which an SM
-computes."""
+"""Queries (forward) or keys (backward) in a block of FlashAttention-2 that one SM computes."""
 MIN_SPLIT = 256
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -59,8 +59,8 @@ _LARGEST = 256 * 128
 
 
 def reuse(area: int) -> float:
-    """Return the FLOP rate that an output tile of ``area`` elements reaches, as a share of the
-    largest tile's rate.
+    """Return the FLOP rate that a kernel reaches with output tiles of ``area`` elements, as a share
+    of the rate with the largest tile.
 
     >>> reuse(256 * 128)
     1.0
@@ -69,21 +69,18 @@ def reuse(area: int) -> float:
 
 
 _TILE_FLOPS = tuple((m, n, 2 * m * n / reuse(m * n)) for m, n in TILES)
-"""For each output tile: its two sides, and the FLOPs that an SM at the largest tile's rate could do
-in the time that the tile takes per element of k."""
+"""For each output tile: its two sides, and the FLOPs that an SM, at the rate of the largest tile,
+could do in the time in which it advances this tile by one element of k."""
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a floating dtype: 2 for a dtype that ``DTYPE_BYTES``
-    lacks."""
+    """Return the bytes of an element of a floating dtype; 2 for dtypes not in ``DTYPE_BYTES``."""
     return DTYPE_BYTES.get(dtype, 2)
 
 
 def alignment(product: Product, dtype: str) -> float:
-    """Return the share of its FLOP rate that a product reaches, given the alignment of its rows in
-    memory.
-
-    Rows of the output and of the factors have n or k elements. The products of the
+    """Return the share of its FLOP rate that a product reaches because of the alignment of its rows
+    in memory. Rows of the output and of the factors have n or k elements. The products of the
     backward have the same rows as the forward's, so they share its alignment.
 
     >>> alignment((1, 1024, 50257, 1024), "float16")
@@ -115,17 +112,17 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Return the bytes of a product's two factors and its output, which has at least two per
-    element."""
+    """Return the bytes of a product's two factors and its output; an output element has at least
+    2."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))
 
 
 def _wave_flops(product: Product, units: int, flops_per_byte: float) -> float:
-    """Return the FLOPs that all ``units`` could do while the product's waves of output tiles take,
-    with the cheapest tile and number of splits of k. ``flops_per_byte``: FLOPs of the device in the
-    time in which it moves a byte."""
+    """Return the FLOPs that all ``units`` could do during the time of the product's waves of output
+    tiles, with the best tile and number of splits of k. ``flops_per_byte``: FLOPs of the device in
+    the time in which it moves a byte."""
     batch, m, n, k = product
     best = math.inf
     for tile_m, tile_n, tile_flops in _TILE_FLOPS:
@@ -147,9 +144,10 @@ def attention_seconds(
     flops_per_second: float,
     backward: bool = False,
 ) -> float:
-    """Return the seconds of fused attention's arithmetic, without its launch: blocks dealt out in
-    waves. ``product`` is (batch · heads, queries, keys, head size) and ``flops`` the kernel's own.
-    A unit (SM) takes ``ATTENTION_ROWS`` queries of a head forward, as many keys backward."""
+    """Return the seconds of fused attention's arithmetic, without its launch: its blocks are
+    distributed over the SMs in waves. ``product`` is (batch · heads, queries, keys, head size) and
+    ``flops`` are those that the kernel executes. A unit (SM) computes a block of ``ATTENTION_ROWS``
+    queries of a head in the forward, as many keys in the backward."""
     heads, queries, keys, _ = product
     rows = keys if backward else queries
     if heads * rows <= 0:

@@ -37,7 +37,8 @@ class MeasureError(ProfileError):
 @dataclass(frozen=True, slots=True)
 class Call:
     """Op with its arguments, ready to run. ``leaves``: tensors whose gradients are computed;
-    ``written``: arguments that the op writes to, by position and name, which ``prepare`` copies."""
+    ``written``: positions and names of the arguments that the op writes to, which ``prepare``
+    copies."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -46,8 +47,7 @@ class Call:
     written: frozenset[int | str]
 
     def prepare(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return the arguments of one execution, with copies of the tensors that the op writes
-        to."""
+        """Return arguments for one execution, with copies of tensors that the op writes to."""
         if not self.written:
             return self.args, self.kwargs
         args = [
@@ -111,14 +111,12 @@ def _parse(case: OpCase) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _tensor_index(value: Any) -> int | None:
-    """Return the position in ``OpCase.tensors`` that an argument stands for, None if it is no
-    tensor."""
+    """Return the index in ``OpCase.tensors`` that a JSON argument refers to; None for no tensor."""
     return value["tensor"] if isinstance(value, dict) and set(value) == {"tensor"} else None
 
 
 def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """Return, by position in ``OpCase.tensors``, each tensor's argument name and its index in a
-    list."""
+    """Map positions in ``OpCase.tensors`` to the tensor's argument name and index in a list."""
     roles: dict[int, tuple[str, int]] = {}
     for name, value in values.items():
         for at, item in enumerate(value if isinstance(value, list) else [value]):
@@ -144,7 +142,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """Return an argument with copied tensors; ``made`` collects them by the id of the original."""
+    """Return an argument with its tensors copied; ``made`` maps ids of originals to copies."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -155,7 +153,8 @@ def _copied(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
-    """Return an argument from its JSON, see ``canonical``; ``tensors`` are the case's."""
+    """Return an argument from its JSON form (see ``canonical``); ``tensors``: the case's
+    tensors."""
     import torch
 
     kind: str
@@ -195,7 +194,8 @@ class _Limits:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """Return the smallest integer too large for a tensor's elements; None if any is allowed."""
+        """Return the exclusive upper bound of the integers in a tensor; None if there is no
+        bound."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":
@@ -254,8 +254,8 @@ def _mask(spec: TensorCase, role: str, generator: Generator) -> Tensor:
 
 
 def _integers(case: OpCase, index: int, generator: Generator, limits: _Limits) -> Tensor:
-    """Return random integers in [0, high), or in [1, 3) where nothing is indexed: none divides by
-    zero."""
+    """Return random integers in [0, high) if they are used as indices, else in [1, 3), so that none
+    is a zero divisor."""
     import torch
 
     spec, high = case.tensors[index], limits.high(index)

@@ -26,8 +26,7 @@ class ProfileError(FigureError):
 
 @dataclass(frozen=True, slots=True)
 class TensorCase:
-    """Tensor argument of an op: local shape, name of its dtype, and true if its gradient is
-    computed."""
+    """Tensor argument of an op: local shape, dtype name, and whether it gets a gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,14 +43,14 @@ class TensorCase:
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """Op at local shapes, to be measured or looked up. Equality and hash ignore the features:
-    family, FLOPs, bytes, products.
+    """Op at a rank's local shapes, whose time is to be measured or looked up. Equality and hash
+    ignore the fields that only describe its cost: family, FLOPs, bytes, products.
 
     ``op`` is a ``torch.ops`` path (``"aten.linear.default"``); ``tensors`` its tensor arguments in
-    call order, repeats repeated; ``arguments`` all its arguments as ``canonical`` writes them.
-    ``flops`` and ``num_bytes`` are forward and backward; ``products`` are (batch, m, n, k) of each
-    matrix product of the forward, for attention (batch·heads, queries, keys, head size). ``tf32``
-    are the families whose float32 products are computed in TF32.
+    call order (a tensor given twice is listed twice); ``arguments`` all its arguments as
+    ``canonical`` writes them. ``flops`` and ``num_bytes`` are forward and backward; ``products``
+    are (batch, m, n, k) of each matrix product of the forward, for attention (batch·heads, queries,
+    keys, head size). ``tf32`` are the families whose float32 products are computed in TF32.
     """
 
     op: str
@@ -64,14 +63,15 @@ class OpCase:
     tf32: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """Return the work to execute as text: op, tensors, arguments, and families in TF32."""
+        """Return a text that identifies the work to execute: op, tensors, arguments, and families
+        in TF32."""
         text = f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
         return text + (f" tf32={','.join(self.tf32)}" if self.tf32 else "")
 
     @property
     def dtype(self) -> str:
         """Name of the dtype that the op computes in: of its first floating tensor, else of its
-        first."""
+        first tensor."""
         if self.tf32:
             return TFLOAT32
         floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]
@@ -88,12 +88,11 @@ def is_floating(dtype: str) -> bool:
 
 
 def canonical(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return an op's arguments as one line of JSON, the same for equal calls.
-
-    A tensor argument is given as ``{"tensor": i}``, its position in ``OpCase.tensors``. Values of
-    torch's own types become ``{"dtype": "float32"}``, ``{"device": ""}`` (replaced when the op is
-    executed), ``{"memory_format": …}``, ``{"layout": …}``; an infinite or undefined number
-    ``{"float": "inf"}``.
+    """Return an op's arguments as one line of JSON, the same for equal calls. A tensor argument is
+    given as ``{"tensor": i}``, its position in ``OpCase.tensors``. Values of torch's own types
+    become ``{"dtype": "float32"}``, ``{"device": ""}`` (replaced when the op is executed),
+    ``{"memory_format": …}``, ``{"layout": …}``; an infinite or undefined number ``{"float":
+    "inf"}``.
 
     >>> canonical(({"tensor": 0}, (1, 2)), {"p": float("inf")})
     '[[{"tensor":0},[1,2]],{"p":{"float":"inf"}}]'

@@ -22,8 +22,8 @@ _SETS_BYTES = 64e6
 """Most bytes that a batch of timed calls touches: more than a CPU core's own caches hold."""
 _MOST_SETS = 16
 _LEAST_SHARE = 0.1
-"""Least share of a backward's measured time that remains after autograd's start-up time is
-subtracted."""
+"""Least share of a backward's measured time that must remain after the subtraction of autograd's
+start-up time."""
 
 
 def backward_of(call: Call) -> Backward | None:
@@ -52,7 +52,8 @@ def flat(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward of a call: its arguments ``gradients`` are (number of the output, its gradient)."""
+    """Backward of a call. ``gradients``: its arguments, as pairs (number of an output, gradient of
+    that output)."""
 
     gradients: tuple[tuple[int, Tensor], ...]
 
@@ -68,14 +69,11 @@ class Backward:
 
 
 class CpuClock:
-    """Clock for the seconds of forwards and backwards on a CPU.
-
-    Calls come in batches, as the equal layers of a model do: each has its inputs to itself, all
-    forwards are executed before the backwards, and their outputs are kept until then. So memory is
-    as new to an op as in training, where written memory is not soon freed. The time to start
-    autograd's engine, which a step pays once and not once per op, is measured and subtracted from
-    each backward.
-    """
+    """Clock for the seconds of forwards and backwards on a CPU. Calls are timed in batches that
+    imitate the equal layers of a model: each call has inputs of its own, all forwards are executed
+    before the backwards, and outputs are kept until then. So ops write to newly allocated memory as
+    often as in training, where memory is not freed soon. The time to start autograd's engine, which
+    a step pays once and not once per op, is measured and subtracted from each backward."""
 
     def __init__(self, call: Call, backward: Backward | None) -> None:
         args, kwargs = call.prepare()
@@ -87,7 +85,8 @@ class CpuClock:
         self.engine_seconds = _engine_seconds() if backward is not None else 0.0
 
     def samples(self, count: int) -> list[tuple[float, float]]:
-        """Return (seconds forward, seconds backward) of ``count`` executions, at most ``most``."""
+        """Return (seconds forward, seconds backward) of each of ``count`` executions; ``count`` is
+        at most ``most``."""
         while len(self.calls) < count:
             self.calls.append(self.calls[0].another())
         calls = self.calls[:count]
@@ -118,8 +117,8 @@ class CpuClock:
 
 
 def _engine_seconds() -> float:
-    """Return the seconds in which autograd's engine starts: of a backward through one node, less
-    the difference between one node and two."""
+    """Return the seconds that autograd's engine takes to start: the time of a backward through one
+    node, minus the additional time of a second node."""
     import torch
 
     leaf = torch.zeros(1, requires_grad=True)
@@ -165,14 +164,14 @@ class CpuStopwatch:
 class GpuStopwatch:
     """Stopwatch for the kernels of a call, by CUDA events around many calls in a row. The stream is
     first kept busy for as long as the host needs to launch the calls, so their launches are not in
-    the time. One call before the first event lets ranks that run a collective meet."""
+    the time. One call before the first event synchronizes the ranks of a collective."""
 
     def __init__(self) -> None:
         self.filler = Filler()
 
     def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        """Return the mean seconds of a call in each of up to ``_GPU_SAMPLES`` samples, which share
-        ``count`` calls."""
+        """Divide ``count`` calls into at most ``_GPU_SAMPLES`` samples; return the mean seconds of
+        a call in each."""
         num_samples = min(_GPU_SAMPLES, count)
         return [self._sample(call, math.ceil(count / num_samples)) for _ in range(num_samples)]
 
@@ -217,7 +216,8 @@ class Filler:
         self.seconds = max(_seconds_between(first, second), 1e-6)
 
     def count_for(self, seconds: float) -> int:
-        """Return the number of fillings that outlast ``seconds`` of kernel launches by the host."""
+        """Return the number of fillings (kernels that overwrite the buffer) that keep the GPU busy
+        for ``seconds``."""
         return int(min(_MOST_FLUSHES, math.ceil(1.5 * seconds / self.seconds)))
 
     def run(self, count: int) -> None:
@@ -227,8 +227,7 @@ class Filler:
 
 
 class GpuClock:
-    """Clock for the seconds of the kernels of a forward and a backward, by CUDA events in the
-    stream."""
+    """Clock for the seconds of the kernels of forwards and backwards, by CUDA events."""
 
     most = 1
 
@@ -238,8 +237,8 @@ class GpuClock:
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """Return the number of fillings that keep the stream busy while the host launches the
-        op."""
+        """Return the number of fillings that keep the stream busy while the host launches the op's
+        kernels."""
         import torch
 
         torch.cuda.synchronize()

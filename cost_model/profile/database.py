@@ -121,8 +121,8 @@ class Database:
             )
 
     def _use_write_ahead_log(self) -> None:
-        """Let readers never wait for the writer. Try again while locked: SQLite does not wait here
-        itself."""
+        """Turn on SQLite's write-ahead log, so that readers never wait for the writer. Retry while
+        the file is locked: SQLite itself does not wait here."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -164,8 +164,8 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Write all rows of a ``with`` or none; take the write lock at once, so that writers wait
-        in turn."""
+        """Write all rows of a ``with`` block or none; take the write lock at its start, so that
+        writers wait for each other."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -195,18 +195,17 @@ class Database:
         return tuple(Environment(*row) for row in rows)
 
     def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
-        """Keep the measurement of an op, in place of an earlier one of the same case."""
+        """Store the measurement of an op; replace an earlier one of the same case."""
         with self._transaction():
             self._write(Record(environment, case, measurement, time.time()))
 
     def put_transfer(self, environment: Environment, transfer: Transfer) -> None:
-        """Keep a measured collective or message, in place of an earlier one of the same bytes and
-        group."""
+        """Store a measured collective or message; replace one of the same bytes and group."""
         with self._transaction():
             self._write(Record(environment, transfer, None, time.time()))
 
     def put_failure(self, environment: Environment, case: OpCase, reason: str) -> None:
-        """Keep the reason why an op could not be measured, so that it is not tried again."""
+        """Store the reason why an op could not be measured, so that it is not tried again."""
         with self._transaction():
             number = self._numbered(environment)
             row = (number, case.key(), reason, time.time())
@@ -241,8 +240,8 @@ class Database:
         return write_records(Path(path), self._records())
 
     def import_file(self, path: str | Path) -> ImportCounts:
-        """Merge an exported file, all of it or, if a line is wrong, nothing. Where file and
-        database have the same row, the row with more repeats stays; of equally many the newer, so
+        """Merge an exported file into the database: all of it or, if a line is wrong, nothing. If
+        both have a row for the same case, the one with more repeats stays (if equal, the newer), so
         that the order of merges does not matter."""
         counts: Counter[str] = Counter()
         with self._transaction():
@@ -288,8 +287,7 @@ class Database:
         )
 
     def _numbered(self, environment: Environment) -> int:
-        """Return the row number of an environment, adding a new environment; inside a
-        transaction."""
+        """Return an environment's row number; add a new environment (in a transaction)."""
         values = astuple(environment)
         self._connection.execute(
             "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",

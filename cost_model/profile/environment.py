@@ -41,13 +41,10 @@ class Environment:
 
 
 def environment_of(device: str = "local", *, threads: int | None = None) -> Environment:
-    """Return the environment of this machine, or of a device elsewhere.
-
-    ``"local"`` is this machine's GPU if it has one, else its CPU; ``"cpu"`` and ``"cuda"``
-    choose. ``threads`` of a CPU are torch's present number of threads unless given. Any
-    other ``device`` is a GPU's name (a preset's or the driver's): its driver is "", unknown,
-    and its torch the one installed here.
-    """
+    """Return the environment of this machine, or of a device elsewhere. ``"local"`` is this
+    machine's GPU if it has one, else its CPU; ``"cpu"`` and ``"cuda"`` choose one of them. Any
+    other ``device`` is a GPU's name (a preset's or the driver's), with an unknown driver ("") and
+    the torch installed here. ``threads`` of a CPU: by default torch's present number of threads."""
     if device not in ("local", "cpu", "cuda"):
         return Environment(device, "", metadata.version("torch"), 0)
     import torch
@@ -59,7 +56,7 @@ def environment_of(device: str = "local", *, threads: int | None = None) -> Envi
 
 
 def difference(measured: Environment, wanted: Environment) -> str:
-    """Return a clause about the difference of two environments; "" if they agree in all that is
+    """Return a clause that describes how two environments differ; "" if they agree in everything
     known.
 
     >>> here = Environment("cpu A", "", "2.13.0+cpu", 2)
@@ -79,8 +76,9 @@ def difference(measured: Environment, wanted: Environment) -> str:
 
 
 def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environment | None:
-    """Return the environment of the same device (and threads) that differs least from ``wanted``,
-    or None. Among equally near ones the newest torch counts, then the last of ``measured``."""
+    """Return the environment of the same device (and threads) that differs least from ``wanted``;
+    None if there is none. Of equally near environments, the one with the newest torch is returned,
+    then the last in ``measured``."""
     candidates = [
         each
         for each in reversed(measured)

@@ -44,8 +44,8 @@ _NEAR_OCTAVES = 0.5
 """Distance, in factors of two of the features, within which samples have nearly equal weight."""
 _DAMPING = 0.05
 _REFIT_LIMIT = 48
-"""Number of samples above which leaving one out hardly moves the roofline fit, which is then
-kept."""
+"""Number of samples above which the roofline is not fitted again when one is left out, as that
+hardly changes it."""
 _ROUNDING = 1 + 1e-9
 
 
@@ -63,8 +63,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples of one kind of op, ready to be interpolated. ``pooled``: the samples are of several
-    ops and are used for another op. ``base``: coefficients of ``fit_base``, if known."""
+    """Interpolation of the seconds of one kind of op from samples. ``pooled``: the samples are of
+    several ops, and are used for an op without samples. ``base``: coefficients of ``fit_base``, if
+    known."""
 
     samples: tuple[Sample, ...]
     pooled: bool = False
@@ -86,8 +87,8 @@ class Curve:
         set_field(self, "logs", np.log(seconds / (work @ fitted)))
 
     def at(self, features: Sequence[float], flops: float, num_bytes: float) -> float | None:
-        """Return the seconds of an op of these features, FLOPs and bytes; None too far from the
-        samples."""
+        """Return the seconds of an op with these features, FLOPs and bytes; None if it is too far
+        from the samples."""
         place, work = _place(features), np.array((1.0, flops, num_bytes))
         if self._octaves_outside(place, work) > _MOST_OCTAVES:
             return None
@@ -96,8 +97,7 @@ class Curve:
     def estimate(
         self, features: Sequence[float], flops: float, num_bytes: float
     ) -> tuple[float, float] | None:
-        """Return the seconds of an op and the relative error to expect; None if either is
-        unknown."""
+        """Return the seconds of an op and the expected relative error; None if unknown."""
         place, work = _place(features), np.array((1.0, flops, num_bytes))
         outside = self._octaves_outside(place, work)
         known, errors, overall = self._known_errors
@@ -111,16 +111,15 @@ class Curve:
 
     @cached_property
     def _known_errors(self) -> tuple[Any, Floats, float]:
-        """Indices of the samples that others predict, their squared relative errors, and the
-        errors' mean."""
+        """Indices of the samples that the other samples can predict, the squared relative errors of
+        these predictions, and their mean."""
         known = np.flatnonzero(~np.isnan(self.left_out))
         errors = self.left_out[known] ** 2
         return known, errors, float(errors.mean()) if len(errors) else 0.0
 
     @cached_property
     def left_out(self) -> Floats:
-        """Relative error of each sample's prediction by the other samples; NaN where they are too
-        few."""
+        """Relative error of predicting each sample by the others; NaN if these are too few."""
         errors = np.full(len(self.samples), np.nan)
         for at, sample in enumerate(self.samples):
             curve = self._without(at)
@@ -145,8 +144,8 @@ class Curve:
         return Curve(others, self.pooled, base)  # type: ignore[arg-type]
 
     def _octaves_outside(self, place: Floats, work: Floats) -> float:
-        """Return by how many factors of two a size lies outside the samples, in features, FLOPs or
-        bytes."""
+        """Return how far an op lies outside the range of the samples' features, FLOPs and bytes, in
+        factors of two (the largest counts)."""
         low, high, least, most = self._box
         over = np.maximum(place - high, low - place)
         wanted = np.log2(np.maximum(work[1:], 1.0))
@@ -155,8 +154,7 @@ class Curve:
 
     @cached_property
     def _box(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Least and greatest base-2 logarithms of the samples' features, then of their FLOPs and
-        bytes."""
+        """Least and greatest log2 of the samples' features, then of their FLOPs and bytes."""
         logs = np.log2(np.maximum(self.work[:, 1:], 1.0))
         return (*_ends(self.features), *_ends(logs))
 
@@ -168,15 +166,13 @@ class Curve:
         return found if self.pooled else self._bounded(found, place, work)
 
     def _squares(self, place: Floats) -> Floats:
-        """Return the squared distance from ``place`` to each sample, in factors of two of the
-        features."""
+        """Return the squared distance from ``place`` (log2 of features) to each sample."""
         offsets = self.features - place
         squares: Floats = np.einsum("ij,ij->i", offsets, offsets)
         return squares
 
     def _residual(self, place: Floats, squares: Floats) -> float:
-        """Return log(seconds / base) at ``place`` by a weighted linear regression of the
-        samples."""
+        """Return log(seconds / roofline) at ``place`` by weighted linear regression of samples."""
         weights = 1.0 / (squares + _NEAR_OCTAVES**2) ** 2
         weights /= weights.sum()
         offsets = self.features - place
@@ -194,8 +190,8 @@ class Curve:
         return float(self.logs.min()), float(self.logs.max())
 
     def _bounded(self, seconds: float, place: Floats, work: Floats) -> float:
-        """Bound ``seconds`` below by measured ops that are no larger, above by ops that are no
-        smaller."""
+        """Limit ``seconds`` to at least the time of measured ops that are no larger, and at most
+        the time of ops that are no smaller."""
         smaller = (self.features <= place + 1e-9).all(axis=1)
         smaller &= (self.work <= work * _ROUNDING).all(axis=1)
         larger = (self.features >= place - 1e-9).all(axis=1)
@@ -212,16 +208,15 @@ class Curve:
 
     @cached_property
     def _joined(self) -> tuple[Floats, Floats]:
-        """Distinct base-2 logarithms of the only feature, and log(seconds) at each, made
-        monotone."""
+        """Distinct values of log2 of the only feature, and log(seconds) at each, made monotone."""
         sizes, groups = np.unique(self.features[:, 0], return_inverse=True)
         counts = np.bincount(groups).astype(np.float64)
         means = np.bincount(groups, weights=np.log(self._measured)) / counts
         return sizes, pooled_adjacent(means, counts)
 
     def _joined_at(self, place: float, base: float) -> float:
-        """Return log(seconds / base) on the line through the samples; beyond its ends ``fit_base``
-        goes on."""
+        """Return log(seconds / roofline) on the line through the samples; beyond its ends the time
+        grows as in the fitted roofline."""
         sizes, values = self._joined
         if sizes[0] <= place <= sizes[-1]:
             return float(np.interp(place, sizes, values) - np.log(base))
@@ -249,8 +244,8 @@ def _place(features: Sequence[float]) -> Floats:
 
 def fit_base(work: Floats, seconds: Floats) -> Floats:
     """Fit (t₀, 1/F, 1/B) ≥ 0 of the roofline t₀ + FLOPs/F + bytes/B by least squares of relative
-    errors. ``work`` has rows (1, FLOPs, bytes). Every choice of terms that may be above zero is
-    solved; the best solution without a negative term is taken."""
+    errors. ``work`` has rows (1, FLOPs, bytes). The fit is solved for every subset of the three
+    terms; the best solution without a negative term is returned."""
     rows = work / seconds[:, None]
     best: tuple[float, Floats] | None = None
     for count in (1, 2, 3):
@@ -271,9 +266,8 @@ def fit_base(work: Floats, seconds: Floats) -> Floats:
 
 
 def pooled_adjacent(values: Floats, counts: Floats) -> Floats:
-    """Return the nearest rising sequence, by pooling neighbours that fall (isotonic regression).
-
-    ``counts``: weights of the values.
+    """Return the nearest non-decreasing sequence, by pooling neighbours that decrease (isotonic
+    regression). ``counts``: weights of the values.
 
     >>> pooled_adjacent(np.array([1.0, 3.0, 2.0]), np.ones(3)).tolist()
     [1.0, 2.5, 2.5]

@@ -48,8 +48,9 @@ _SWITCHES = re.compile(r'true|"dtype":"\w+"')
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measured or interpolated seconds of an op. ``error`` is relative: the median's spread if
-    measured, else as found by leaving measurements out."""
+    """Measured or interpolated seconds of an op. ``error`` is relative: the spread of the measured
+    median, or for interpolated seconds the error with which measured ops are predicted from each
+    other."""
 
     forward_seconds: float
     backward_seconds: float
@@ -58,8 +59,9 @@ class Estimate:
 
 
 class Factor(NamedTuple):
-    """Factors of an op's seconds, forward and backward, that make the ops of a block add up to the
-    measured time of the whole block, in which the op read and wrote ``num_bytes``."""
+    """Factors on an op's seconds, forward and backward, with which the ops of a block add up to the
+    measured time of the whole block. ``num_bytes``: bytes that the op read and wrote in that
+    measurement."""
 
     forward: float
     backward: float
@@ -69,13 +71,11 @@ class Factor(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Measurements taken in ``environment``, immutable to callers (answers are cached).
-
-    ``mismatch`` is a clause about its difference from the environment asked for ("" without one).
-    ``factors``, by a model's node name, scale its op's seconds so that its block has the seconds
-    measured as a whole (see ``planner.pricing.whole_block``); ``rest`` is the mean factor, forward
-    and backward, for ops of blocks that were not measured. ``update`` is the optimizer whose
-    measured step counts, where it is the model's own.
-    """
+    ``mismatch`` is a clause that says how it differs from the requested environment ("" if it does
+    not). ``factors``, by a model's node name, scale its op's seconds so that its block has the
+    seconds measured as a whole (see ``planner.pricing.whole_block``); ``rest`` is the mean factor,
+    forward and backward, for ops of blocks that were not measured. ``update`` is the name of the
+    optimizer whose measured step is used, if it is the model's own."""
 
     environment: Environment
     ops: Mapping[OpCase, Measurement]
@@ -88,7 +88,8 @@ class Profile:
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def op(self, case: OpCase) -> Estimate | None:
-        """Return the seconds of an op; None if neither it nor ops near it are measured."""
+        """Return the seconds of an op; None if neither the op nor similar sizes of it or of its
+        family are measured."""
         measured = self.ops.get(case)
         if measured is not None:
             return Estimate(
@@ -128,8 +129,8 @@ class Profile:
     def _curve(
         self, family: str, dtype: str, kind: str, direction: int, op: str | None
     ) -> Curve | None:
-        """Return the curve of an op's samples, or (``op`` None) of its family's; None if they are
-        too few."""
+        """Return the curve through the samples of ``op``, or of its whole family if ``op`` is None;
+        None if there are too few samples."""
         key = (family, dtype, kind, direction, op)
         if key not in self._curves:
             samples = [
@@ -172,17 +173,17 @@ class Profile:
     def collective(
         self, kind: str, num_bytes: float, group: Group
     ) -> tuple[float, MessageSource] | None:
-        """Return the seconds of a collective from measurements in an equal group. None without any,
-        and for many more bytes than the only size that was measured. ``num_bytes`` as
-        ``collectives.collective_seconds`` counts them."""
+        """Return the seconds of a collective from measurements in an equal group. None if there are
+        no measurements, or only one size was measured and ``num_bytes`` is much larger.
+        ``num_bytes`` are counted as in ``collectives.collective_seconds``."""
         if group.num_ranks <= 1 or num_bytes <= 0:
             return None
         return self._transfer(_place_of(kind, group), num_bytes)
 
     def slowed_share(self, kind: str, group: Group) -> float | None:
-        """Return the share of its compute that a device loses beside a collective of states
-        (parameters or gradients), by the largest transfer measured beside compute; None without
-        any."""
+        """Return the share of compute that a device loses while it gathers parameters or sums
+        gradients, from the largest collective that was measured beside compute; None without such a
+        measurement."""
         place = _place_of(overlapped(kind), group)
         key = "slowed share", place
         if key not in self._curves:
@@ -194,7 +195,8 @@ class Profile:
         return share
 
     def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
-        """Return the seconds of a message between two ranks of a level ("intra:…" or "inter:…")."""
+        """Return the seconds of a message between two ranks over a kind of link, ``level`` (such as
+        "intra:nvlink4"); None if unknown."""
         hosts = 1 if level.startswith("intra:") else 2
         return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
 
@@ -249,8 +251,8 @@ def load_shipped(name: str) -> Profile | None:
 
 
 def _label(case: OpCase) -> str:
-    """Return the op's name without namespace and overload, and its true and dtype arguments, which
-    tell causal from full attention and casts apart."""
+    """Return the op's name without namespace and overload, with those of its arguments that are
+    True or dtypes: they distinguish causal from full attention, and casts from each other."""
     name = case.op.split(".")[1] if "." in case.op else case.op
     return " ".join([name, *_SWITCHES.findall(case.arguments)])
 
@@ -276,7 +278,8 @@ def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
 
 
 def _features(case: OpCase, direction: int) -> tuple[str, tuple[float, ...]]:
-    """Return the kind of features that an op's speed depends on in its family, and their values."""
+    """Return the kind of features (sizes that an op's speed depends on) of the op's family, and
+    their values."""
     if case.family in ("matmul", "attention") and case.products:
         return "product", tuple(map(float, max(case.products, key=prod)))
     if case.family in ("matmul", "attention", "conv"):

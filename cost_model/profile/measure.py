@@ -46,14 +46,14 @@ _WARM_UP_RUNS = 2
 _WARM_UP_SHARE = 0.2
 _MEMORY_SHARE = 0.8
 _BATCH_SHARE = 0.1
-"""Largest share of a case's time that one batch of timed executions takes."""
+"""Largest share of one op's measuring time that a batch of timed executions may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits for measuring one op. Measuring ends when the relative half-width of the medians' 95 %
-    interval is ``half_width`` or less, or after ``case_seconds``; the op is executed once at least.
-    """
+    """Limits for measuring one op. Measuring ends when the 95 % confidence interval of each median
+    has a relative half-width of at most ``half_width``, or after ``case_seconds``; the op is
+    executed at least once."""
 
     case_seconds: float = 1.0
     half_width: float = 0.03
@@ -83,14 +83,14 @@ def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> 
 
 
 def _item_bytes(dtype: str) -> int:
-    """Return the bytes of an element by the number of bits in its dtype's name."""
+    """Return the bytes of an element of ``dtype``, from the number of bits in the dtype's name."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
 
 def _check_memory(case: OpCase, device: str) -> None:
-    """Raise ``MeasureError`` for an op that would not fit: on a CPU the system would end the
-    process."""
+    """Raise ``MeasureError`` for an op whose tensors would not fit in memory: on a CPU the system
+    would kill the process."""
     if device == "cuda":
         import torch
 
@@ -146,11 +146,10 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the relative half-width of its 95 % interval by order statistics.
-
-    The interval reaches from the sample of rank (n − 1.96·√n)/2 to the sample of rank
-    1 + (n + 1.96·√n)/2 (the normal approximation of the binomial); all samples are inside
-    it where there are few.
+    """Return the median, and the relative half-width of its 95 % confidence interval by order
+    statistics. In sorted order, the interval reaches from sample number (n − 1.96·√n)/2 to sample
+    number 1 + (n + 1.96·√n)/2 (normal approximation of the binomial); if there are few samples, it
+    contains all of them.
 
     >>> median_interval([1.0, 2.0, 3.0])
     (2.0, 0.5)

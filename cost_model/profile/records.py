@@ -27,7 +27,8 @@ class DatabaseError(ProfileError):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Median seconds of an op. ``spread``: relative half-width of the medians' 95 % interval."""
+    """Median seconds of an op, forward and backward. ``spread``: relative half-width of the
+    medians' 95 % confidence interval."""
 
     forward_seconds: float
     backward_seconds: float
@@ -38,8 +39,8 @@ class Measurement:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Measured seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
-    ``level`` is the group's ``transfers.level_of``, ``num_bytes`` the bytes that
-    ``collectives.collective_seconds`` counts (for a message, its own)."""
+    ``level`` is the kind of link (``transfers.level_of``); ``num_bytes`` are counted as in
+    ``collectives.collective_seconds`` (for a message, its own bytes)."""
 
     level: str
     library: str
@@ -53,7 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Row of a database: an op with its measurement, or a transfer, which holds its own seconds."""
+    """Row of a database: an op with its measurement, or a transfer."""
 
     environment: Environment
     item: OpCase | Transfer
@@ -67,8 +68,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ImportCounts:
-    """Numbers of rows that an import added, replaced, and kept since the database's row was
-    better."""
+    """Numbers of rows that an import added, that it replaced, and that it left as they were."""
 
     added: int
     replaced: int

@@ -26,8 +26,7 @@ MessageSource = Literal["measured", "interpolated"]
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """Measured seconds of ``num_messages``, one after the other, that carry ``num_bytes`` in
-    all."""
+    """Measured seconds of ``num_messages`` in succession that carry ``num_bytes`` together."""
 
     num_messages: float
     num_bytes: float
@@ -36,7 +35,7 @@ class LinkPoint:
 
 @dataclass(frozen=True, slots=True)
 class TransferCurve:
-    """Seconds over bytes of one collective in groups of one layout, never falling."""
+    """Seconds of a collective, for one layout of ranks, as a monotone function of its bytes."""
 
     num_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -74,8 +73,8 @@ def level_of(group: Group) -> str:
 
 
 def overlapped(kind: str) -> str:
-    """Return the kind of transfer in a profile that records the compute seconds lost beside a
-    collective.
+    """Return the name under which a profile records the seconds of compute that are lost while a
+    collective runs.
 
     >>> overlapped("all_gather")
     'all_gather beside compute'
@@ -84,7 +83,8 @@ def overlapped(kind: str) -> str:
 
 
 def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
-    """Return the curve through transfers of one collective and group, each of other bytes."""
+    """Return the curve through measured transfers of one collective and group, with different
+    bytes."""
     ordered = sorted(transfers, key=lambda each: each.num_bytes)
     seconds = pooled_adjacent(np.array([each.seconds for each in ordered]), np.ones(len(ordered)))
     return TransferCurve(
@@ -93,12 +93,11 @@ def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
 
 
 def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
-    """Return the points by which measured transfers of one level describe its link.
-
-    Messages between two ranks if there are any; else rings: an all-gather or reduce-scatter of S
-    bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after the other, an all-reduce
-    twice as many (Thakur et al., IJHPCA 19(1), 2005, section 4).
-    """
+    """Return points (messages, bytes, seconds) from measured transfers of one level, to fit the
+    level's link. The points are messages between two ranks if any were measured, else ring
+    collectives: an all-gather or reduce-scatter of S bytes among n ranks sends n − 1 messages and
+    S(n − 1)/n bytes one after the other, an all-reduce twice as many (Thakur et al., IJHPCA 19(1),
+    2005, section 4)."""
     listed = list(transfers)
     messages = [each for each in listed if each.kind == "p2p"]
     if messages:
@@ -114,9 +113,8 @@ def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
 
 def fit_link(points: Sequence[LinkPoint]) -> tuple[float, float]:
     """Fit (α seconds per message, β bytes per second) of a link with the least relative error.
-
-    Minimizes Σ ((messages·α + bytes/β) / seconds − 1)² over α ≥ 0, β > 0.
-    Raises ``ProfileError`` for fewer than two sizes.
+    Minimizes Σ ((messages·α + bytes/β) / seconds − 1)² over α ≥ 0, β > 0. Raises ``ProfileError``
+    for fewer than two sizes.
 
     >>> alpha, rate = fit_link([LinkPoint(1, 1e3, 2e-6), LinkPoint(1, 1e6, 1.001e-3)])
     >>> round(alpha * 1e6, 6), round(rate)

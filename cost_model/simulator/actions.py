@@ -140,9 +140,9 @@ class Schedule:
     stages. ``edges`` lead from stages to the stages that need them; None for a chain, in which each
     needs the stage before.
 
-    ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is
-    part ``s``. Stages of the same part are replicas: they hold the same weights, each takes
-    some of the micro-batches, and their gradients are summed before they step.
+    ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is part
+    ``s``. Stages of the same part are replicas: they hold the same weights, each takes some of the
+    micro-batches, and their gradients are summed before their weights are updated.
 
     ``slices`` are the lengths of the slices that every micro-batch's sequences are cut into,
     from the first position on; empty where sequences are whole. ``weights``: see
@@ -186,8 +186,7 @@ class Schedule:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if weights are updated while micro-batches are between their forward and
-        backward."""
+        """True if weights are updated while micro-batches are between forward and backward."""
         return self.weights != "flushed"
 
     @property
@@ -202,8 +201,7 @@ class Schedule:
         return self.parts[stage] if self.parts else stage
 
     def replicas(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that compute the same part of the model, in order, ``stage``
-        included."""
+        """Return the stages, in order, that compute the same part of the model as ``stage``."""
         if not self.parts:
             return (stage,)
         return tuple(s for s, part in enumerate(self.parts) if part == self.parts[stage])
@@ -216,8 +214,8 @@ class Schedule:
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
     """Return the version of its stage's weights that each compute action uses.
 
-    The table starts with version 0, and the stage's v-th STEP of this table makes version v. A
-    STEP applies the gradients since the last STEP to the newest version.
+    The table starts with version 0, and a stage's v-th STEP makes version v: it applies the
+    gradients since its last STEP to the newest version.
 
     ============= ========================================================================
     flushed       version 0: all compute comes before the only STEP
@@ -266,8 +264,8 @@ def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...
 
 
 def versions_held(schedule: Schedule, stage: int) -> int:
-    """Return the most versions of its weights that a stage holds at once: the newest, and older
-    ones still in use; 1 where updates overwrite the weights.
+    """Return the largest number of versions of its weights that a stage holds at once: the newest,
+    and older ones still in use; 1 if updates overwrite the weights.
 
     >>> table = parse_table("0F0 0F1 0B0 0REDUCE0 0STEP0 0F2 0B1 0REDUCE1 0STEP1 0B2")
     >>> versions_held(Schedule("example", 3, (0,), table, weights="stashed"), 0)
@@ -280,7 +278,7 @@ def versions_held(schedule: Schedule, stage: int) -> int:
 
 
 def _update_of(row: Row) -> dict[tuple[int, int], int]:
-    """Return the number of the STEP that applies the gradients of each (stage, micro-batch)."""
+    """Return for each (stage, micro-batch) the number of the STEP that applies its gradients."""
     found: dict[tuple[int, int], int] = {}
     count: dict[int, int] = {}
     for kind, stage, m, _ in row:

@@ -36,7 +36,8 @@ def bound_of(consistency: Consistency, staleness: int = 0) -> int | None:
 
 
 class Clocks:
-    """Numbers of pushes of each worker to one part of the weights, which say who may go on.
+    """Clocks of all workers: each worker's number of pushes to one part of the weights. They decide
+    which workers may begin their next iteration.
 
     >>> clocks = Clocks(range(2), bound=1)
     >>> clocks.may_begin(0), clocks.push(0), clocks.may_begin(0), clocks.push(0)
@@ -51,7 +52,7 @@ class Clocks:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Workers that have not left."""
+        """Numbers of the workers that have not left."""
         return tuple(self._clocks)
 
     def clock(self, worker: int) -> int:

@@ -27,8 +27,8 @@ LEAVES, LEFT, FLOWS, PASSES = 0, 1, 2, 3
 
 class Message(NamedTuple):
     """Message between pipeline ranks, identified by ``number`` and ``source``. ``place``: index of
-    its send in the sender's row; ``latency`` and ``occupied``: seconds on its way, and of a port.
-    """
+    its send in the sender's row; ``latency``: seconds until its first byte arrives; ``occupied``:
+    seconds for which it occupies a port alone."""
 
     sender: int
     receiver: int
@@ -40,7 +40,8 @@ class Message(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Arrived message: when sending began, when its last byte left, and when it arrived."""
+    """Arrived message, with the times at which its sending began, its last byte left and its last
+    byte arrived."""
 
     message: Message
     start_seconds: float
@@ -49,8 +50,8 @@ class Arrival(NamedTuple):
 
 
 class _Sending:
-    """Sending port of a rank: its messages in order by receiver, and for each receiver's first
-    message the seconds that it still takes to send, and when its sending began."""
+    """Sending port of a rank. By receiver: a queue of messages, and for its first message the
+    seconds of sending that are left and the time when its sending began."""
 
     def __init__(self, zero: float) -> None:
         self.queues: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -69,15 +70,15 @@ class _Sending:
 
 
 class _Receiving:
-    """Receiving port of a rank: the rate at which each message flows in, and the seconds of
-    messages that wait there."""
+    """Receiving port of a rank: the rate at which each message arrives, and the port's backlog,
+    that is, the seconds that it needs for data that has arrived but not passed."""
 
     def __init__(self, zero: float) -> None:
         self.rates: dict[int, float] = {}
         self.waiting = self.seen = self.zero = zero
 
     def run(self, now: float) -> float:
-        """Let messages pass until ``now``, and return the seconds of messages that still wait."""
+        """Advance the port to the time ``now``; return the seconds of its backlog."""
         if self.waiting or len(self.rates) > 1:  # one alone flows no faster than it passes
             more = (now - self.seen) * (sum(self.rates.values()) - 1)
             self.waiting = max(self.waiting + more, self.zero)
@@ -86,10 +87,9 @@ class _Receiving:
 
 
 class Ports:
-    """Ports of all ranks, and the messages that are on their way.
-
-    Messages may be given in any order, as long as none is ready before the last message that was
-    returned had left its sender, as holds if every rank goes on as far as it can each time.
+    """Ports of all ranks, and the messages that are on their way. Messages may be added in any
+    order, provided that none is ready before the last returned message left its sender. That holds
+    if every rank is advanced as far as possible before each ``next``.
 
     >>> ports = Ports(3, 0.0)
     >>> for receiver in (1, 2):
@@ -158,8 +158,8 @@ class Ports:
         self._share(now, port)
 
     def _share(self, now: float, port: _Sending) -> None:
-        """Tell receivers the new rates of a port's messages, and schedule when the next one is
-        sent."""
+        """Divide the port among its messages: tell the receivers the new rates, and schedule the
+        end of the next message."""
         port.version += 1
         left, queues = port.left, port.queues
         number = len(left)

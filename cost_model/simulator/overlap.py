@@ -17,14 +17,12 @@ from .timeline import Event, Stream
 
 @dataclass(slots=True)
 class Collectives:
-    """Collectives of parameters and gradients that a rank launched so far; the last ends at
-    ``busy_until``.
-
-    ``gathered[stage]``: times at which the buckets of the stage's parameters are there, in order;
-    ``reduced[stage]``: time at which all of its gradients are summed. ``lost_seconds``: further
-    time of compute beside collectives. ``slowed_share`` is the share of compute lost beside the
-    last launched collective.
-    """
+    """Collectives of parameters and gradients that a rank has launched so far; the last one ends at
+    ``busy_until``. ``gathered[stage]``: times at which the buckets of the stage's parameters are
+    gathered, in order; ``reduced[stage]``: time at which all its gradients are summed.
+    ``lost_seconds``: additional seconds of compute because of collectives that run at the same
+    time. ``slowed_share``: share of compute that is lost while the last launched collective
+    runs."""
 
     slowed_share: float
     busy_until: float
@@ -35,8 +33,7 @@ class Collectives:
     lost_seconds: float = 0
 
     def launch(self, action: Action, stream: Stream, ready: float, seconds: float) -> float:
-        """Put a collective on its stream when ``ready`` and the stream is free, and return its
-        end."""
+        """Start a collective when it is ``ready`` and its stream is free; return its end."""
         start = max(ready, self.free.get(stream, ready))
         end = start + seconds
         self.free[stream] = end
@@ -53,13 +50,15 @@ class Collectives:
         ]
 
     def _launched_buckets(self, stage: int, costs: StageCosts) -> Buckets:
-        """Return the buckets of a stage, and set the share of compute that is lost beside them."""
+        """Return the buckets of a stage, and set the share of compute that is lost while their
+        collectives run."""
         if costs.slowed_share:
             self.slowed_share = costs.slowed_share[stage]
         return _buckets(stage, costs)
 
     def finish(self, start: float, work: float) -> float:
-        """Return the end of ``work`` seconds of undisturbed compute that start at ``start``.
+        """Return the time at which compute ends that starts at ``start`` and takes ``work`` seconds
+        if no collective runs at the same time.
 
         >>> Collectives(0.5, busy_until=3.0).finish(1.0, 2.5)
         4.5
@@ -79,8 +78,9 @@ class Collectives:
     def first_forward(
         self, stage: int, costs: StageCosts, start: float, work: float
     ) -> tuple[float, float, float]:
-        """Time a forward of ``work`` seconds whose parts each wait for a gathered bucket of
-        parameters. Return its start, its end, and the seconds that it waited."""
+        """Compute the course of a forward of ``work`` seconds, of which each part waits for a
+        bucket of parameters to be gathered. Return its start, its end, and the seconds that it
+        waited."""
         ends = self.gathered[stage]
         shares = _buckets(stage, costs).forward
         began = now = max(start, ends[0])
@@ -93,8 +93,8 @@ class Collectives:
         return began, now, waited
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
-        """Return the end of a backward of ``work`` seconds whose parts each complete a bucket of
-        gradients."""
+        """Return the end of a backward of ``work`` seconds, of which each part completes a bucket
+        of gradients."""
         buckets = self._launched_buckets(stage, costs)
         seconds = costs.gradient_sync_seconds[stage]
         now = start

@@ -25,13 +25,15 @@ Process = Generator[tuple[Any, ...], None, None]
 
 @dataclass(frozen=True, slots=True)
 class ServerJob:
-    """Workers and parameter servers to simulate. Both name the rank whose network port they use.
+    """Workers and parameter servers to simulate. ``worker_ranks`` and ``server_ranks`` are the
+    ranks whose network ports they use.
 
     ``forward[w][b]`` and ``backward[w][b]`` are seconds of worker ``w`` in block ``b``, in its
     first forward and its last backward; ``between[w]`` its seconds of compute between the two.
-    ``block_bytes[b][k]`` are on server ``k``, which takes ``update_seconds[b][k]`` to apply one
-    push, or all of an iteration under bsp. ``replica[k]`` is the server to which ``k`` forwards
-    its pushes, None without replicas. ``bound``: see ``consistency.bound_of``.
+    ``block_bytes[b][k]`` bytes of block ``b`` are on server ``k``, which takes
+    ``update_seconds[b][k]`` to apply one push to them (under bsp, all pushes of an iteration).
+    ``replica[k]`` is the server to which ``k`` forwards its pushes, None without replicas.
+    ``bound``: see ``consistency.bound_of``.
     """
 
     worker_ranks: tuple[int, ...]
@@ -55,8 +57,8 @@ class ServerTimes:
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Return the iterations per second of all workers together, after the first quarter of the
-        time."""
+        """Return the iterations per second of all workers together, counted from the second quarter
+        of the time on."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
         done = sum(_done(times, end) - _done(times, begin) for times in self.finished)
@@ -64,8 +66,8 @@ class ServerTimes:
 
 
 def _done(times: Sequence[float], at: float) -> float:
-    """Return the iterations done at time ``at``, with the fraction of the running one; ``times``:
-    the ends of iterations."""
+    """Return the number of iterations done at time ``at``, the fraction of the running iteration
+    included; ``times``: ends of the iterations."""
     before = 0.0
     for index, time in enumerate(times):
         if time > at:
@@ -75,8 +77,8 @@ def _done(times: Sequence[float], at: float) -> float:
 
 
 def simulate_servers(job: ServerJob, iterations: int) -> ServerTimes:
-    """Simulate at least ``iterations`` of every worker; without a bound fast workers do more
-    meanwhile."""
+    """Simulate at least ``iterations`` per worker; with unbounded staleness fast workers do
+    more."""
     return _Simulation(job, iterations).run()
 
 
@@ -100,7 +102,7 @@ class _Simulation:
         self.finished: list[list[float]] = [[] for _ in workers]
 
     def _keys(self) -> list[tuple[int, int]]:
-        """Return the (block, server) pairs of the servers' shares of the weights."""
+        """Return the (block, server) pairs for which the server holds weights of the block."""
         sizes = self.job.block_bytes
         return [(b, k) for b, row in enumerate(sizes) for k, size in enumerate(row) if size]
 
@@ -150,8 +152,8 @@ class _Simulation:
             self._share()
 
     def _share(self) -> None:
-        """Set max-min fair rates of all transfers: the fullest port first gives each of its own as
-        much."""
+        """Set max-min fair rates of all transfers: port by port, the most crowded first, which
+        divides its rate equally among its transfers."""
         open_ = dict(self._transfers)
         rates = self.job.bytes_per_second
         left = {}
@@ -242,8 +244,8 @@ class _Simulation:
             self.acknowledged[worker][block, server] += 1
 
     def _apply(self, worker: int, block: int, server: int) -> Process:
-        """Apply a push to a server's weights, or under bsp all pushes of an iteration with the last
-        one."""
+        """Apply a push to a server's weights; under bsp, apply all pushes of an iteration when the
+        last arrives."""
         clocks = self.clocks[block, server]
         before = clocks.slowest
         is_alone = self.job.bound != 0

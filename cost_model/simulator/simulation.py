@@ -38,7 +38,8 @@ from .stage_costs import (
 from .timeline import Event, Exposed, Stream, Timeline
 
 NOTHING = -1
-"""Number for no message. Smaller numbers stand for a part's gradient sum over its replicas."""
+"""Number that means "no message". Smaller numbers stand for waiting until all replicas of a part
+can sum gradients."""
 
 NEEDS_MESSAGE = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
 """Kinds of compute actions that wait for a message, if the neighbouring stage is on another
@@ -46,8 +47,8 @@ rank."""
 
 
 class SimulatedRank:
-    """State of one pipeline rank: its place ``at`` in its row, its clock, seconds and bytes so
-    far."""
+    """State of one pipeline rank: the index ``at`` of its next action in its row of the schedule,
+    its clock, and its seconds and bytes so far."""
 
     def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
         self.row = row
@@ -78,8 +79,8 @@ class SimulatedRank:
 
 
 class Simulation:
-    """State of one simulation of a schedule. A message has the number of the compute action that
-    needs it."""
+    """State of one simulation of a schedule. A message is identified by the number of the compute
+    action that needs it."""
 
     def __init__(
         self,
@@ -132,14 +133,15 @@ class Simulation:
         return max(rank.ended for rank in self.ranks)
 
     def step_and_bubble(self) -> tuple[float, float]:
-        """Return the seconds of the step, and the share of it in which ranks wait."""
+        """Return the seconds of the training step, and the share of all ranks' time in it that they
+        wait."""
         step, number = self.step_seconds(), len(self.ranks)
         busy = sum(rank.busy for rank in self.ranks)
         return step, 1 - busy / (step * number) if step else self.zero
 
     def _run(self) -> None:
-        """Advance every rank as far as it can, then deliver one message, until no message is
-        left."""
+        """Repeatedly advance every rank as far as possible and deliver one message, until no
+        message is left."""
         ranks, waiting, advance, arrive = self.ranks, self.waiting, self._advance, self._arrive
         for rank in ranks:
             self._begin(rank)
@@ -159,7 +161,8 @@ class Simulation:
             raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
 
     def _begin(self, rank: SimulatedRank) -> None:
-        """Gather the parameters of a rank's stages, before all else or beside its compute."""
+        """Launch the gathering of parameters of a rank's stages: before all actions, or at the same
+        time as its compute."""
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
@@ -181,8 +184,8 @@ class Simulation:
             }
 
     def _advance(self, rank: SimulatedRank) -> int:
-        """Advance a rank until its row ends or it waits; return the number of the message it waits
-        for."""
+        """Advance a rank until its row of actions ends or it must wait; return the number of the
+        message that it waits for."""
         row, at, length = rank.row, rank.at, len(rank.row)
         num_microbatches, num_slices = self.schedule.num_microbatches, self.num_slices
         posted, arrived = self.posted, self.arrived
@@ -247,8 +250,8 @@ class Simulation:
                 rank.call(line.send_call)
 
     def _transfer(self, line: Line, number: int, ready: float, place: int) -> None:
-        """Hand a message, whose send and receive are posted, to the ports, or let it arrive at
-        once."""
+        """Give a message to the ports, once its send and its receive are posted; if messages take
+        no time, record its arrival at once."""
         occupied = line.occupied
         if self.shares:
             occupied = occupied * self.shares[SEND_FORWARD][number // 2 % self.num_slices]
@@ -261,8 +264,8 @@ class Simulation:
             self._arrive(Arrival(message, ready, ready, ready))
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Record a message's arrival, and wake its receiver if it is the last that the compute
-        needs."""
+        """Record a message's arrival; wake its receiver if it is the last message that the compute
+        action needs."""
         message, start, _, end = arrival
         number = message.number
         if self.records:
@@ -286,8 +289,8 @@ class Simulation:
         self.ranks[message.sender].events.append(Event(action, start, left, stream, stage))
 
     def _is_last(self, number: int, start: float, end: float) -> bool:
-        """Return true once all messages for compute action ``number`` have come, and keep the
-        latest end."""
+        """Record an arrival; return true if it is the last message for compute action ``number``,
+        and keep the latest end."""
         stage = number // 2 // self.num_slices // self.schedule.num_microbatches
         needed = len(self.lines[number & 1][stage])
         if needed > 1:
@@ -338,7 +341,8 @@ class Simulation:
                 rank.memory.append((end, rank.held))
 
     def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
-        """Add to the timeline the gathers and sums of states beside a forward or backward."""
+        """Add to the timeline the gathers of parameters and sums of gradients that run during a
+        forward or backward."""
         kind, stage, m, part = action
         forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
         if kind == FORWARD and forward and forward[stage]:
@@ -353,8 +357,8 @@ class Simulation:
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
     ) -> tuple[float, float]:
-        """Return the start and end of ``work`` seconds of compute that collectives may slow
-        down."""
+        """Return the start and end of a forward or backward with ``work`` seconds of compute, which
+        collectives at the same time may slow down."""
         arrived = start
         if action not in rank.beside:
             end = beside.finish(start, work)
@@ -371,8 +375,8 @@ class Simulation:
         return bool(seconds) and seconds[stage] > 0
 
     def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
-        """Sum the gradients of a stage's replicas once all have come; return false before. Replicas
-        that came first wait; the last wakes them."""
+        """Sum the gradients of a stage's replicas when all have reached this action; return false
+        before. Earlier replicas wait until the last one wakes them."""
         come = self.at_sum.setdefault(self.schedule.part(stage), {})
         come.setdefault(stage, rank.clock)
         if len(come) < len(self.schedule.replicas(stage)):
@@ -388,7 +392,7 @@ class Simulation:
         return True
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
-        """Sum the stage's gradients, unless the sum began beside the last backward."""
+        """Sum the stage's gradients, unless the sum has begun during the last backward."""
         if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock

@@ -36,9 +36,9 @@ def simulate(
     *,
     replicas: Sequence[int] = (),
 ) -> Timeline:
-    """Simulate a step of the schedule. Raises ValueError if it deadlocks or does not fit the costs.
-
-    ``replicas``: number of devices that each pipeline rank stands for, one by default.
+    """Simulate a training step of the schedule. Raises ValueError if the schedule deadlocks or does
+    not fit the costs. ``replicas``: number of devices that each pipeline rank stands for, one by
+    default.
 
     >>> from autoparallel.cost_model.simulator.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -53,14 +53,15 @@ def simulate(
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """Return the step time of ``simulate(…)`` in seconds, without making the timeline."""
+    """Return the seconds of the training step that ``simulate(…)`` finds, without making the
+    timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
-    """Return the step time in seconds and the bubble fraction of ``simulate(…)``, without the
-    timeline."""
+    """Return the seconds of the training step and the bubble fraction, without making the timeline
+    of ``simulate``."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_and_bubble()
 

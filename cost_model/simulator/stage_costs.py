@@ -26,13 +26,14 @@ from .actions import (
 OF_EDGES = ("send_", "receive_")
 """Prefixes of the fields of ``StageCosts`` that have one entry per edge between stages."""
 OF_SLICES = ("slice_", "edges")
-"""Prefixes of the fields of ``StageCosts`` that have no entry per stage or edge."""
+"""Prefixes of the fields of ``StageCosts`` whose entries belong neither to stages nor to edges."""
 
 
 class Buckets(NamedTuple):
-    """Shares of the buckets in which a stage's parameters are gathered and its gradients summed.
-    Each tuple has one share per bucket, in the order of the forward, and adds up to 1: of the
-    forward's compute, of the time to gather, of the backward's compute, of the time to sum."""
+    """Buckets in which a stage's parameters are gathered and its gradients summed. Each tuple has
+    one share per bucket, in the order of the forward, and adds up to 1. The tuples are shares of
+    the forward's compute, of the time to gather, of the backward's compute, and of the time to
+    sum."""
 
     forward: tuple[float, ...]
     gathered: tuple[float, ...]
@@ -52,32 +53,31 @@ ONE_BUCKET = Buckets((1,), (1,), (1,), (1,))
 class StageCosts:
     """Seconds and bytes by stage, one entry per stage. Fields that are left empty are zero.
 
-    ``forward_seconds``, ``backward_seconds``: one micro-batch, with the collectives inside,
-    which ``forward_communication_seconds`` and ``backward_communication_seconds`` give again.
-    ``send_seconds[s]``: one micro-batch's message from stage s to s+1, and the same backwards
-    unless ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than
-    there are stages. With ``edges`` between stages they have one entry per edge.
-    ``send_latency_seconds``: the part of them in which a message is on its way without keeping
-    its ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``:
-    the time of a rank itself to send such a message and to post its receive; a message is on its
-    way from the beginning of the call. All three are for both directions.
-    ``forward_states_seconds``, ``backward_states_seconds``: collectives of states that run beside a
-    micro-batch's compute, whose passes have the time that they add; for the timeline.
-    ``gather_seconds``: gathering sharded parameters, once per step, for the first forward.
-    ``gradient_sync_seconds``: summing gradients, once per step, after the last backward. Where
-    the ``slowed_share`` is below 1, both run beside that forward and that backward in ``buckets``
-    (one where this is empty): a part of the parameters is there before its part of the forward,
-    and a part of the gradients is summed after its part of the backward. While one of them runs,
-    that share of the rank's compute is lost: 0 where they do not disturb each other. With 1, the
-    default, they stop their rank.
-    ``step_seconds``: the optimizer, once.
+    ``forward_seconds``, ``backward_seconds``: of one micro-batch, including the collectives inside,
+    whose seconds ``forward_communication_seconds`` and ``backward_communication_seconds`` also
+    give. ``send_seconds[s]``: one micro-batch's message from stage s to s+1, and the same backwards
+    unless ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than there
+    are stages. With ``edges`` between stages they have one entry per edge.
+    ``send_latency_seconds``: the part of them in which a message is on its way without keeping its
+    ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``: the
+    time of a rank itself to send such a message and to post its receive; a message is on its way
+    from the beginning of the call. All three are for both directions. ``forward_states_seconds``,
+    ``backward_states_seconds``: collectives of parameters and gradients that run during a
+    micro-batch's compute, for the timeline only (``forward_seconds`` and ``backward_seconds``
+    include the time that they add). ``gather_seconds``: gathering sharded parameters, once per
+    step, for the first forward. ``gradient_sync_seconds``: summing gradients, once per step, after
+    the last backward. Where the ``slowed_share`` is below 1, both run beside that forward and that
+    backward in ``buckets`` (one where this is empty): a part of the parameters is there before its
+    part of the forward, and a part of the gradients is summed after its part of the backward. While
+    one of them runs, that share of the rank's compute is lost: 0 where they do not disturb each
+    other. With 1, the default, they stop their rank. ``step_seconds``: the optimizer, once.
     ``activation_bytes``: kept of one micro-batch until its backward, on the worst rank.
-    ``static_bytes``: held throughout. ``weight_backward_seconds``: the part of the
-    backward that a split schedule may delay, half of it by default.
-    ``slice_forward_shares``, ``slice_backward_shares``: of a micro-batch in slices, the part of
-    its time that each slice takes, in every stage; by default its share of the length.
-    ``replica_sum_seconds``: summing a stage's gradients with those of its replicas in other
-    pipeline ranks, once, where the schedule has replicas.
+    ``static_bytes``: held throughout. ``weight_backward_seconds``: the part of the backward that a
+    split schedule may delay, half of it by default. ``slice_forward_shares``,
+    ``slice_backward_shares``: of a micro-batch in slices, the part of its time that each slice
+    takes, in every stage; by default its share of the length. ``replica_sum_seconds``: summing a
+    stage's gradients with those of its replicas in other pipeline ranks, once, where the schedule
+    has replicas.
     """
 
     forward_seconds: Sequence[float]
@@ -122,8 +122,8 @@ class StageCosts:
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
-    """Return the costs per stage of a schedule with replicas, from the costs of the parts they
-    compute."""
+    """Return the costs per stage of a schedule with replicas, given the costs per part of the
+    model: replicas of a part have its costs."""
     if not schedule.parts:
         return costs
     if costs.edges is not None:
@@ -143,8 +143,8 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
 
 class Line(NamedTuple):
     """Connection for messages from stage ``source`` to stage ``target`` of another rank. Seconds of
-    one message: ``latency`` until its first byte arrives, ``occupied`` of a port, and of the calls
-    at both ends."""
+    one message: ``latency``, until its first byte arrives; ``occupied``, for which it occupies a
+    port; and the calls to send and to receive."""
 
     source: int
     target: int
@@ -157,11 +157,12 @@ class Line(NamedTuple):
 
 
 Lines = Sequence[Sequence[Sequence[Line]]]
-"""Connections for messages of forwards, then of backwards, each by stage."""
+"""Connections for messages of forwards (index 0) and of backwards (1): a list for each stage."""
 
 
 def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
-    """Return the connections into each stage and out of each stage, by the other stage's number."""
+    """Return the connections over which each stage receives, and those over which it sends, sorted
+    by the number of the other stage."""
     edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
     none = (0 * costs.forward_seconds[0],) * len(edges)
     latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
@@ -183,8 +184,8 @@ def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
 
 
 def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return each sequence slice's share of a micro-batch's seconds, by kind of action; empty where
-    sequences are whole. A slice's message occupies its ports by its length."""
+    """Return each sequence slice's share of a micro-batch's seconds, by kind of action; empty if
+    sequences are whole. The share of a slice's message is that of its length."""
     if not schedule.slices:
         return {}
     length = sum(schedule.slices)
@@ -203,8 +204,8 @@ def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[fl
 
 
 def part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
-    """Return the bytes of slice number ``part``, in proportion to its length; all slices add up to
-    the whole."""
+    """Return the share of ``num_bytes`` that belongs to slice number ``part``, in proportion to its
+    length; the shares add up exactly."""
     length, before = sum(slices), sum(slices[:part])
     return num_bytes * (before + slices[part]) // length - num_bytes * before // length
 
@@ -222,8 +223,8 @@ def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
 
 
 def inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds of collectives inside compute actions, by kind and stage; empty if
-    none."""
+    """Return the seconds of collectives inside compute actions, by kind and stage; empty if none
+    are known."""
     if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
         return {}
     none = (0.0,) * len(costs.forward_seconds)

@@ -18,12 +18,10 @@ NO_STAGE = -1
 
 
 class Event(NamedTuple):
-    """Action on a stream of its rank, with its start and end.
-
-    A message is one event, on a sending stream of its sender, ``to`` a stage. A collective is
-    one event per bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``.
-    A forward that waits for parameters within is one event, its wait included.
-    """
+    """Execution of an action on a stream of its rank, with its start and end. A message is one
+    event, on a sending stream of its sender; ``to`` is the receiving stage. A collective is one
+    event per bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``. A
+    forward that waits for parameters within is one event, its wait included."""
 
     action: Action
     start_seconds: float
@@ -33,12 +31,10 @@ class Event(NamedTuple):
 
 
 class Exposed(NamedTuple):
-    """Seconds of a step in which a rank communicates, or waits for it, and does not compute.
-
-    ``inside``: collectives within forwards and backwards (tensor parallelism, ZeRO 3);
-    ``messages``: waiting for a message of another stage that is on its way; ``gradient_sync``
-    and ``gather``: waiting for gradients to be summed and for parameters.
-    """
+    """Seconds of a step in which a rank communicates, or waits for communication, and does not
+    compute. ``inside``: collectives within forwards and backwards (tensor parallelism, ZeRO 3);
+    ``messages``: waiting for a message of another stage that is on its way; ``gradient_sync`` and
+    ``gather``: waiting for gradients to be summed and for parameters."""
 
     inside: float = 0.0
     messages: float = 0.0
@@ -50,12 +46,12 @@ class Exposed(NamedTuple):
 class Timeline:
     """Simulated training step; tuples have one entry per pipeline rank.
 
-    ``bubble_fraction``: the share of the step, over all ranks, in which they neither compute
-    nor step nor take part in a collective. ``exposed``: communication that no compute hides.
-    ``slowdown_seconds``: further time of compute for the collectives beside it.
-    ``peak_activation_bytes``: the most that micro-batches in flight hold at once;
-    ``peak_memory_bytes`` adds static memory. ``memory_bytes``: the held bytes whenever they
-    change, as (second, bytes). ``replicas``: the devices that each rank stands for.
+    ``bubble_fraction``: the share of the step, averaged over ranks, in which a rank neither
+    computes nor runs the optimizer nor takes part in a collective. ``exposed``: communication that
+    no compute hides. ``slowdown_seconds``: additional time of compute because of collectives at the
+    same time. ``peak_activation_bytes``: the most bytes that micro-batches in flight hold at once;
+    ``peak_memory_bytes`` adds static memory. ``memory_bytes``: the held bytes whenever they change,
+    as (second, bytes). ``replicas``: the devices that each rank stands for.
     """
 
     step_seconds: float
@@ -75,8 +71,9 @@ class Timeline:
 
     @property
     def longest_span_seconds(self) -> float:
-        """Longest seconds of a rank from the start of its first action to the end of its last.
-        Zero-bubble papers measure a step so: a rank may begin the next step without the others."""
+        """Largest number of seconds that a rank takes from the start of its first action to the end
+        of its last. Zero-bubble papers measure a step so: a rank may begin the next step without
+        the others."""
         rows = [[each for each in events if each.stream == "compute"] for events in self.events]
         return max(row[-1].end_seconds - row[0].start_seconds for row in rows if row)
 

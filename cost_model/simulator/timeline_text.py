@@ -29,8 +29,8 @@ GLYPHS = {"F": "F", "B": "B", "I": "B", "W": "W", "STEP": "s", "REDUCE": "r", "G
 
 
 def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
-    """Draw a timeline as a line of ``width`` characters per rank, at most ``limit`` ranks: the
-    first and last.
+    """Draw a timeline as a line of ``width`` characters per rank, of at most ``limit`` ranks: if
+    there are more, of the first and the last ones.
 
     >>> from .actions import Schedule, parse_table
     >>> from .simulator import StageCosts, simulate
@@ -128,7 +128,7 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[s
 
 
 def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return the text of each slot of time, for each rank."""
+    """Return for each rank the texts of its slots of time."""
     events = [
         [e for e in row if e.action.kind in COMPUTE and e.end_seconds > e.start_seconds]
         for row in timeline.events

@@ -27,7 +27,7 @@ NAMES = {
     "REDUCE": "sum gradients",
     "STEP": "optimizer",
 }
-"""Category in a Chrome trace of each kind of action."""
+"""Category that an event of each kind of action has in a Chrome trace."""
 
 MICROSECONDS = 1e6
 
@@ -60,8 +60,9 @@ def timeline_events(
     drawn: Container[int] | None = None,
 ) -> Iterator[TraceEvent]:
     """Yield the slices, arrows and memory counters of a timeline as trace events. ``processes``:
-    process number of each rank; ``begins_seconds``: start in the trace; ``name`` tells its arrows
-    from other timelines' in one trace. Only ranks in ``drawn`` get slices and memory."""
+    process number of each rank; ``begins_seconds``: start in the trace; ``name``: prefix that keeps
+    its arrows apart from those of other timelines in the trace. Only ranks in ``drawn`` get slices
+    and memory."""
     takers = _takers(timeline)
     for rank, own in enumerate(timeline.events):
         is_drawn = drawn is None or rank in drawn
@@ -120,7 +121,7 @@ def _slice(rank: int, event: Event) -> TraceEvent:
 
 
 Takers = dict[Action, tuple[int, Event]]
-"""Rank and event of the compute that needs a message, by the message's receive action."""
+"""Maps the receive action of a message to the compute that needs it, as (rank, event)."""
 
 
 def _takers(timeline: Timeline) -> Takers:

@@ -29,19 +29,20 @@ from ..ops.eight_bits import eight_bit_linear
 aten = torch.ops.aten
 
 OF_WEIGHTS = "of weights alone"
-"""Key in ``meta`` of nodes computed from weights alone, whose gradients are computed last."""
+"""Key in the ``meta`` of fx nodes that marks nodes computed from weights alone; their gradients are
+computed last."""
 
 FEWEST_OPS = 2
-"""Fewest kernels of ops that are compiled together: a single kernel leaves nothing to fuse."""
+"""Least number of kernels in a compiled run: with a single kernel there is nothing to fuse."""
 
 _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive ops of a block's graph that are compiled together. Equal ones have equal
-    ``text``. ``module`` takes the tensors that the ops read and returns a tuple of the tensors that
-    others read."""
+    """Run: consecutive ops of a block's graph that are compiled together. Equal runs have equal
+    ``text``. ``module`` takes the tensors that the run reads from outside and returns a tuple of
+    the results that ops outside of the run read."""
 
     module: fx.GraphModule
     text: str
@@ -50,9 +51,9 @@ class Run:
 def compile_runs(
     module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
 ) -> None:
-    """Replace each sequence of plain ops in a block's graph by a call of ``compiled(run)``, in
-    place. ``in_parts``: the backward recomputes the block except its matrix products, which are
-    kept."""
+    """Replace each ``Run`` of ops in a block's graph by a call of the function ``compiled(run)``,
+    in place. ``in_parts``: the backward recomputes the block except for its matrix products, whose
+    results are kept."""
     for nodes in list(_runs(module.graph, in_parts=in_parts)):
         _replace(module.graph, nodes, compiled)
     module.graph.lint()
@@ -87,7 +88,7 @@ def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Return whether a node takes one of several results of an op."""
+    """Return whether a node selects one of several results of an op (``getitem``)."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -46,8 +46,8 @@ COSTLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Hollow:
-    """Shape, dtype and device of a tensor that is not recomputed, from which a substitute is
-    made."""
+    """Shape, dtype and device of a tensor that is not recomputed. The repetition of the forward
+    gets a substitute without storage for it: one element, expanded to the shape."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -66,9 +66,9 @@ class _Hollow:
 
 @dataclass
 class Recomputing:
-    """State of a recomputed block: whether it is in its forward or in the repetition in the
-    backward, and the values kept between. ``keeps_costly``: results of costly kernels are kept
-    ("selective")."""
+    """State of a recomputed block: whether it runs its forward or the repetition of the forward
+    during the backward, and the values kept from one to the other. ``keeps_costly``: results of
+    costly kernels are kept ("selective")."""
 
     keeps_costly: bool
     memory: deque[Any] | None = None
@@ -82,8 +82,8 @@ class Recomputing:
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
-        """Make the ops that ``replayed`` marked in a block's graph follow this state when called,
-        in place."""
+        """Replace, in place, the ops of a block's graph that ``passes.backward.replayed`` has
+        marked by callables that act according to their marks and this state."""
         for node in graph.graph.nodes:
             how = node.meta.get(MARK)
             if how is None or isinstance(node.target, _MarkedOp):
@@ -94,8 +94,8 @@ class Recomputing:
 
 
 class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode of a block's forward or repetition: it keeps, or returns, costly kernels'
-    results."""
+    """Dispatch mode for a block's forward or its repetition: in the forward it keeps the results of
+    costly kernels, in the repetition it returns them instead of executing the kernels."""
 
     def __init__(self, block: Recomputing, memory: deque[Any], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def kept(self) -> Iterator[Tensor]:
-        """Tensors that are kept from the forward for the repetition."""
+        """Yield the tensors that are kept from the forward for its repetition in the backward."""
         return _tensors(self._memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,8 +136,8 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 
 
 def _remembered(results: Any, *, hollow: bool) -> Any:
-    """Return a kernel's results without autograd history; with ``hollow`` only their shapes and
-    dtypes."""
+    """Return a kernel's results without autograd history; with ``hollow``, a ``_Hollow`` (shape,
+    dtype, device) for each tensor instead."""
     if isinstance(results, tuple | list):
         return tuple(_remembered(each, hollow=hollow) for each in results)
     if not isinstance(results, Tensor):
@@ -153,8 +153,8 @@ def _given_back(remembered: Any) -> Any:
 
 @dataclass(eq=False)
 class _MarkedOp(ABC):
-    """Op of a block's graph with a mark of ``replayed``; outside of a recomputed block it is just
-    called."""
+    """Callable in place of an op that ``passes.backward.replayed`` has marked. In a recomputed
+    block it acts according to the mark; otherwise it just calls the op."""
 
     block: Recomputing
     called: Callable[..., Any]
@@ -171,7 +171,8 @@ class _MarkedOp(ABC):
 
     @abstractmethod
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        """Execute the op in a recomputed block, in its forward or in the repetition."""
+        """Execute the op in a recomputed block. ``memory`` holds the values that the forward keeps
+        for its repetition."""
 
 
 class _Kept(_MarkedOp):

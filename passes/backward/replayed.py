@@ -18,19 +18,22 @@ from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"
 KEPT, SPARED, PRODUCT, AGAIN = "kept", "spared", "product", "again"
-"""Marks of an op for recomputation: its result is kept; it is not run again; of a product only the
-tensors that autograd keeps are recomputed; it is run again, and nothing inside it is kept."""
+"""Marks that say what recomputation does with an op. KEPT: its result is kept. SPARED: it is not
+executed again. PRODUCT: of a matrix product, only the tensors that autograd saves are recomputed.
+AGAIN: it is executed again as a whole, and no result inside it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Marker of a block's ops for recomputation ``mode``, according to the planner's ``replay``."""
+    """Function object that marks a block's ops for recomputation in ``mode``, according to the
+    planner's analysis ``replay``."""
 
     mode: Recompute
     replay: Replay
 
     def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
-        """Mark the nodes of an op for recomputation: its call, and the scaling of its result."""
+        """Mark the fx nodes ``results`` that implement the op ``node`` for recomputation: its call,
+        and the scaling of its result, if any."""
         how = self._mark(node)
         if how is None:
             return
@@ -39,9 +42,9 @@ class Replayed:
         results[-1 if how == KEPT else 0].meta[MARK] = how
 
     def _mark(self, node: Node) -> str | None:
-        """Return the mark for an op's recomputation. None: it is repeated as a whole, or its costly
-        kernels' results are kept. An op marked ``AGAIN`` may have such kernels inside, as a layer
-        of experts has."""
+        """Return the mark for an op's recomputation; None if the op is executed again without a
+        mark. In mode "selective" ``Context`` then keeps the results of its costly kernels. An op
+        marked ``AGAIN`` may contain costly kernels, as a layer of experts does."""
         if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN

@@ -32,13 +32,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SplitOp:
-    """Op with weights, and the two halves of its backward.
-
-    ``data`` and ``weights`` are positions among its arguments; ``rest`` below are all the
-    arguments, with None for these. ``of_data(gradient, weight, data, rest)`` returns the gradient
-    of the data; ``of_weights(gradient, data, shapes, rest)`` one gradient per weight, in order,
-    where ``shapes`` has None for an absent weight.
-    """
+    """Op with weights whose backward is split in two functions: for the gradient of the data and
+    for the gradients of the weights. ``data`` and ``weights`` are the positions of data and weights
+    among the op's arguments. ``of_data(gradient, weight, data, rest)`` returns the gradient of the
+    data; ``of_weights(gradient, data, shapes, rest)`` returns one gradient per weight, in order.
+    ``shapes`` has the weights' shapes, None for an absent weight; ``rest`` has all arguments, with
+    None in place of data and weights."""
 
     data: int
     weights: tuple[int, ...]
@@ -47,7 +46,7 @@ class SplitOp:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Flatten all dimensions of a tensor but the last."""
+    """Return the tensor as a matrix: all dimensions but the last are flattened into one."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -144,7 +143,7 @@ HALVES: dict[Any, SplitOp] = {
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
 }
-"""Ops that defer their weight gradients, with the halves of their backward."""
+"""Ops whose weight gradients can be deferred, each with the two functions of its split backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +160,16 @@ class _Deferred:
 
 
 class WeightGradients:
-    """Store of the deferred weight gradients of a stage, by micro-batch."""
+    """Deferred weight gradients of a stage, by micro-batch: the tensors from which they are
+    computed later."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Deferred]] = {}
         self._collected: list[_Deferred] = []
 
     def add(self, deferred: _Deferred) -> None:
-        """Add a deferred op, called in a backward, to the current micro-batch of ``collecting``."""
+        """Store the deferred weight gradients of an op, called in its backward, for the micro-batch
+        that ``collecting`` has set."""
         self._collected.append(deferred)
 
     @contextmanager
@@ -184,8 +185,9 @@ class WeightGradients:
     def run(
         self, microbatch: int, after_block: Callable[[set[int]], None] = lambda remaining: None
     ) -> None:
-        """Compute the micro-batch's deferred gradients, and free the kept tensors. ``after_block``
-        is called after each block, with the positions of the blocks that remain."""
+        """Compute the deferred weight gradients of a micro-batch, and free the tensors kept for
+        them. ``after_block`` is called after each block, with the positions of the blocks still to
+        be done."""
         waiting = self._waiting.pop(microbatch, [])
         waiting.reverse()
         while waiting:
@@ -200,7 +202,7 @@ class WeightGradients:
             after_block({deferred.block for deferred in waiting})
 
     def clear(self) -> None:
-        """Discard all deferred gradients at the start of a step."""
+        """Discard all deferred gradients; called at the start of a training step."""
         self._waiting.clear()
 
 
@@ -218,8 +220,9 @@ def _weight_gradients(deferred: _Deferred) -> list[tuple[GradientEdge, Tensor]]:
 
 
 class _Putting(torch.autograd.Function):
-    """Autograd function of an op whose backward computes the gradient of its data and defers the
-    rest. ``anchor`` makes the backward run even if the data needs no gradient."""
+    """Autograd function of a ``SplitOp`` whose backward computes the gradient of the data and
+    defers the gradients of the weights. The input ``anchor`` requires a gradient, so that the
+    backward runs even if the data needs none."""
 
     @staticmethod
     def forward(
@@ -282,9 +285,9 @@ def _edge(weight: Tensor | None) -> GradientEdge | None:
 def defer(
     module: fx.GraphModule, store: WeightGradients, block: int, shared: frozenset[str]
 ) -> frozenset[str]:
-    """Make the ops of a block's graph defer their weight gradients, in place. ``shared`` are the
-    inputs that are parameters, by the name of their placeholder. Returns the attributes (and
-    placeholders) of the parameters with deferred gradients."""
+    """Make the ops of a block's graph defer their weight gradients, in place. ``shared`` has the
+    names of the placeholders through which the block takes parameters as inputs. Returns the
+    attribute (or placeholder) names of the parameters with deferred gradients."""
     made_of: dict[fx.Node, frozenset[str]] = {}
     late: set[str] = set()
     parameters = dict(module.named_parameters())
@@ -309,8 +312,8 @@ def _sources(
     parameters: Any,
     shared: frozenset[str],
 ) -> frozenset[str]:
-    """Return the parameters from which alone a node is computed; empty if it reads anything
-    else."""
+    """Return the names of the parameters that a node is computed from; empty if it also depends on
+    other values."""
     if node.op == "get_attr":
         return frozenset({str(node.target)} & set(parameters))
     if node.op == "placeholder":
@@ -326,7 +329,8 @@ def _given(node: fx.Node, position: int) -> bool:
 
 
 def _fits(node: fx.Node, halves: SplitOp, made_of: dict[fx.Node, frozenset[str]]) -> bool:
-    """Return whether the op's weights are computed from parameters alone and its data is not."""
+    """Return whether the op's weight gradients can be deferred: its weights are computed from
+    parameters alone, and its data is not."""
     weights = [node.args[p] for p in halves.weights if _given(node, p)]
     data = node.args[halves.data]
     return (

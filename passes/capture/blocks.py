@@ -21,12 +21,13 @@ from .branches import before_join, branches_apart
 from .cut import cut_points
 
 Layer = tuple[str, int]
-"""Numbered module of a model: the path of its list, and its number."""
+"""Numbered module of a model: the path of its module list, and its number in the list."""
 
 
 @dataclass
 class _Part:
-    """Block under construction. ``layer`` is None for ops before, between and after layers."""
+    """Sequence of ops that becomes a block. ``layer`` is the repeated layer that it computes; None
+    for ops before, between and after layers."""
 
     layer: Layer | None
     nodes: list[Node]
@@ -44,8 +45,9 @@ def find_blocks(graph: Graph) -> Blocks:
 
 
 def blocks_like(graph: Graph, planned: Blocks) -> Blocks | None:
-    """Cut a graph of the same model into blocks with the parameters of the ``planned`` blocks.
-    Returns None if its ops do not use them in that order, or are too few."""
+    """Cut another graph of the same model into blocks that own the same parameters as the
+    ``planned`` blocks. Returns None if its ops use the parameters in another order, or if there are
+    too few ops."""
     owner = {name: at for at, block in enumerate(planned.blocks) for name in block.parameters}
     ops = [node for node in graph.nodes if node.kind == "op"]
     parts: list[_Part] = [_Part(None, [])]
@@ -95,7 +97,8 @@ def _find_layers(graph: Graph, ops: Sequence[Node]) -> dict[str, Layer]:
 
 
 def _outline(graph: Graph, nodes: Sequence[Node]) -> tuple[object, ...]:
-    """Return a key of ops and shapes that equal layers of one list share, whatever their inputs."""
+    """Return a key made of the ops and shapes of a layer's nodes: equal for equal layers of one
+    module list, whatever their inputs are."""
     own = tuple(graph[name].spec.shape for name in _parameters(graph, nodes, set()))
     return own, tuple((n.op, tuple(spec.shape for spec in n.outputs)) for n in nodes)
 
@@ -105,8 +108,8 @@ def _has_parameters(graph: Graph, nodes: Iterable[Node]) -> bool:
 
 
 def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer]) -> list[_Part]:
-    """Return the layers, and the ops around them, in order of execution; few ops between two layers
-    join a neighbour."""
+    """Cut the ops into layers and the ops around them, in order of execution. If there are only few
+    ops between two layers, they are added to one of the two."""
     runs: list[_Part] = []
     for node in ops:
         layer = layers.get(node.name)
@@ -121,7 +124,7 @@ def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer])
 
 
 def _reunited(runs: list[_Part]) -> list[_Part]:
-    """Join the parts of a layer that other ops interrupt, together with these ops."""
+    """Join parts of one layer, and the other ops between these parts, into one part."""
     last = {run.layer: i for i, run in enumerate(runs) if run.layer is not None}
     parts: list[_Part] = []
     position = 0
@@ -140,8 +143,8 @@ def _reunited(runs: list[_Part]) -> list[_Part]:
 
 
 def _joined(graph: Graph, runs: list[_Part], forward: bool) -> list[_Part]:
-    """Join ops between layers that use no parameters to the layer before, or with ``forward`` after
-    them."""
+    """Add ops between layers that use no parameters to the layer before them; with ``forward``, to
+    the layer after them."""
     parts: list[_Part] = []
     pending: list[Node] = []
     between: list[Node] = []
@@ -160,8 +163,8 @@ def _joined(graph: Graph, runs: list[_Part], forward: bool) -> list[_Part]:
 
 
 def _tail_joined(graph: Graph, parts: list[_Part], between: list[Node]) -> list[_Part]:
-    """Move the ops that follow every layer into the last layer, too. ``between``: the ops between
-    layers."""
+    """Move ops that follow the last layer into it if the same ops follow every other layer.
+    ``between``: the ops between two layers."""
     if not between or len(parts) < 2 or parts[-1].layer is not None:
         return parts
     head = parts[-1].nodes
@@ -180,8 +183,7 @@ def _cut_parts(graph: Graph, ops: Sequence[Node]) -> list[_Part]:
 
 
 def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Move ops that read only inputs and that only the last part uses (loss targets) into the last
-    part."""
+    """Move ops on inputs alone that only the last part uses (loss targets) into the last part."""
     if len(parts) < 2:
         return parts
     position = {node.name: i for i, part in enumerate(parts) for node in part.nodes}
@@ -199,7 +201,8 @@ def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Cut the parts between and after layers into the branches of the model that they belong to."""
+    """Split the ops between and after layers by the branches of the model (such as two towers) that
+    they belong to."""
     if len(parts) < 3:
         return parts
     found = parts[:1]
@@ -214,7 +217,7 @@ def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _light(graph: Graph, node: Node) -> bool:
-    """Return whether a node carries no gradient and depends on no parameter."""
+    """Return whether a node's results need no gradient and depend on no parameter."""
     pending, seen = [node], {node.name}
     while pending:
         current = pending.pop()
@@ -256,9 +259,10 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
 def _memory(
     graph: Graph, nodes: Sequence[Node], owners: Mapping[Key, Key]
 ) -> tuple[bool | tuple[int, int], ...]:
-    """List the facts about memory of a block's nodes that values from outside decide. For each
-    value from outside: the number of the tensor whose memory holds it, and the elements of that
-    tensor, which are all kept with the value. For each op: whether it copies or returns views."""
+    """List the properties of a block's memory that depend on values from outside of the block. For
+    each such value: the number of the tensor whose storage holds it, and the number of elements of
+    that tensor, as the whole storage is kept with the value. For each op: whether it copies its
+    input or returns a view."""
     inside, outside = {node.name for node in nodes}, dict[Key, tuple[int, int]]()
     for node in nodes:
         for ref in node.inputs:
@@ -279,8 +283,8 @@ def _memory(
 
 
 def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
-    """Map each list of layers to its short name, or to its whole path where the short one is
-    ambiguous."""
+    """Map the path of each module list to the name of its layers: the last part of the path, or the
+    whole path if the last part is ambiguous."""
     prefixes = sorted({part.layer[0] for part in parts if part.layer is not None})
     short = {prefix: prefix.rsplit(".", 1)[-1] or "layers" for prefix in prefixes}
     counts = Counter(short.values())
@@ -293,8 +297,7 @@ def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
 def _name(
     graph: Graph, part: _Part, parts: Sequence[_Part], kinds: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the name of a block, and the name of the kind of block (equal blocks) that it is
-    of."""
+    """Return the name of a block, and the name of its kind; equal blocks are of the same kind."""
     if part.layer is not None:
         prefix, number = part.layer
         return f"{prefix}.{number}".removeprefix("."), kinds[prefix]
@@ -326,7 +329,7 @@ def common_module(paths: Sequence[str]) -> str:
 
 
 def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[str, ...]:
-    """Return the parameters and buffers that nodes use and no earlier block owns, by first use."""
+    """Return the parameters and buffers, by first use, that nodes use and no earlier block owns."""
     found: dict[str, None] = {}
     for node in nodes:
         for ref in node.inputs:
@@ -338,12 +341,11 @@ def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[s
 def structure(
     graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
 ) -> tuple[Any, ...]:
-    """Return a key of the computation of nodes, equal for sequences that correspond by position.
-
-    ``parameters`` are owned by the nodes (default: all that they use). Values from outside count by
-    their order of first use, their shape and kind: input, constant, shared parameter or another
-    block's value. The ``number`` of a random call does not count.
-    """
+    """Return a key of the computation of ``nodes``: equal for two sequences whose nodes do the same
+    at each position. ``parameters`` are owned by the nodes (default: all that they use). A value
+    from outside is represented in the key by its place in the order of first use, its shape and its
+    kind: input, constant, shared parameter or result of another block. The ``number`` of a random
+    call is not part of the key."""
     own = parameters if parameters is not None else _parameters(graph, nodes, set())
     inside = {node.name: place for place, node in enumerate(nodes)}
     inside |= {name: -1 - place for place, name in enumerate(own)}

@@ -25,9 +25,10 @@ _LITERALS = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a layer's call: its tree structure, and each leaf. A leaf is ``("made", i)``, its
-    ``i``-th new tensor; ``("given", i)``, its ``i``-th argument; or ``("literal", value)``.
-    ``forms`` are the shapes, strides and dtypes of new tensors, as the op ``repeat`` takes them."""
+    """Form of the result of a layer's call: its pytree structure, and each leaf. A leaf is
+    ``("made", i)``, the ``i``-th tensor that the call makes; ``("given", i)``, the call's ``i``-th
+    tensor argument; or ``("literal", value)``. ``forms`` are the shapes, strides and dtypes of the
+    made tensors, as arguments of the op ``autoparallel::repeat``."""
 
     structure: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
@@ -35,8 +36,9 @@ class Result:
 
 
 def call_key(flat: Sequence[Any], structure: TreeSpec) -> Any:
-    """Return a key of all facts, except tensors' values, on which the effect of a call may depend;
-    None if they are unknown. ``flat``: the leaves of its arguments."""
+    """Return a key of everything, except tensors' values, on which the effect of a call may depend;
+    None if that cannot be determined. ``flat`` and ``structure``: leaves and pytree structure of
+    the call's arguments."""
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
     leaves: list[Any] = []
@@ -69,8 +71,9 @@ def _storage(tensor: Tensor) -> int:
 def call_result(
     output: Any, given: Sequence[Tensor], layer: nn.Module
 ) -> tuple[list[Tensor], Result | None]:
-    """Return the new tensors of a layer's output, and the form of its result, None if the call
-    cannot be repeated. ``given``: the tensors among its arguments."""
+    """Return the tensors that a layer's call has made, and the form of its result; None for the
+    form if a single op cannot stand for the call. ``given``: the tensors among the call's
+    arguments."""
     flat, structure = tree_flatten(output)
     own = [*layer.parameters(), *layer.buffers()]
     taken = {_storage(tensor) for tensor in (*given, *own)}
@@ -118,8 +121,8 @@ class _Same:
 
 
 def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    """Return the state that a layer's forward may change, for comparison: its settings and
-    arguments."""
+    """Return a record of the state that a layer's forward may change, for a comparison afterwards:
+    the attributes of its modules and its arguments."""
     flat, structure = tree_flatten((args, kwargs))
     found: list[Any] = [repr(structure)]
     found += [(_Same(value), getattr(value, "_version", 0)) for value in flat]
@@ -130,7 +133,7 @@ def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """Return the contents of a module's setting, one level down; nothing for modules and
+    """Return the items directly inside a module's attribute ``value``; nothing for modules and
     tensors."""
     if isinstance(value, Mapping):
         return value.values()

@@ -34,11 +34,11 @@ from .row_numbers import has_all_rows, with_numbers
 from .tie import find_tied
 
 NUM_TRIES = 2
-"""Attempts at capturing equal layers only once: with uncaptured layers hidden, then with all
-visible."""
+"""Number of attempts at capturing only a few of equal layers: first with the submodules of the
+other layers removed, then with all layers complete."""
 
 NO_LOSS = ("AP203", "AP204")
-"""Error codes of a model that returns no scalar to train, at any number of rows."""
+"""Error codes for a model that returns no scalar loss, whatever the number of rows."""
 
 PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
 """Graph passes of a capture, in order; ``Autocast``, if requested, comes before them."""
@@ -56,14 +56,15 @@ def capture(
 ) -> Program:
     """Capture ``loss_fn(model(batch), batch)`` as a program.
 
-    ``model`` is on ``meta`` (or real; its values are not read) and in the mode it trains in.
-    ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of its arguments, best
-    with 2 rows: any row count then follows by ``Program.with_batch_size``. Rows are in the first
-    dimension, unless an ``Example`` says otherwise. ``all_rows`` is the batch that is trained with.
-    Numbers that the model computes from the number of rows come from it (``row_numbers``); if the
-    model takes another path for it, or ``batch`` cannot be captured, ``all_rows`` is captured
-    instead. ``autocast`` computes the ops of autocast's list in float32 (pass ``Autocast``).
-    ``rules`` of the user's own ops are by their path.
+    ``model`` is on ``meta`` (or real; its values are not read) and in the mode (train or eval) in
+    which it is trained. ``batch`` is a dict (``model(**batch)``) or tuple (``model(*batch)``) of
+    its arguments, best with 2 rows: ``Program.with_batch_size`` then gives the program for any
+    number of rows. Rows are in the first dimension, unless an ``Example`` says otherwise.
+    ``all_rows`` is the whole batch of a training step: the numbers that the model computes from its
+    number of rows are taken from a capture with ``all_rows`` (``row_numbers``). If the model's code
+    branches differently for ``all_rows``, or ``batch`` cannot be captured, the program is captured
+    with ``all_rows``. ``autocast``: the ops of autocast's list are computed in float32 (graph pass
+    ``Autocast``). ``rules`` maps the paths of the user's own ops to their sharding rules.
 
     Raises ``CaptureError`` naming the user's line.
     """
@@ -87,8 +88,9 @@ class _Options:
 
 
 def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Options) -> Program:
-    """Return the program of the small ``batch`` with the numbers that ``all_rows`` gives; if the
-    model takes another path for ``all_rows``, the program of ``all_rows``."""
+    """Return the program captured with the small ``batch``, with the numbers that a capture with
+    ``all_rows`` has; if the model's code branches differently for ``all_rows``, the program
+    captured with ``all_rows``."""
     try:
         exported, few = _lowered(model, batch, way)
     except CaptureError as error:
@@ -132,8 +134,8 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Optio
 
 
 def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported, Lowered]:
-    """Return the exported program and its graph; of equal layers only a few are exported if the
-    graph is the same."""
+    """Export and lower the model; return the exported program and its graph. Of equal layers only a
+    few are exported if that leads to the same graph."""
     tied = find_tied(model)
 
     def lowered(exported: Exported) -> Lowered:
@@ -164,8 +166,8 @@ def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported,
 
 
 def _with_batch(graph: Graph) -> Graph:
-    """Return the graph with its batch dimensions and the accumulation of micro-batches, if
-    found."""
+    """Return the graph with its batch dimensions and the rule by which micro-batches accumulate, if
+    these can be determined."""
     found = find_batch(graph)
     if found is None:
         return graph

@@ -54,9 +54,9 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of ``torch.export`` for a model and an example batch. ``rules`` belong to submodules
-    that the user registered, which are kept whole. ``outputs`` is the form of the model's outputs.
-    """
+    """Result of ``torch.export`` for a model and an example batch. ``rules`` are the sharding rules
+    of submodules that the user registered, each of which stays a single op. ``outputs`` is the
+    structure of the model's outputs."""
 
     program: ExportedProgram
     example: Example
@@ -70,8 +70,8 @@ class Exported:
 
 
 class _Noted:
-    """Record of a trace's outputs outside the traced module: ``torch.export`` undoes changes to
-    it."""
+    """Record, outside of the traced module, of the outputs that a trace has seen: ``torch.export``
+    undoes changes to the module itself."""
 
     outputs: OutputForm | None = None
 
@@ -97,7 +97,7 @@ class _WithLoss(nn.Module):
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> Tensor:
-        """Compute the loss of a forward, and record the form of the model's outputs."""
+        """Compute the loss by a forward, and record the structure of the model's outputs."""
         model = self.get_submodule(PREFIX)
         held = _buffers(model)
         outputs = call_model(model, batch)
@@ -120,8 +120,9 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
-    """Write values that a forward has assigned to buffers into the buffers: export forgets
-    assignments. Raises CaptureError AP208 if a buffer changes its shape."""
+    """Write each value that a forward has assigned to a buffer's attribute into the buffer itself:
+    ``torch.export`` does not record the assignment. Raises CaptureError AP208 if a buffer changes
+    its shape."""
     for module, name, tensor in held:
         value = module._buffers.get(name)
         if value is tensor or value is None:
@@ -139,8 +140,8 @@ def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
 
 
 class _WithMarks(_WithLoss):
-    """Loss module that also returns the marks of equal layers, which keeps the marks in the
-    graph."""
+    """Module that computes the loss and also returns the results of the ops that mark where equal
+    layers begin and end; as outputs, these ops stay in the exported graph."""
 
     def __init__(
         self, model: nn.Module, example: Example, loss_fn: LossFn | None, repeats: Repeats
@@ -156,8 +157,8 @@ class _WithMarks(_WithLoss):
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model with a batch: the items of a tuple by position, of a dict by name. ``forward``
-    gets the entries of a dict that it takes; the others are for the loss."""
+    """Call the model with a batch: the items of a tuple by position, of a dict by name. Of a dict,
+    ``forward`` gets the entries that it has parameters for; the other entries are for the loss."""
     if isinstance(batch, Tensor):
         return model(batch)
     if not isinstance(batch, Mapping):
@@ -192,7 +193,8 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the loss among a model's outputs; another value or None if there is no loss."""
+    """Return the candidate for the loss among a model's outputs; None or a value that cannot be a
+    loss if there is none."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -207,9 +209,9 @@ def _loss_of(outputs: Any) -> Any:
 def export_loss(
     model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """Export ``loss(model(batch))`` by the first method of ``torch.export`` that succeeds.
-    Non-strict; strict; with the submodules that cannot be exported as opaque leaves; else a
-    ``CaptureError`` with the first method's error."""
+    """Export ``loss(model(batch))`` by the first method of ``torch.export`` that succeeds. The
+    methods are: non-strict; strict; with each submodule that cannot be exported replaced by a
+    single op. Raises ``CaptureError`` with the error of the first method if all fail."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -232,7 +234,7 @@ def export_loss(
 def _export_gradients(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype
 ) -> ExportedProgram:
-    """Export a model whose forward takes gradients."""
+    """Export a model whose forward itself computes gradients."""
     try:
         return _export(wrapped, tensors, strict=False, dtype=dtype)
     except CaptureError:
@@ -244,9 +246,9 @@ def _export_gradients(
 def export_repeats(
     model: nn.Module, example: Example, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
-    """Export as ``export_loss``, but capture only a few of equal layers, and replace the others by
-    single ops (``repeat_calls``). Raises any error that occurs; ``export_loss`` then reports it
-    properly, if it persists."""
+    """Export as ``export_loss`` does, but capture only a few of equal layers, and replace the
+    others by single ops (``repeat_calls``). Errors are not translated: the caller then tries
+    ``export_loss``, which reports errors to the user."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -261,8 +263,8 @@ def export_repeats(
 def trace_loss(
     model: nn.Module, example: Example, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> OutputForm | None:
-    """Compute ``loss(model(batch))`` on fake tensors in the modes of an export, without making a
-    graph. Return the form of the model's outputs."""
+    """Compute ``loss(model(batch))`` on fake tensors in the same torch modes as an export, without
+    building a graph. Return the structure of the model's outputs."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -276,8 +278,7 @@ def trace_loss(
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Let code that queries ``torch.compiler`` take the path of an export within a ``with``
-    block."""
+    """Make ``torch.compiler`` report that an export is in progress, within a ``with`` block."""
     flags: Any = torch.compiler
     names = ("_is_exporting_flag", "_is_compiling_flag")
     before = [getattr(flags, name) for name in names]
@@ -297,8 +298,8 @@ def _climb(
     first: Exception,
     rules: dict[str, OpRule],
 ) -> ExportedProgram:
-    """Export by the further methods of ``export_loss``. If all fail, raise the error of the first
-    method."""
+    """Export by the methods of ``export_loss`` after the first. If all fail, raise ``first``, the
+    error of the first method."""
     located = capture_error(first, wrapped, PREFIX)
     model = wrapped.get_submodule(PREFIX)
     leaves, error = annotated_modules(model), first
@@ -341,7 +342,7 @@ def _export(
 
 @contextmanager
 def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
-    """Enter the modes of a forward during capture for a ``with`` block."""
+    """Enter all torch modes that a forward needs during capture, for a ``with`` block."""
     with ExitStack() as modes:
         modes.enter_context(undetected_causal_masks())
         modes.enter_context(unchecked_distributions())
@@ -356,7 +357,8 @@ def _modes(*, strict: bool, dtype: Dtype) -> Iterator[None]:
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Copy a model's parameters and buffers to ``meta``, by every name; tied ones stay tied."""
+    """Copy a model's parameters and buffers to ``meta``; return them by name. A tied tensor is
+    returned under each of its names, as one copy."""
     made: dict[int, Tensor] = {}
     named = named_tensors(model)
     for _, tensor in named:
@@ -394,7 +396,7 @@ def fake_parameters(
 ) -> Iterator[None]:
     """Replace the model's parameters and buffers by fake CPU tensors of ``dtype`` within a ``with``
     block. Floating parameters are cast; floating buffers keep their dtype in mixed precision and
-    are cast with the rest in float64. Ties stay ties. Sparse buffers stay as they are."""
+    are cast with the rest in float64. Tied tensors stay tied. Sparse buffers are not replaced."""
     made: dict[int, Tensor] = {}
     saved: list[tuple[Any, str, Tensor]] = []
     buffer_dtype = dtype if dtype == torch.float64 else None

@@ -33,9 +33,9 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _join_same(exported: ExportedProgram) -> None:
-    """Replace results of ``x.float()`` and the like by ``x`` itself, where eager code returns
-    ``x``. Only if ``x`` or a view of it is written: otherwise the op stays, so that graphs captured
-    in other dtypes have the same nodes."""
+    """Replace results of ops such as ``x.float()`` by ``x`` itself where eager code returns ``x``.
+    This is done only if ``x`` or a view of it is written to; otherwise the op stays, so that
+    captures in different dtypes have the same nodes."""
     nodes = exported.graph.nodes
     written = [node.args[0] for node in nodes if _writes(node)]
     if not written:
@@ -79,7 +79,8 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> fx.Node:
-    """Return the tensor that a value is after writes in place: for ``x.mul_(a)`` it is ``x``."""
+    """Return the node of the tensor that an in-place op returns: ``x`` for ``x.mul_(a)``, also
+    through several such ops; the node itself for other ops."""
     while (
         isinstance(node.target, OpOverload)
         and mutated_argument(path_of(node.target)) is not None
@@ -91,8 +92,8 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node) -> bool:
-    """Replace an in-place op by its functional form; return False if its tensor has views or is a
-    view."""
+    """Replace an in-place op by its functional form, if the written tensor neither has views nor is
+    one; return whether the op was replaced."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
     aliases = [target, *target.users]
@@ -118,7 +119,7 @@ def _is_view_op(node: fx.Node) -> bool:
 
 
 def functional_path(path: str) -> str | None:
-    """Return the out-of-place form of an in-place op; None if there is none.
+    """Return the path of the out-of-place form of an in-place op; None if there is none.
 
     >>> functional_path("aten.add_.Tensor"), functional_path("aten.add.Tensor")
     ('aten.add.Tensor', None)

@@ -37,7 +37,7 @@ from .refusals import (
 )
 
 LITERAL_ELEMENTS = 4096
-"""Most elements of a tensor of numbers in the model's code that is written in the graph."""
+"""Most elements of a tensor of numbers in the model's code whose values the graph contains."""
 
 _DROPPED = frozenset({"aten._assert_tensor_metadata", "aten._assert_async", "aten.sym_constrain"})
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
@@ -52,7 +52,7 @@ _SPARSE_GRADIENTS = {
     "aten.embedding_bag.padding_idx": 5,
     "aten.embedding_bag.default": 5,
 }
-"""Position of an op's argument for sparse gradients, set to False as ranks sum dense gradients."""
+"""Position of an op's argument for sparse gradients; set to False, as ranks sum dense gradients."""
 _SIZED = {
     "aten.view.default": 1,
     "aten._unsafe_view.default": 1,
@@ -90,8 +90,8 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Lowered program: ``graph``, ``literals`` (tensors of numbers in the model's code, by name),
-    and ``bases``, the ops' names without numbers."""
+    """Lowered program: its ``graph``; ``literals``, the tensors of Python numbers in the model's
+    code, by name; ``bases``, which maps each op node's name to the name without its number."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -107,12 +107,10 @@ def lower(
     batch_size: int,
     rules: Mapping[str, OpRule] | None = None,
 ) -> Lowered:
-    """Lower an exported program to a graph.
-
-    ``prefix`` is the attribute that the model was wrapped under, ``inputs`` the names of the user
-    inputs in order, ``tied`` maps further names of parameters to the first, ``rules`` of the user's
-    ops are by their path.
-    """
+    """Lower an exported program to a graph. ``prefix`` is the attribute under which the wrapper
+    module holds the model. ``inputs`` are the names of the user inputs in order. ``tied`` maps each
+    further name of a tied parameter to its first name. ``rules`` maps the paths of the user's ops
+    to their sharding rules."""
     state = _Lowering(exported, prefix, inputs, tied, rules or {})
     remaining = list(inputs)
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
@@ -135,7 +133,7 @@ def lower(
 
 
 def in_order(updates: Mapping[str, Ref], nodes: Sequence[Node]) -> dict[str, Ref]:
-    """Return buffers' new values (``updates``) sorted in the order in which ``nodes`` make them."""
+    """Return ``updates`` (new values of buffers) in the order in which ``nodes`` compute them."""
     if not updates:
         return {}
     place = {node.name: position for position, node in enumerate(nodes)}
@@ -254,7 +252,7 @@ def _step(
     spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:
-    """Add a node of op ``base`` in place of a traced op, and return its value."""
+    """Add an op node named after ``base`` that replaces a traced op, and return its value."""
     return _add(
         state,
         Node(
@@ -271,7 +269,8 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` cast and expanded to spec ``wanted``: ``aten.copy`` has no derivative."""
+    """Return ``value`` cast and expanded to ``wanted``, as ``aten.copy``, which lacks a
+    derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -284,8 +283,8 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Return a complex tensor with a part replaced, by real ops: torch has no complex
-    derivative."""
+    """Return a complex tensor of which a part is replaced, computed by ops on real tensors: torch
+    has no derivative of the op for complex tensors."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:
@@ -301,7 +300,8 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Make ``new`` the value of ``old`` from here on, and its update if it is a buffer."""
+    """Let later ops read ``new`` in place of ``old``; if ``old`` is a buffer, record ``new`` as the
+    buffer's new value."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -349,14 +349,14 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Return whether values have one shape, so that broadcasting them together changes none."""
+    """Return whether values have the same shape, so that broadcasting changes none of them."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return an op's canonical call: devices only in factories, sizes and dtypes written out."""
+    """Return an op's canonical call: devices only in factory ops, all sizes and dtypes explicit."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -385,7 +385,8 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Return whether torch's default dtype decides an op's floating result of integer inputs."""
+    """Return whether an op has integer inputs and a floating result, whose dtype is then torch's
+    default dtype."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -393,7 +394,8 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """Return the op with inputs cast to its floating result's dtype, except a condition."""
+    """Return the op node with its inputs (except a boolean condition) cast to the dtype of its
+    floating result."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -426,7 +428,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments of each factory op; execution substitutes its own device."""
+    """Return the keyword arguments of each factory op; at execution the device is replaced."""
     return {"dtype": dtype, "device": _META}
 
 

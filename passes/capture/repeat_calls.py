@@ -39,8 +39,8 @@ NUM_CAPTURED = 2
 """Number of equivalent calls that are captured before a further call is replaced by a single op."""
 
 NUM_SHOWN = 3
-"""Number of first layers of a group that are not hidden: the very first may be called in its own
-way."""
+"""Number of first layers of a group that are never hidden: one more than ``NUM_CAPTURED``, as the
+first layer may be called with other arguments than the rest."""
 
 
 def _repeat(tensors: list[Tensor], call: int, made: str) -> list[Tensor]:
@@ -75,8 +75,8 @@ for _schema, _function in _OPS.items():
 
 
 class RepeatError(Exception):
-    """Error of layers that looked equal but cannot be captured as such. ``is_hidden``: they may be
-    if no layer is hidden."""
+    """Error for layers that look equal, but that must all be captured in full. ``is_hidden``:
+    another attempt may succeed in which no layer is hidden (emptied)."""
 
     def __init__(self, text: str, *, is_hidden: bool = False) -> None:
         super().__init__(text)
@@ -85,14 +85,12 @@ class RepeatError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """Call of one of several equal layers in an export; ``key`` is equal for calls that must do the
-    same.
-
-    A call is captured in full or replaced by an op; then ``like`` is the number of its captured
-    call, and ``same`` marks the tensors that both share: the op takes only the others.
-    ``first_draw`` is the number of its first random call, ``draws`` the count of these; ``result``
-    is None if the call cannot be repeated.
-    """
+    """Call of one of several equal layers in an export; calls with equal ``key`` compute the same.
+    A call is either captured in full or replaced by a single op. If replaced, ``like`` is the
+    number of the captured call that it equals, and ``same`` tells which tensor arguments are the
+    very tensors that the captured call had: the op takes only the other arguments. ``first_draw``
+    is the number of the layer's first random call, ``draws`` the count of its random calls.
+    ``result`` is None if an op cannot stand for the call."""
 
     path: str
     key: Any
@@ -105,13 +103,13 @@ class Call:
 
 
 _Value = tuple[Tensor, int]
-"""Tensor with its version, which writes in place change."""
+"""Tensor with its version counter, which every in-place write increases."""
 
 
 @dataclass
 class _Kind:
-    """Facts about all calls with the same key. ``first``: the number of the first captured call,
-    with its tensor arguments ``given``."""
+    """Record of all calls with the same key. ``first``: the number of the first captured call;
+    ``given``: the tensor arguments of that call."""
 
     captured: list[Call] = field(default_factory=list)
     is_clean: bool = True
@@ -120,8 +118,9 @@ class _Kind:
 
 
 class Repeats:
-    """Groups of equal layers of a model during one export, and the layers' calls in order.
-    ``is_hidden``: layers to be replaced by ops are empty meanwhile."""
+    """State of one export: the groups of equal layers of the model, and the calls of these layers
+    in order. ``is_hidden``: layers that are to be replaced by ops have no submodules, parameters or
+    buffers during the export."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Repeat], *, is_hidden: bool) -> None:
         self.calls: list[Call] = []
@@ -134,7 +133,7 @@ class Repeats:
         self._readers: set[int] = set()
 
     def start(self, draws: counter_random) -> None:
-        """Begin a forward, whose random calls ``draws`` counts."""
+        """Begin a forward; ``draws`` is the mode that numbers its random calls."""
         for held in (self.calls, self.marks, self._kinds, self._readers):
             held.clear()
         self._draws = draws
@@ -198,7 +197,8 @@ class Repeats:
     def _capture(
         self, call: Call, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call the layer between two marks; a call that can be repeated gets a ``result``."""
+        """Call the layer, with an op that marks its begin and one that marks its end. Set
+        ``call.result`` if an op can stand for later calls."""
         number, given = len(self.calls), _tensors((args, kwargs))
         self.calls.append(call)
         before = state_of(layer, args, kwargs)
@@ -211,8 +211,8 @@ class Repeats:
         return output
 
     def _name(self, path: str, key: Any, kind: _Kind, given: tuple[_Value, ...]) -> Any:
-        """Return the result that the layer would have, from one op that stands for the layer's
-        call."""
+        """Return the result that the layer's call would have, computed by a single op that stands
+        for the call."""
         assert self._draws is not None
         result, draws = kind.captured[0].result, kind.captured[0].draws
         assert result is not None

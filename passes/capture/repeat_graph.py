@@ -29,16 +29,16 @@ _LEAVES = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Placeholder in a layer's nodes for a value that differs between layers: its place in
-    ``values``."""
+    """Placeholder in the arguments of a layer's nodes for a value that differs between equal
+    layers: its index in ``_Body.values``."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Node of a layer, without what differs between equal layers. ``module`` is relative to the
-    layer's path if ``is_inner``."""
+    """Node of a layer without its name and values, which differ between equal layers. ``module`` is
+    a path relative to the layer's if ``is_inner``, else absolute."""
 
     base: str
     op: str
@@ -53,12 +53,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """Nodes of a captured layer, in a form that is equal for equal layers.
-
-    ``values`` describes the value of each slot: ``("given", i)``, ``("own", name)``, ``("made",
-    step, index)`` or ``("outside", ref)``. ``results`` are the new values, in order; ``updates``
-    the new values of own buffers; ``pattern`` numbers the given values, equal for the same value.
-    """
+    """Nodes of a captured layer, in a form that is equal for equal layers. ``values`` describes the
+    value of each slot: ``("given", i)`` for the i-th argument of the call, ``("own", name)`` for a
+    parameter or buffer of the layer, ``("made", step, index)`` for an output of a node in the
+    layer, or ``("outside", ref)``. ``results`` are the values that the call makes, in order;
+    ``updates`` the new values of the layer's buffers; ``pattern`` has a number for each argument,
+    equal for arguments that are the same value."""
 
     steps: tuple[_Step, ...]
     values: tuple[tuple[Any, ...], ...]
@@ -69,8 +69,8 @@ class _Body:
 
 @dataclass
 class _Place:
-    """Position of a captured layer in the graph: the values given and made, and its nodes'
-    positions."""
+    """Location of a captured layer's call in the graph: the values ``given`` to it and ``made`` by
+    it, and the positions ``span`` of its nodes."""
 
     call: Call
     given: list[Ref]
@@ -81,8 +81,8 @@ class _Place:
 def expand(
     graph: Graph, calls: Sequence[Call], model: nn.Module, bases: Mapping[str, str]
 ) -> Graph:
-    """Return the graph with the nodes of every layer. ``bases`` are the ops' names without
-    numbers."""
+    """Return the graph in which each op that stands for a layer's call is replaced by the nodes of
+    that layer. ``bases`` maps the op nodes' names to the names without numbers."""
     nodes = graph.nodes
     places = _places(nodes, calls)
     _check_ways(graph, places)
@@ -96,7 +96,7 @@ def expand(
 
 
 def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
-    """Return the position of each captured layer by the number of its call."""
+    """Return the location of each captured layer in the graph, by the number of its call."""
     entered: dict[int, tuple[int, list[Ref]]] = {}
     places: dict[int, _Place] = {}
     for position, node in enumerate(nodes):
@@ -115,7 +115,8 @@ def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
 
 
 def _check_ways(graph: Graph, places: Mapping[int, _Place]) -> None:
-    """Raise ``RepeatError`` if a value leaves a captured layer in any way but as its result."""
+    """Raise ``RepeatError`` if a node outside of a captured layer uses a value of the layer that is
+    not part of the layer's result."""
     owner = {graph.nodes[at].name: n for n, place in places.items() for at in place.span}
     made = {n: set(place.made) for n, place in places.items()}
 
@@ -141,8 +142,8 @@ def _check_used(
     calls: Sequence[Call],
     places: Mapping[int, _Place],
 ) -> None:
-    """Raise ``RepeatError`` if no node uses a result of a layer: a full capture would lack its
-    nodes."""
+    """Raise ``RepeatError`` if no node uses some result of a layer: a full capture would not
+    contain the nodes that compute it."""
     used = {ref for node in graph.nodes if node.op != MARK for ref in node.inputs}
     used |= {graph.loss, *graph.updates.values()}
     inside: dict[Any, set[_Slot]] = {}
@@ -176,7 +177,7 @@ def _each_slot(value: Any, found: set[_Slot]) -> None:
 
 @dataclass
 class _Coding:
-    """Encoder of one captured layer as a ``_Body``."""
+    """Encoder that turns the nodes of one captured layer into a ``_Body``."""
 
     graph: Graph
     place: _Place
@@ -279,7 +280,8 @@ class _Writing:
         self.nodes.append(replace(node, name=name, args=args, kwargs=kwargs))
 
     def _repeat(self, node: Node, call: Call, names: Names) -> None:
-        """Write the nodes of a layer in place of the op that stands for the layer's call."""
+        """Add the nodes of a layer in place of ``node``, the op that stands for the layer's
+        call."""
         body, path = self.bodies[call.key], call.path
         others, same = iter(node.args[0]), self.places[call.like].given
         given = [
@@ -326,8 +328,8 @@ class _Writing:
 
 
 def _all_leaves(leaves: Sequence[Node], calls: Sequence[Call], model: nn.Module) -> list[Node]:
-    """Return every layer's parameters and buffers in the model's order, then the other leaf
-    nodes."""
+    """Return nodes for the parameters and buffers of every layer in the model's order, then the
+    other leaf nodes of ``leaves``."""
     held = {node.name: node for node in leaves}
     by_path: dict[str, list[Node]] = {calls[c.like].path: [] for c in calls if not c.is_captured}
     for node in leaves:
@@ -351,7 +353,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _filled(value: Any, values: Sequence[Ref]) -> Any:
-    """Return arguments with the values of one layer in their slots."""
+    """Return arguments in which each ``_Slot`` is replaced by the value of one layer."""
     kind = type(value)
     if kind is _Slot:
         return values[value.at]

@@ -23,11 +23,12 @@ from ..tracing.opaque import ANNOTATION
 from .tie import find_tied
 
 MIN_ALIKE = 5
-"""Fewest layers of a group; smaller groups are captured whole, as the first two and the last always
-are."""
+"""Least number of layers of a group; in smaller groups every layer is captured in full, as the
+first two and the last layer of any group are."""
 
 MIN_MODULES = 3
-"""Fewest modules of a layer; a smaller layer is cheaper to capture than to repeat."""
+"""Least number of modules in a layer of a group: capturing a smaller layer is cheaper than
+replacing it by an op."""
 
 _MAX_KINDS = 16
 _MAX_DEPTH = 6
@@ -49,7 +50,7 @@ class Repeat:
 
 
 def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """Return the groups of equal layers of a model, the outermost for nested lists."""
+    """Return the groups of equal layers of a model; of nested module lists the outermost counts."""
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     tied = find_tied(model)
     shared = {name.rpartition(".")[0] for name in (*tied, *tied.values())}
@@ -69,8 +70,8 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
 
 @dataclass
 class _Group:
-    """Group of equal layers under construction; ``first`` are the modules of its first layer by
-    path."""
+    """Group of equal layers that is being collected; ``first`` has the modules of its first layer
+    by path."""
 
     first: dict[str, nn.Module]
     number: int
@@ -112,8 +113,9 @@ def _may_repeat(
     shared: set[str],
     uses: Mapping[int, int],
 ) -> bool:
-    """Return whether a layer may belong to a group: it has enough modules, neither a forward of its
-    own nor a user's annotation, and shares no module or tensor."""
+    """Return whether a layer may belong to a group of equal layers: it has enough modules, no
+    instance attribute that replaces ``forward``, no class that the user annotated, and shares no
+    module or tensor with the rest of the model."""
     if len(modules) < MIN_MODULES or "forward" in vars(layer):
         return False
     if hasattr(type(layer), ANNOTATION) or any(uses[id(each)] > 1 for each in modules.values()):
@@ -122,8 +124,8 @@ def _may_repeat(
 
 
 def _difference(group: _Group, modules: Mapping[str, nn.Module], number: int) -> set[Count] | None:
-    """Return the attributes that count the layers, by comparison with the group's first layer; None
-    if anything else differs."""
+    """Compare a layer with the first layer of the group. Return the attributes that hold the
+    layer's number; None if the layers differ in something else."""
     if modules.keys() != group.first.keys():
         return None
     counts: set[Count] = set()
@@ -150,7 +152,8 @@ def _same_setting(name: str, one: Any, other: Any) -> bool:
 
 
 def _counts(one: Any, number: int, other: Any, first: int) -> bool:
-    """Return whether two settings are integers that grow with the layer's number."""
+    """Return whether two attributes are integers whose difference is that of the layers'
+    numbers."""
     return type(one) is int and type(other) is int and one - number == other - first
 
 
@@ -181,7 +184,7 @@ def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Return whether two settings are equal by their contents; False when in doubt."""
+    """Return whether two attributes have equal contents; False if that cannot be decided."""
     if one is other:
         return True
     if type(one) is not type(other) or depth > _MAX_DEPTH:

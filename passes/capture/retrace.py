@@ -30,9 +30,10 @@ Capture = Callable[[], Program]
 
 @dataclass(frozen=True)
 class LiveProgram:
-    """Program whose numbers may change during training. ``stand_ins`` are the unique numbers in it,
-    by place in the trace; ``tensors`` the nodes made of a trace's tensors, by position. ``trace``
-    is the trace of the model's calls at its capture."""
+    """Program in which numbers of the model's Python code may change during training. The program
+    contains stand-ins (unique numbers) for them: ``stand_ins`` by their place in the trace.
+    ``tensors`` maps the position of a tensor in the trace to the nodes that hold it. ``trace`` is
+    the trace of the model's calls of torch at the capture."""
 
     program: Program
     trace: CallTrace
@@ -49,8 +50,8 @@ def trace_calls(
     watched: int | None = None,
 ) -> CallTrace:
     """Compute ``loss_fn(model(batch))`` of an example on fake tensors; return the trace of its
-    calls. ``before`` is called before the forward, if one is executed. The source line of the call
-    number ``watched`` is recorded."""
+    calls of torch. ``before`` is called before the forward. The user's source line of call number
+    ``watched`` is recorded."""
     with tracing_calls(before=before, watched=watched) as trace:
         trace.outputs = trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
     return trace
@@ -63,9 +64,9 @@ def capture_live(
     tensors: Iterable[int],
     before: Callable[[], None],
 ) -> LiveProgram | None:
-    """Capture a program with stand-ins for the numbers at ``places`` and random values in the
-    ``tensors``. Returns None if a number has further effects: a function of torch computes another
-    number from it, or takes another path."""
+    """Capture a program with stand-ins (unique numbers) in place of the numbers at ``places``, and
+    random values in the ``tensors``. Returns None if a number affects more than the arguments of
+    ops: a function of torch computes another number from it, or branches on it."""
     found = []
     for seed in (1, 2):
         draw = random.Random(seed)
@@ -89,12 +90,13 @@ def capture_live(
 
 
 def _stand_in(value: float, draw: random.Random) -> float:
-    """Return a random number near ``value``, of its sign, that occurs nowhere else."""
+    """Return a random number near ``value``, with the same sign, that very probably occurs nowhere
+    else."""
     return value * (1 + draw.uniform(1e-7, 2e-7)) if value else draw.uniform(1e-9, 2e-9)
 
 
 def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
-    """Return a random array of the type and range of ``array``."""
+    """Return a random array of the dtype and shape of ``array``, with values in the same range."""
     numbers = np.random.RandomState(draw.randrange(2**31))
     if array.dtype == bool:
         return np.less(numbers.rand(*array.shape), 0.5)
@@ -109,8 +111,8 @@ def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
 def _nodes_of(
     graph: Graph, arrays: Mapping[int, np.ndarray[Any, Any]]
 ) -> dict[int, tuple[str, ...]] | None:
-    """Return the literal nodes that hold each of ``arrays``; None if an array has no literal of its
-    own."""
+    """Map each of ``arrays`` to the literal nodes that hold its values; None if an array is not
+    held by a literal of its own."""
     found: dict[int, tuple[str, ...]] = {}
     taken: set[str] = set()
     for at, array in arrays.items():
@@ -130,7 +132,7 @@ def _is_value(node: Node, array: np.ndarray[Any, Any]) -> bool:
 
 
 def _arguments(node: Node, of_number: Callable[[float], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an op with each float replaced by ``of_number`` of it."""
+    """Return the arguments of an op with each float ``x`` replaced by ``of_number(x)``."""
     found: tuple[Any, dict[str, Any]] = tree_map_only(
         float, of_number, (node.args, dict(node.kwargs))
     )
@@ -154,8 +156,8 @@ def _described(
 
 
 def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
-    """Return whether two graphs differ at most in numbers with a fraction and in literals, so that
-    the layouts of one are valid for the other."""
+    """Return whether two graphs are equal except for floats among the ops' arguments and for values
+    of literals, so that layouts planned for one are valid for the other."""
 
     def described(node: Node) -> tuple[Any, ...]:
         arguments = None if node.op == LITERAL else _arguments(node, type)
@@ -172,8 +174,8 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """Return the program with the literals of ``trace``, and ``values`` in place of numbers in its
-    constants."""
+    """Return the program with the literals' values of ``trace``. Numbers in its constants are
+    replaced according to ``values``, which maps old to new numbers."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
     graph, is_changed, nodes = live.program.graph, False, []
     for node in graph.nodes:

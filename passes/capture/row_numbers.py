@@ -28,19 +28,22 @@ RowDims = Mapping[str, tuple[frozenset[int], ...]]
 
 _RANGES = frozenset({"arange", "linspace", "logspace", "eye"})
 _NUMBERS = ("number", "float", "Tensor")
-"""Types of arguments in a schema that hold numbers; others hold sizes and positions."""
+"""Types in op schemas of arguments that hold numbers to compute with; integer types hold sizes and
+positions."""
 
 
 _NONE: frozenset[int] = frozenset()
 
 
 class _OtherPathError(Exception):
-    """Error of two graphs that differ in more than rows and numbers."""
+    """Error for two captures of a model with different numbers of rows whose graphs differ in more
+    than the sizes and numbers that follow from the rows."""
 
 
 def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | None:
-    """Return ``few`` with the numbers of ``all_rows``, and the dimensions that grow with the rows;
-    None if the graphs differ in more."""
+    """Return the program ``few`` (captured with few rows) with the numeric arguments of
+    ``all_rows`` (captured with the whole batch), and the dimensions that grow with the rows; None
+    if the two graphs differ in other respects."""
     graph, other = few.graph, all_rows.graph
     is_same = (
         graph.loss == other.loss
@@ -71,7 +74,8 @@ def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | N
 
 
 def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node:
-    """Return a node with the numbers of its ``twin`` in the graph captured with all rows."""
+    """Return a node with the numeric arguments of its ``twin``, the same node in the graph captured
+    with all rows."""
     head = node.name, node.kind, node.op, node.module, len(node.outputs)
     if head != (twin.name, twin.kind, twin.op, twin.module, len(twin.outputs)):
         raise _OtherPathError
@@ -86,7 +90,8 @@ def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node
 
 
 def _check_spec(spec: TensorSpec, larger: TensorSpec, rows: tuple[int, int]) -> None:
-    """Raise unless each dimension is the same in both specs or in proportion to the rows."""
+    """Raise ``_OtherPathError`` unless each dimension has the same size in both specs or grows in
+    proportion to the rows."""
     if replace(larger, shape=spec.shape) != spec or len(spec.shape) != len(larger.shape):
         raise _OtherPathError
     for size, other in zip(spec.shape, larger.shape, strict=True):
@@ -112,8 +117,8 @@ def _literal(value: Tensor, other: Tensor) -> Tensor:
 
 
 class _Numbers:
-    """Merger of a node's arguments with the numbers of its twin, except sizes that follow a
-    shape."""
+    """Builder of a node's arguments with the numbers of its twin; sizes that follow from a tensor's
+    shape stay those of the node."""
 
     def __init__(self, graph: Graph, node: Node, twin: Node) -> None:
         self._node, self._twin = node, twin
@@ -148,8 +153,8 @@ class _Numbers:
         }
 
     def _argument(self, kind: str, value: Any, other: Any) -> Any:
-        """Return an argument of schema type ``kind``, merged from ``value`` with few rows and
-        ``other`` with all."""
+        """Return an argument of schema type ``kind``, merged from its ``value`` in the capture with
+        few rows and its value ``other`` in the capture with all rows."""
         if type(value) is not type(other):
             raise _OtherPathError
         if isinstance(value, tuple | list):
@@ -178,12 +183,9 @@ def _keeps_shape(graph: Graph, node: Node) -> bool:
 
 def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
     """Return whether the batch dimensions of ``graph`` are exactly the dimensions that grow with
-    the rows.
-
-    A constant may grow in a further dimension if all its readers take only its first row there, and
-    its rows are equal in the whole batch. Nodes from graph passes are not checked: they follow from
-    the others.
-    """
+    the rows. A constant may also grow in another dimension if all nodes that read it take only the
+    first row there, and all its rows are equal at the size of the whole batch. Nodes that graph
+    passes made are not checked, as they are derived from the others."""
     originals = all_rows.graph.by_name
     read: dict[str, frozenset[int]] = {}
     for node in graph:
@@ -204,7 +206,8 @@ def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
 
 
 def _rows_read(graph: Graph, node: Node) -> frozenset[int]:
-    """Return the dimensions of a constant in which all its readers take only the first row."""
+    """Return the dimensions of a constant along which every node that reads it takes only the first
+    row."""
     if node.kind != "constant":
         return _NONE
     found = []

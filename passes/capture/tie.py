@@ -9,9 +9,9 @@ from ..initialization.deferred_init import named_tensors
 
 
 def find_tied(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter or buffer to its first name. Two names are tied if
-    they are the same tensor, or the same part of one storage in the same shape. Works on the
-    ``meta`` device."""
+    """Map each name of a tied parameter or buffer, except the first, to the first name. Two names
+    are tied if they are the same tensor, or the same part of one storage in the same shape. Works
+    on the ``meta`` device."""
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
     for name, tensor in named_tensors(model):

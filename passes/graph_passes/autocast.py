@@ -117,8 +117,9 @@ FLOAT32_INSIDE = frozenset(
         "_safe_softmax",
     }
 )
-"""Names of kernels that accumulate in float32 on CUDA and CPU, whose backward reads their inputs or
-a result in [0, 1]: results only differ from float32 by rounding."""
+"""Names of ops whose kernels accumulate in float32 on CUDA and CPU, and whose backward reads only
+the inputs or a result in [0, 1]: without autocast's cast, their results differ from float32 only by
+rounding."""
 LOWER = frozenset(
     {
         "_convolution",
@@ -191,8 +192,8 @@ def autocast(graph: Graph, dtype: str) -> Graph:
 
 @dataclass
 class _Casts:
-    """State of the pass: the nodes made so far, and the values ``raised`` to the wider dtype
-    ``high``."""
+    """State of the pass: the nodes made so far, and ``raised``, the values that are now computed in
+    the wider dtype ``high``."""
 
     graph: Graph
     high: str
@@ -221,8 +222,8 @@ class _Casts:
             self._raise(self._with_inputs(node, self._up))
 
     def restored(self, ref: Ref, name: str) -> Ref:
-        """Return ``ref`` in its captured dtype, by a cast node called ``name`` if it was cast to
-        the wider."""
+        """Return ``ref`` in the dtype that it was captured in; if it is now in the wider dtype, add
+        a cast node called ``name``."""
         return self._cast(ref, name, self.graph.spec(ref).dtype) if ref in self.raised else ref
 
     def _up(self, ref: Ref, name: str) -> Ref:
@@ -246,7 +247,8 @@ class _Casts:
         return Ref(name)
 
     def _with_inputs(self, node: Node, change: Any) -> Node:
-        """Return ``node`` with each input value replaced by ``change(value, name of a cast)``."""
+        """Return ``node`` with each input value replaced by ``change(value, name)``; ``name`` is
+        for a cast node that may be added."""
         changed = {
             ref: change(ref, f"{node.name}_cast{position}")
             for position, ref in enumerate(dict.fromkeys(node.inputs))
@@ -258,7 +260,7 @@ class _Casts:
         return replace(node, args=map_refs(node.args, now), kwargs=map_refs(dict(node.kwargs), now))
 
     def _raise(self, node: Node) -> None:
-        """Add a node whose floating outputs are in the wider dtype."""
+        """Add the node, with its floating outputs changed to the wider dtype."""
         self.nodes[node.name] = node.with_outputs(
             tuple(_in(spec, self.high) for spec in node.outputs)
         )
@@ -272,8 +274,8 @@ class _Casts:
             self._raise(replace(node, kwargs={**node.kwargs, "dtype": dtype}))
 
     def _promote(self, node: Node) -> None:
-        """Add a pointwise op that may read both dtypes; scalars do not change the dtype of a
-        tensor."""
+        """Add a pointwise op by torch's type promotion: if a tensor that it reads is in the wider
+        dtype, so is its result; scalars do not count."""
         specs = [(ref, self.graph.spec(ref)) for ref in node.inputs]
         floats = [(ref, spec) for ref, spec in specs if _is_float(spec)]
         decide = [ref for ref, spec in floats if spec.shape] or [ref for ref, _ in floats]
@@ -305,6 +307,7 @@ def _says_dtype(node: Node) -> bool:
 
 
 def _keeps_format(node: Node, kind: str) -> bool:
-    """Return whether an op always computes in its captured dtype."""
+    """Return whether an op is computed in the dtype that it was captured in, whatever autocast
+    does."""
     is_own = not node.op.startswith("aten.") and kind not in _COUNTED
     return node.rule is not None or is_own or kind in LOWER or "batch_norm" in kind

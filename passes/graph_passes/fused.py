@@ -53,8 +53,8 @@ class SplitFused:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Op's output that takes the entries ``start`` to ``stop`` of the product's cut dimension
-    ``dim``. ``taken``: it is a single entry whose dimension is removed (``select``)."""
+    """Output of an op that takes the entries ``start`` to ``stop`` along dimension ``dim`` of a
+    fused product. ``taken``: the dimension is removed, as ``select`` does with a single entry."""
 
     result: Ref
     start: int
@@ -65,8 +65,9 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """Fused projection: the product, the views between it and the cuts (each with its cut
-    dimension), the cuts, and the number of output features per entry of the cut dimension."""
+    """Fused projection, such as one matrix product for query, key and value: the product; the views
+    of its result, each with the dimension that is cut; the cuts, which take one part each; the
+    number of output features per entry of the cut dimension."""
 
     product: Node
     views: tuple[tuple[Node, int], ...]
@@ -79,8 +80,8 @@ class _Fused:
 
 
 def split_fused(graph: Graph) -> Graph:
-    """Return the graph with every matrix product by a fused parameter replaced by a product per
-    part."""
+    """Return the graph in which every product by a fused weight is replaced by one product per part
+    of the weight."""
     groups = [found for node in graph if (found := _find(graph, node)) is not None]
     inserted: dict[str, list[Node]] = {}
     renamed: dict[Ref, Ref] = {}
@@ -105,8 +106,8 @@ def split_fused(graph: Graph) -> Graph:
 
 
 def _find(graph: Graph, product: Node) -> _Fused | None:
-    """Return the fused projection that starts at ``product``, if all its users take parts; else
-    None."""
+    """Return the fused projection whose matrix product is ``product``; None if some user of its
+    result does more than take a part."""
     if product.kind != "op" or product.op not in PRODUCTS or product.kwargs:
         return None
     at, _, _ = PRODUCTS[product.op]
@@ -130,8 +131,8 @@ def _find(graph: Graph, product: Node) -> _Fused | None:
 
 
 def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
-    """Return the parts that the users of a node take along ``dim``; None if a user does anything
-    else."""
+    """Return the parts of a node's result that its users take along ``dim``; None if a user is not
+    an op that takes parts."""
     found: list[_Cut] = []
     for name in graph.users[node.name]:
         user = graph[name]
@@ -143,8 +144,8 @@ def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
 
 
 def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
-    """Return the parts that ``user`` takes of its input along ``dim``; empty if it does anything
-    else."""
+    """Return the parts of its input that ``user`` takes along ``dim``; empty if it is not an op
+    that takes parts."""
     kind, size, rank = user.op.split(".")[1], spec.shape[dim], len(spec.shape)
     if kind not in (*_TAKES, *_SPLITS, *_SLICES):
         return []
@@ -178,8 +179,8 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
-    """Return the view's dimension that holds its input's dimension ``dim``; None if it mixes
-    parts."""
+    """Return the dimension of the view's result that corresponds to dimension ``dim`` of its input;
+    None if the view mixes entries of different parts."""
     kind, rank = view.op.split(".")[1], len(spec.shape)
     first: int
     second: int
@@ -207,7 +208,8 @@ def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
 
 
 def _folded(source: Sequence[int], target: Sequence[int]) -> int | None:
-    """Return the outermost dimension of ``target`` into which the last of ``source`` is folded.
+    """Return the outermost dimension of shape ``target`` into which a reshape turns the last
+    dimension of shape ``source``; None if it is joined with others.
 
     >>> _folded((2, 8, 12), (2, 8, 3, 4)), _folded((16, 12), (2, 8, 12)), _folded((8, 6), (48,))
     (2, 2, None)
@@ -272,7 +274,8 @@ def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) ->
 
 
 def _part(node: Node, dim: int, size: int, start: int, *, args: tuple[Any, ...]) -> Node:
-    """Return the node reduced to a part of its result, of length ``size`` along ``dim``."""
+    """Return the node changed to compute only a part of its result: ``size`` entries along
+    ``dim``."""
     shape = _resized(node.spec.shape, dim, size)
     outputs = (replace(node.spec, shape=shape),)
     return replace(node, name=f"{node.name}_from_{start}", args=args, outputs=outputs)

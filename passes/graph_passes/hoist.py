@@ -25,8 +25,8 @@ class Hoist:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """Make a ``constant`` of every op that depends on no input and no parameter. Constants are held
-    by name, so each further output of an op becomes a constant of its own."""
+    """Turn every op that depends on no input and no parameter into a ``constant`` node. A constant
+    has one output, so each further output of such an op becomes another constant."""
     free = {
         node.name
         for node in graph.nodes
@@ -57,8 +57,8 @@ def hoist_constants(graph: Graph) -> Graph:
 
 
 def join_constants(graph: Graph) -> Graph:
-    """Replace constants of equal op, arguments and batch dimensions by the first of them: each
-    layer may make the same table, or the same empty tensor to write to."""
+    """Replace constants with equal op, arguments and batch dimensions by the first of them: often
+    each layer makes the same table, or the same empty tensor to write to."""
     first: dict[str, Ref] = {}
     joined: dict[Ref, Ref] = {}
     nodes: list[Node] = []

@@ -41,9 +41,9 @@ COMPARISONS: Mapping[str, Compare] = {
 def conjunction_meaning(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], can_evaluate: Callable[[str], bool]
 ) -> Meaning | None:
-    """Return the meaning of the boolean mask ``name``, a constant of shape (..., rows, columns).
-    Only values that ``can_evaluate`` admits are computed. Returns None if the mask is no
-    conjunction of known comparisons, or has another meaning."""
+    """Return the meaning ("causal" or "all") of the boolean mask ``name``, a constant of shape
+    (..., rows, columns). Only constants for which ``can_evaluate`` is true are computed. Returns
+    None if the mask is no conjunction of known comparisons, or is neither."""
     if graph[name].spec.shape[-2] != graph[name].spec.shape[-1]:
         return None
 
@@ -76,8 +76,8 @@ def _terms(graph: Graph, name: str) -> Iterator[Node]:
 
 
 def _comparison_meaning(compare: Compare, left: Tensor, right: Tensor) -> Meaning | None:
-    """Return the meaning of the mask ``compare(left, right)``, of a vector over rows and a vector
-    over columns; None for another meaning.
+    """Return the meaning ("causal" or "all") of the mask ``compare(left, right)``, where ``left``
+    and ``right`` are a vector over rows and a vector over columns; None if it is neither.
 
     >>> positions = torch.arange(4)
     >>> _comparison_meaning(operator.ge, positions[:, None], positions[None, :])

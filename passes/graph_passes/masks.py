@@ -25,13 +25,15 @@ from .mask_comparisons import Meaning, conjunction_meaning
 SDPA = "aten.scaled_dot_product_attention.default"
 LIMIT_ELEMENTS = 2**28
 CHECKED_ELEMENTS = 2**24
-"""Most elements of a constant whose rows are compared at the full batch size, too."""
+"""Most elements of a constant at the full batch size for which its rows are compared at that size,
+too."""
 _HIDDEN = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class SimplifyMasks:
-    """Graph pass that simplifies masks; ``buffers`` are the known values of buffers, by name."""
+    """Graph pass that simplifies masks; ``buffers`` maps names of buffers to their values, where
+    known."""
 
     name: str = "simplify-masks"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -41,7 +43,8 @@ class SimplifyMasks:
 
 
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Reduce constants with equal rows to one row, and attention masks to flags."""
+    """Reduce constants with equal rows to one row, and replace causal and empty attention masks by
+    attention's arguments."""
     is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
@@ -64,8 +67,8 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
 
 
 def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tensor]) -> bool:
-    """Return whether a constant's entries along ``dim`` are equal; true if it cannot be
-    evaluated."""
+    """Return whether all slices of a constant along ``dim`` are equal; True if the constant cannot
+    be evaluated."""
     if not can_evaluate(graph, name, buffers, limit=CHECKED_ELEMENTS):
         return True
     value = evaluate_constants(graph, [name], device="cpu", buffers=buffers)[name]
@@ -144,8 +147,8 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
-    """Give users that broadcast ``node`` only its first row, if all rows of its ``value`` are
-    equal."""
+    """If all rows of the constant ``node`` are equal, pass only its first row to those users that
+    broadcast it. ``value`` is the constant's value."""
     for dim, size in enumerate(node.spec.shape):
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue

@@ -27,7 +27,8 @@ INDEX = "aten.index.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class AlignRows:
-    """Graph pass for look-ups of rows; ``buffers`` are the known values of buffers, by name."""
+    """Graph pass that turns indexing by row numbers into look-ups within each row; ``buffers`` maps
+    names of buffers to their values, where known."""
 
     name: str = "align-rows"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -37,7 +38,8 @@ class AlignRows:
 
 
 def align_rows(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Replace indexing of a batch by the numbers of its rows with look-ups within each row."""
+    """Replace ``x[arange(batch), i]`` by look-ups of ``i`` within each row, which can be computed
+    on any part of the rows."""
     if not any(_may_align(node, graph) for node in graph.nodes):
         return graph
     nodes: list[Node] = []
@@ -83,7 +85,8 @@ def _value(graph: Graph, ref: Ref, buffers: Mapping[str, Tensor]) -> Tensor | No
 
 
 def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...]:
-    """Return the nodes of ``index(x, [None, i])``, with ``i`` without its batch dimension."""
+    """Return the nodes that compute ``index(x, [None, i])``, where ``i`` is ``other`` without its
+    batch dimension."""
     made: list[Node] = []
     spec = graph.spec(other)
     if len(spec.shape) == rank:
@@ -96,8 +99,8 @@ def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...
 
 
 def _gathered(node: Node, graph: Graph, other: Ref, shape: tuple[int, ...]) -> tuple[Node, ...]:
-    """Return the nodes of ``gather(x, 1, i)``, with ``i`` expanded to dimensions 2 and up of
-    ``x``."""
+    """Return the nodes that compute ``gather(x, 1, i)``, where ``i`` is ``other`` expanded to
+    dimensions 2 and up of ``x``."""
     source = graph.spec(node.args[0])
     if graph.spec(other).shape != shape:
         return (node,)

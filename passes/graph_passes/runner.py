@@ -9,7 +9,8 @@ from ...planner.graph import Graph
 
 
 class Pass(Protocol):
-    """Graph pass: a frozen dataclass with a name, whose call turns a graph into a graph."""
+    """Graph pass: a frozen dataclass with a name; calling it with a graph returns the changed
+    graph."""
 
     @property
     def name(self) -> str: ...
@@ -18,7 +19,8 @@ class Pass(Protocol):
 
 
 class BrokenGraphError(AssertionError):
-    """Error of a pass that made a graph that breaks the rules of ``Graph``: a bug of this code."""
+    """Error of a graph pass whose result breaks the invariants of ``Graph``: a bug of this
+    package."""
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
@@ -32,7 +34,8 @@ def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
 
 
 def check(graph: Graph, after: str) -> None:
-    """Raise ``BrokenGraphError`` naming the pass ``after`` if the graph breaks a rule."""
+    """Raise ``BrokenGraphError``, naming the pass ``after``, if the graph breaks an invariant of
+    ``Graph``."""
     outputs: dict[str, int] = {}
     kinds: dict[str, str] = {}
     for node in graph.nodes:

@@ -21,7 +21,8 @@ _CASTS = ("aten.to.dtype",)
 
 @dataclass(frozen=True, slots=True)
 class Unfold:
-    """Graph pass that keeps repeated rows in a dimension of their own from where they are made."""
+    """Graph pass that keeps E copies of T rows, as experts use them, in shape (E, T, …) from where
+    they are made, instead of (E·T, …)."""
 
     name: str = "unfold"
 
@@ -30,7 +31,7 @@ class Unfold:
 
 
 def unfold(graph: Graph) -> Graph:
-    """Return the graph in which repeated rows keep a dimension of their own: (E, T, …), not (E·T,
+    """Return the graph in which tensors of E copies of T rows have shape (E, T, …) instead of (E·T,
     …)."""
     state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
@@ -48,8 +49,9 @@ class _Unfolding:
     nodes: list[Node]
 
     def folded(self, node: Node) -> Node | None:
-        """Return a reshape to (E, T, …) that reads an input already, or newly made, of that shape;
-        None for other reshapes."""
+        """Return a replacement of a reshape from (E·T, …) to (E, T, …): one that reads a tensor
+        which has shape (E, T, …) already, or that new nodes compute in this shape. None if that is
+        not possible."""
         source, shape = node.args[0], node.spec.shape
         joined = self.graph.spec(source).shape
         if len(shape) < 2 or joined != (shape[0] * shape[1], *shape[2:]) or 1 in shape[:2]:
@@ -62,8 +64,8 @@ class _Unfolding:
         return replace(node, args=(self._unfold(source, shape[0]), *node.args[1:]))
 
     def _repeats(self, ref: Ref, count: int) -> bool:
-        """Return whether a value consists of ``count`` copies of rows, or of elementwise ops on
-        such copies."""
+        """Return whether a value consists of ``count`` copies of the same rows, or is computed from
+        such copies by elementwise ops."""
         node = self.graph[ref.name]
         if node.op == "aten.repeat.default":
             copies, source = tuple(node.args[1]), self.graph.spec(node.args[0])
@@ -95,7 +97,8 @@ class _Unfolding:
         return self._made(node, node.op, args, shape)
 
     def _made(self, like: Node, op: str, args: Any, shape: tuple[int, ...]) -> Ref:
-        """Add a node in place of ``like``, with another op, arguments and shape."""
+        """Add a copy of node ``like`` under a new name, with another op, arguments and shape;
+        return its value."""
         name = f"{like.name}_unfolded{len(self.nodes)}"
         spec = TensorSpec(shape, like.spec.dtype, like.spec.requires_grad)
         kwargs = like.kwargs if op == like.op else {}

@@ -18,20 +18,17 @@ from ...planner.layout import Region
 @dataclass(frozen=True, slots=True)
 class BoxView:
     """Position of a view in its base tensor: index ``i`` in dimension ``d`` is the base's ``start +
-    i * step``.
-
-    ``starts`` has the first index in each dimension of the base; ``dims`` for each dimension of
-    the view the dimension of the base that it runs along and its step, None where its size
-    is 1.
-    """
+    i * step``. ``starts`` has the first index in each dimension of the base. ``dims`` has for each
+    dimension of the view the corresponding dimension of the base and the step in it, None if the
+    size is 1."""
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
     dims: tuple[tuple[int, int] | None, ...]
 
     def in_base(self, box: Region) -> Region:
-        """Return the box (range of indices per dimension) of the base that spans ``box`` of the
-        view."""
+        """Return the smallest box (range of indices per dimension) of the base that contains all
+        elements of ``box`` of the view."""
         found = [(start, start + 1) for start in self.starts]
         for (low, high), along in zip(box, self.dims, strict=True):
             if along is not None:
@@ -83,8 +80,9 @@ class BoxView:
 
 
 def box_view(view: Tensor, base: Tensor) -> BoxView | None:
-    """Return the position of ``view`` in ``base``; None if boxes of the two do not correspond. That
-    holds for views that join or split dimensions, repeat elements, or have another dtype."""
+    """Return the position of ``view`` in ``base``; None if a box (index ranges) of the view is not
+    a box of the base: for views that join or split dimensions, repeat elements, or change the
+    dtype."""
     if view.dtype != base.dtype or 0 in view.shape or not _is_dense(base):
         return None
     left = int(view.storage_offset()) - int(base.storage_offset())
@@ -116,7 +114,7 @@ def box_view(view: Tensor, base: Tensor) -> BoxView | None:
 
 
 def _is_dense(base: Tensor) -> bool:
-    """Return whether a tensor has every element of its storage exactly once."""
+    """Return whether a tensor contains every element of its storage exactly once."""
     expected = 1
     for dim in sorted(range(base.dim()), key=base.stride):
         if base.shape[dim] > 1:

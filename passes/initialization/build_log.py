@@ -39,7 +39,7 @@ UNINITIALIZED = frozenset(
 OVERWRITES = frozenset(
     {"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", TRUNC_NORMAL}
 )
-"""Names of ops that overwrite a tensor and read no other."""
+"""Names of ops that overwrite every element of a tensor and read no other tensor."""
 
 
 class UnrecordableError(Exception):
@@ -52,15 +52,15 @@ class NeedsValuesError(UnrecordableError):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Tensor of a recorded build, by its number."""
+    """Reference to a tensor of a recorded build, by its number."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Recorded op of a build. ``outputs`` and ``written`` are numbers of tensors; ``reads`` those
-    of all tensor arguments."""
+    """Recorded call of an op in a build. Numbers of tensors: ``outputs`` of the results,
+    ``written`` of the arguments that the op writes to, ``reads`` of all tensor arguments."""
 
     name: str
     is_random: bool
@@ -79,9 +79,10 @@ def _mode() -> FakeTensorMode:
 
 @dataclass
 class Log:
-    """Log of a build: its calls in order, and the fake tensors they were made on. ``reals`` are the
-    real tensors that the build received, ``constants`` one of each storage. ``mode`` makes the fake
-    tensors: tensors that share memory in reality also do in the log."""
+    """Log of a model's build: the calls of ops in order, and the fake tensors they were made on.
+    ``reals`` are the real tensors that the build received (for example from a file), ``constants``
+    has one of them per storage. ``mode`` makes the fake tensors; they share memory exactly where
+    the real ones do."""
 
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -91,15 +92,15 @@ class Log:
     mode: FakeTensorMode = field(default_factory=_mode)
 
     def slot(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that a recorded op made. Raises UnrecordableError for
-        others."""
+        """Return the number of a tensor that a recorded op has made. Raises UnrecordableError for
+        any other tensor."""
         index = self.slots.get(id(tensor))
         if index is None:
             raise UnrecordableError("a tensor that no recorded op made")
         return index
 
     def add(self, tensor: Tensor) -> int:
-        """Return the number of a fake tensor, which is added if it has none."""
+        """Return the number of a fake tensor; a new tensor is added and gets the next number."""
         index = self.slots.get(id(tensor))
         if index is None:
             index = self.slots[id(tensor)] = len(self.tensors)
@@ -122,8 +123,8 @@ class Log:
         return int(self.tensors[slot].untyped_storage()._cdata)
 
     def constant(self, slot: int, storage: torch.UntypedStorage | None = None) -> Tensor:
-        """Return the real tensor number ``slot`` in a constant's storage, or in the copy
-        ``storage`` of it."""
+        """Return the constant number ``slot`` as a real tensor, in its own storage or in
+        ``storage``, a copy of it."""
         real, fake = self.constants[self.storage(slot)], self.tensors[slot]
         memory = real.untyped_storage() if storage is None else storage
         empty = torch.empty(0, dtype=fake.dtype, device=real.device)
@@ -131,7 +132,7 @@ class Log:
 
     @property
     def written(self) -> frozenset[int]:
-        """Ids of the storages that some call writes to."""
+        """Ids of the storages to which some call of the log writes."""
         return frozenset(self.storage(slot) for call in self.calls for slot in call.written)
 
 

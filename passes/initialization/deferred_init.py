@@ -26,11 +26,12 @@ from .sharded_replay import full_box, sharded_replay
 from .uncollected import gc_paused
 
 Init = Literal["auto", "sharded", "exact"]
-"""Way to draw initial values: ``exact`` as a plain build does, ``sharded`` by position; ``auto`` is
-``exact`` up to ``MOST_DRAWN`` random numbers."""
+"""How initial values are drawn: ``exact``, the same values as in an ordinary build; ``sharded``,
+from generators seeded by position, so that a rank draws only its shards; ``auto``, ``exact`` up to
+``MOST_DRAWN`` random numbers, else ``sharded``."""
 
 MOST_DRAWN = 1_000_000_000
-"""Number of random numbers that a rank draws in about 10 s."""
+"""Most random numbers of a model for which "auto" means "exact"; drawing them takes some 10 s."""
 
 OnTensor = Callable[[str, Tensor], None]
 OnPart = Callable[[str, Region, Tensor], None]
@@ -38,14 +39,12 @@ OnPart = Callable[[str, Region, Tensor], None]
 
 @dataclass(frozen=True)
 class Deferred:
-    """Model on ``meta``, and the means to make its tensors.
-
-    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each parameter and buffer
-    name (tied ones all) to its tensor in ``log``. ``log`` is None if the build could not be
-    recorded, for the given ``reason``; ``materialize`` then builds the whole model, once, unless
-    ``built`` has its tensors already. ``given`` names the tensors with values from elsewhere:
-    filling a stage draws nothing for them.
-    """
+    """Model on ``meta``, and all that is needed to compute the initial values of its tensors.
+    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each name of a parameter or
+    buffer (of a tied one, all names) to the number of its tensor in ``log``. ``log`` is None if the
+    build could not be recorded, for the given ``reason``; ``materialize`` then builds the whole
+    model, once, unless ``built`` has its tensors already. ``given`` names tensors whose values come
+    from elsewhere: no random numbers are drawn for them."""
 
     model: nn.Module
     build: Callable[[], nn.Module]
@@ -58,7 +57,8 @@ class Deferred:
     built: dict[str, Tensor] = field(default_factory=dict)
 
     def without(self, names: Iterable[str]) -> Deferred:
-        """Return the same deferred model with ``names`` given: their values come from elsewhere."""
+        """Return the same deferred model with the tensors ``names`` marked as given: their values
+        come from elsewhere."""
         return replace(self, given=frozenset(names))
 
     def shape(self, name: str) -> torch.Size:
@@ -79,12 +79,10 @@ class Deferred:
 def record_build(
     build: Callable[[], nn.Module], seed: int | Tensor = 0, init: Init = "exact"
 ) -> Deferred:
-    """Build a model without allocating its tensors, and record the ops that make them.
-
-    ``build`` must not read values of random tensors or use a generator of its own; if it does, or
-    if it writes tensors to a file, the model is built on ``meta`` if possible, else for real.
-    Values read from files stay in memory once, mapped if possible, as long as the result lives.
-    """
+    """Build a model without allocating its tensors, and record the ops that make them. If ``build``
+    reads values of random tensors, uses a generator of its own or writes tensors to a file, it
+    cannot be recorded: the model is then built on ``meta`` if possible, else with real tensors.
+    Values read from files stay in memory once, mapped if possible, as long as the result lives."""
     try:
         with cpu_seed(seed), gc_paused():
             model, log = record(build)
@@ -100,8 +98,8 @@ def record_build(
 
 
 def state_after(deferred: Deferred) -> Tensor | None:
-    """Return the state of torch's CPU generator after a plain build of the model; None if
-    unknown."""
+    """Return the state that torch's CPU generator has after an ordinary (not deferred) build of the
+    model; None if unknown."""
     if deferred.log is None:
         return None
     with cpu_seed(deferred.seed), torch.no_grad():
@@ -124,12 +122,10 @@ def materialize(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make the tensors ``names`` of a deferred model, each handed over as soon as it is finished.
-
-    ``on_tensor(name, tensor)`` gets a CPU tensor without gradient, floating ones cast to ``dtype``
-    if given. It may be called in any order; memory is limited to the caller's tensors and
-    unfinished ones.
-    """
+    """Compute the tensors ``names`` of a deferred model; pass each to ``on_tensor`` once it is
+    finished. ``on_tensor(name, tensor)`` gets a CPU tensor without gradient; floating tensors are
+    cast to ``dtype`` if given. The order of the calls is arbitrary. At any time, memory holds only
+    unfinished tensors and those that the caller keeps."""
 
     def give(name: str, box: Region, tensor: Tensor) -> None:
         target = dtype if tensor.is_floating_point() else None
@@ -144,9 +140,9 @@ def materialize_boxes(
     on_part: OnPart,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make boxes (index ranges) of tensors, each handed over as soon as it is finished, by one
-    replay of the build. ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy
-    from, which may be a view of a larger one. ``tick`` is called again and again in between."""
+    """Compute boxes (index ranges) of tensors by one replay of the build; pass each to ``on_part``
+    once it is finished. ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy
+    from, which may be a view of a larger one. ``tick`` is called regularly during the replay."""
     boxes = {name: tuple(dict.fromkeys(each)) for name, each in boxes.items()}
     if not any(boxes.values()):
         return
@@ -185,8 +181,8 @@ def cpu_seed(seed: int | Tensor) -> Iterator[None]:
 
 
 def adopt_tensors(model: nn.Module) -> None:
-    """Turn plain tensor attributes of modules into buffers, so that every tensor has a name. They
-    stay out of the state dict."""
+    """Register plain tensor attributes of modules as buffers, so that every tensor has a name.
+    These buffers are not part of the state dict."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -208,8 +204,8 @@ def _adopted_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _slot(log: Log, name: str, tensor: Tensor) -> int:
-    """Return the number in the log of a model's tensor; a real tensor becomes a constant of the
-    log. Raises UnrecordableError if the tensor has no values."""
+    """Return the number that the model's tensor has in the log; a real tensor is added as a
+    constant. Raises UnrecordableError if the tensor has no values."""
     if isinstance(tensor, FakeTensor):
         return log.slot(tensor)
     if tensor.is_meta:
@@ -241,8 +237,8 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
 def _build_empty(
     build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Build a model that cannot be recorded: on ``meta``, or for real and then emptied. Return it
-    with its real tensors by name, if any."""
+    """Build a model that cannot be recorded: on ``meta``, or with real tensors that are then taken
+    out. Return the model on ``meta`` and its real tensors by name, if any."""
     try:
         if needs_values:
             raise NotImplementedError

@@ -28,8 +28,8 @@ from .build_log import (
 )
 
 _SCRATCH = 1 << 15
-"""Random numbers drawn at a time to be discarded: 200 million a second, against 60 million for
-whole tensors, whose memory is new."""
+"""Number of random numbers drawn at a time into scratch memory to advance the generator: 200
+million per second, against 60 million with newly allocated memory for whole tensors."""
 
 
 def exact_replay(
@@ -38,9 +38,9 @@ def exact_replay(
     on_tensor: Callable[[str, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Repeat the build on real tensors, handing over each tensor of ``wanted`` when it is finished.
-    ``wanted`` maps names to numbers of tensors in the log. The caller seeds the default generator.
-    ``tick`` is called before each op."""
+    """Repeat the logged build on real tensors, and call ``on_tensor(name, tensor)`` for each tensor
+    of ``wanted`` when it is finished. ``wanted`` maps names to numbers of tensors in the log. The
+    caller seeds the default generator. ``tick`` is called before each op."""
     if wanted:
         _Replay(log, wanted, on_tensor, tick).run()
 
@@ -60,8 +60,8 @@ def num_drawn(log: Log) -> int:
 
 
 def deterministic_value(log: Log, slot: int) -> Tensor:
-    """Return the present value of tensor number ``slot``. Raises UnrecordableError if it is
-    random."""
+    """Return the value of tensor number ``slot`` at the end of the log. Raises UnrecordableError if
+    the value is random."""
     found: list[Tensor] = []
     replay = _Replay(log, {"": slot}, lambda _, tensor: found.append(tensor), lambda: None)
     if replay.last_draw >= 0:
@@ -72,8 +72,8 @@ def deterministic_value(log: Log, slot: int) -> Tensor:
 
 
 class _Replay:
-    """Replay of a log: the calls to execute, the calls to draw for only, and the last use of each
-    storage."""
+    """Replay of a log: determines the calls to execute, the calls for which only random numbers are
+    drawn, and the last use of each storage."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class _Replay:
                     self.last_touch[log.storage(slot)] = index
 
     def _needed_calls(self) -> set[int]:
-        """Return the calls whose effect on a wanted tensor is not overwritten, by walking
-        backward."""
+        """Return the indices of the calls on which the final value of a wanted tensor depends,
+        found by following the log from its end."""
         log, needed = self.log, set()
         slots = set(self.wanted.values())
         live = {log.storage(slot) for slot in slots}
@@ -126,7 +126,8 @@ class _Replay:
         return needed
 
     def _is_lazy(self, index: int) -> bool:
-        """Return whether a call only allocates memory without values, or makes a view."""
+        """Return whether a call only allocates uninitialized memory, or makes a view: it is
+        executed when its result is first used."""
         call = self.log.calls[index]
         if call.written:
             return False
@@ -138,8 +139,8 @@ class _Replay:
         return all(self.log.storage(slot) == source for slot in call.outputs)
 
     def run(self) -> None:
-        """Execute the needed calls in order, and draw random numbers for the others before the last
-        of them."""
+        """Execute the needed calls in order. For other random calls before the last needed one,
+        only advance the generator."""
         handed: set[str] = set()
         by_storage: dict[int, list[str]] = {}
         for name, slot in self.wanted.items():
@@ -176,8 +177,9 @@ class _Replay:
             self.values.setdefault(slot, tensor)
 
     def _constant(self, slot: int) -> Tensor:
-        """Return a constant of the log itself, or in a copy of its storage if the build changes
-        it."""
+        """Return the real tensor of a constant (a tensor that the build received). If the build
+        writes to the constant's storage, return it in a copy of that storage; the log stays
+        unchanged."""
         storage = self.log.storage(slot)
         if storage not in self.log.written:
             return self.log.constant(slot)
@@ -208,8 +210,8 @@ class _Replay:
             call.op(*args, **kwargs)
 
     def _uniform_numbers(self, call: Call) -> int | None:
-        """Return how many uniform numbers advance the generator as ``call`` does; None if
-        unknown."""
+        """Return the number of uniform random numbers whose drawing advances the generator as far
+        as ``call`` does; None if unknown."""
         if call.name not in ("aten::uniform_", "aten::normal_"):
             return None
         fake = self.log.tensors[call.written[0]]
@@ -246,8 +248,9 @@ def _normal_numbers(size: int) -> int:
 
 @cache
 def _draws_add_up() -> bool:
-    """Return whether torch's CPU generator ends in the same state after uniform numbers as after
-    normal ones. torch 2.11 to 2.13 do so. It is tested rather than assumed."""
+    """Return whether torch's CPU generator ends in the same state after drawing uniform numbers as
+    after the normal numbers made of them. It does in torch 2.11 to 2.13, but is tested rather than
+    assumed."""
     state = torch.get_rng_state()
     found = []
     for size in (16, 37, 4096 + 5):

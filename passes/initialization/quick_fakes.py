@@ -21,14 +21,14 @@ _ALLOCATE: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.ones.default: torch.ones,
 }
 _UNTOLD = frozenset({"device", "pin_memory"})
-"""Arguments of an allocation that a fake tensor does not show if they have their defaults."""
+"""Arguments of allocating ops whose default values do not affect the resulting fake tensor."""
 
 
 def quick_fake(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> FakeTensor | None:
-    """Return the fake tensor of ``func(*args, **kwargs)`` under ``mode``; None if the mode must run
-    it."""
+    """Return the fake tensor that ``func(*args, **kwargs)`` has as its result, without dispatch
+    through ``mode``, which is slow; None for calls that only ``mode`` can execute."""
     if func is torch.ops.aten.detach.default:
         return _detached(mode, args[0])
     make = _ALLOCATE.get(func)

@@ -34,7 +34,8 @@ _FILLS = {
         torch.ops.aten.fill_.Scalar,
     )
 }
-"""Name and randomness of ops that only overwrite a tensor: they are recorded, not executed."""
+"""Name, and whether it is random, of each op that only overwrites a tensor: such ops are recorded
+without executing them on fake tensors."""
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 """Types of op arguments that hold no tensor."""
@@ -43,8 +44,8 @@ _LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that appends every op to ``log``. It must be entered inside the log's own
-    mode."""
+    """Dispatch mode that appends every op to ``log``. It must be entered within the fake tensor
+    mode of the log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,14 +88,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _fake(self, value: Any) -> Any:
-        """Return the fake tensor that stands for a real one, as ops on real tensors would be
-        executed."""
+        """Return the fake tensor that stands for a real one; a real tensor as an argument would
+        make the op execute instead of being recorded. Other values are returned as they are."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self.log.tensors[self.log.add_constant(value)] if is_real else value
 
     def _literal(self, tensor: Tensor) -> Any:
-        """Record a tensor made of Python numbers or a NumPy array by its present values; return its
-        fake."""
+        """Record a tensor made from Python numbers or a NumPy array as a constant with its present
+        values; return the fake tensor that stands for it."""
         result = _LITERAL(tensor)
         with unset_fake_temporarily():
             values = tensor.detach().clone()
@@ -112,8 +113,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0]
 
     def _noted(self, value: Any, reads: list[int]) -> Any:
-        """Return an op's argument with tensors replaced by their numbers, which are added to
-        ``reads``."""
+        """Return an op's argument in which each tensor is replaced by its ``Slot``; add the
+        tensors' numbers to ``reads``."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -135,8 +136,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._noted(each, reads) for each in leaves], structure)
 
     def _scalar(self, tensor: Tensor) -> Any:
-        """Return the number that the constructor reads from a tensor, made by ops that are not
-        random."""
+        """Return the number in a tensor that the model's constructor reads (``item()``). Raises
+        UnrecordableError if the number is random."""
         if not isinstance(tensor, FakeTensor):
             return tensor.item()
         with unset_fake_temporarily():
@@ -150,13 +151,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_on_meta(tensor: Tensor) -> bool:
-    """Return whether the build itself made a tensor on ``meta``, where no numbers are drawn."""
+    """Return whether the build itself made a tensor on ``meta``: random ops on it draw nothing."""
     return tensor.device.type == "meta"
 
 
 class _Form(NamedTuple):
-    """Facts about an op for the log: its name, whether it draws random numbers, and the arguments
-    that it writes to, by position and name."""
+    """Properties of an op that the log needs: its name, whether it draws random numbers, and the
+    positions and names of the arguments that it writes to."""
 
     name: str
     is_random: bool
@@ -214,8 +215,8 @@ def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` executed on real tensors: it reads memory or files, which are not
-    recorded."""
+    """Return a wrapper of ``function`` that executes it on real tensors, without recording: the
+    function reads memory or files."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -225,8 +226,8 @@ def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.load`` executed for real. Files are mapped if possible: only used parts are
-    read."""
+    """Return a wrapper of ``torch.load`` that loads real tensors. Files are memory-mapped if
+    possible, so that only the used parts are read."""
 
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("mmap") is None and isinstance(f, str | PathLike) and zipfile.is_zipfile(f):
@@ -255,8 +256,8 @@ def _refuse_state(new_state: Tensor) -> None:
 
 
 def _whole_trunc_normal(log: Log) -> Callable[..., Any]:
-    """Return ``trunc_normal_`` recorded as one call: it rejects samples by their values, in a
-    loop."""
+    """Return a replacement of ``trunc_normal_`` that is recorded as one call: the original rejects
+    samples in a loop by their values, which fake tensors do not have."""
     original = getattr(torch.nn.init, TRUNC_NORMAL)
 
     def recorded(

@@ -60,8 +60,8 @@ _VALUES: Mapping[str, int | None] = {
     "aten::full_like": 1,
     "aten::new_full": 2,
 }
-"""Position of the value argument of ops that make a tensor of one value; None if the name tells
-it."""
+"""Position of the fill value among the arguments of ops that fill a tensor with one value; None if
+the op's name says the value."""
 
 _OVERWRITES = frozenset({"aten::zero", "aten::fill", "aten::copy"})
 _EXACT = _OVERWRITES | {
@@ -82,8 +82,8 @@ _EXACT = _OVERWRITES | {
     "aten::clone",
     "aten::_to_copy",
 }
-"""Names of ops, without the underscore of in-place ops, that compute each element from the elements
-at its position, rounded exactly."""
+"""Names of ops, without the underscore of in-place ops, that compute each element only from the
+elements at the same position, with the same rounding on any part of the tensors."""
 
 
 def sharded_replay(
@@ -92,12 +92,10 @@ def sharded_replay(
     on_part: Callable[[str, Region, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make boxes (index ranges) of a log's tensors, each handed over as soon as it is complete.
-
-    ``wanted`` maps (name, box) to the tensor's number. The caller sets the state of the default
-    generator, which is the seed: one of its numbers is the key. ``tick`` is called before each
-    part.
-    """
+    """Compute boxes (index ranges) of a log's tensors; pass each to ``on_part`` once it is
+    complete. ``wanted`` maps (name, box) to the tensor's number in the log. The caller seeds the
+    default generator; one number drawn from it is the key of all random numbers here. ``tick`` is
+    called before each box."""
     parts = SharedLog(log, _drawn_key())
     for (name, box), slot in wanted.items():
         tick()
@@ -109,8 +107,8 @@ def _drawn_key() -> int:
 
 
 class SharedLog:
-    """Data of a log that all boxes need: the calls on each storage, the seed of each random
-    call."""
+    """Data of a log that the replays of all boxes share: the calls on each storage, and the seeds
+    of each random call."""
 
     def __init__(self, log: Log, key: int) -> None:
         self.log = log
@@ -160,12 +158,11 @@ def drawn_slot(call: Call) -> int:
 
 @dataclass(slots=True)
 class _PartReplay:
-    """Replay of a log for one box of one tensor: ``follow`` finds its calls, ``run`` executes them.
-
-    ``live`` has the box of each storage (in its base) that earlier calls must still produce,
-    ``held`` the box that is ever needed, None for storages without such a box: these are held
-    whole. ``steps`` has the output box of each call to execute; None for a call on whole tensors.
-    """
+    """Replay of a log for one box (index ranges) of one tensor: ``follow`` finds the calls that the
+    box depends on, ``run`` executes them. A storage's boxes are those of its first tensor. ``live``
+    has the box of each storage that earlier calls must still produce, ``held`` the box around all
+    that is ever needed of it; None if the whole storage is. ``steps`` has the output box of each
+    call to execute; None for a call on whole tensors."""
 
     shared: SharedLog
     live: dict[int, Region | None] = field(default_factory=dict)
@@ -202,7 +199,8 @@ class _PartReplay:
         self.held[storage] = _hull(self.held[storage], needed) if storage in self.held else needed
 
     def _explain(self, index: int) -> None:
-        """Note the boxes that call ``index`` needs of its inputs, if it makes a needed value."""
+        """If call ``index`` makes a needed value, record it in ``steps`` and record the boxes that
+        it needs of its inputs."""
         call = self.log.calls[index]
         slots = call.written or call.outputs
         if not any(self.log.storage(slot) in self.live for slot in slots):
@@ -244,7 +242,7 @@ class _PartReplay:
             self._need(slot, full_box(self.log.tensors[slot].shape), before=index)
 
     def _is_view(self, call: Call) -> bool:
-        """Return whether a call only allocates memory without values, or makes a view of its
+        """Return whether a call only allocates uninitialized memory, or makes a view of its
         argument."""
         if call.name in UNINITIALIZED:
             for slot in call.outputs:
@@ -327,8 +325,8 @@ class _PartReplay:
         return self._value(slot, full_box(self.log.tensors[slot].shape))
 
     def _value(self, slot: int, box: Region) -> Tensor:
-        """Return a box of tensor number ``slot``, in the memory that holds the needed part of its
-        storage."""
+        """Return a box of tensor number ``slot`` as a view of the memory that holds the needed part
+        of its storage."""
         storage, view = self.log.storage(slot), self.shared.view(slot)
         held = self.held[storage]
         if storage in self.log.constants or held is None or view is None:
@@ -341,8 +339,8 @@ class _PartReplay:
         return view.of_buffer(self.buffers[storage], held, box)
 
     def _in_whole(self, slot: int, storage: int) -> Tensor:
-        """Return tensor number ``slot`` of a storage that is held whole: a constant, its copy if it
-        is written to, or a storage without a box."""
+        """Return tensor number ``slot`` of a storage that is held whole: the storage of a constant,
+        a copy of it if calls write to it, or any storage of which no box is known."""
         fake = self.log.tensors[slot]
         if storage in self.log.constants:
             if not self._is_written(storage):
@@ -402,7 +400,7 @@ def _call_on(call: Call, tile: Tensor) -> None:
 
 
 def _hull(first: Region | None, second: Region | None) -> Region | None:
-    """Return the smallest box around two boxes; None stands for the whole tensor."""
+    """Return the smallest box that contains two boxes; None stands for the whole tensor."""
     if first is None or second is None:
         return None
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))

@@ -19,20 +19,20 @@ from torch import Tensor
 from ...planner.layout import Region
 
 TILE = 1 << 14
-"""Most elements of a tile. Seeding and copying take 10 µs a tile, drawing it 120 µs, and its 64 KB
-stay in the cache: 130 million normal numbers a second, against 60 million for whole tensors, whose
-memory is new."""
+"""Most elements of a tile. Per tile, seeding and copying take 10 µs, drawing 120 µs, and its 64 KB
+stay in the cache: 130 million normal numbers per second, against 60 million for whole tensors in
+newly allocated memory."""
 
 _ROWS = 4
-"""Factor by which the length of dimension 0 counts more: it is split more finely, as ZeRO does."""
+"""Factor by which the length of dimension 0 counts more in ``tile_shape``: it is split more finely,
+as ZeRO shards along it."""
 
 
 @cache
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tile of a tensor: the longest dimension is halved until it is small
-    enough.
-
-    Halving aligns the edges of tiles with parts of powers of two.
+    """Return the shape of the tiles of a tensor of ``shape``: the longest dimension is halved until
+    a tile has at most ``TILE`` elements. By halving, shards over 2, 4, 8, … ranks begin and end at
+    edges of tiles.
 
     >>> tile_shape((4096, 14336)), tile_shape((10, 3))
     ((64, 224), (10, 3))
@@ -68,9 +68,9 @@ def draw_box(
     draw: Callable[[Tensor], object],
     seed_of: Callable[[int], int],
 ) -> None:
-    """Fill ``target`` with the part ``box`` of a tensor of ``shape`` whose numbers are drawn by
-    tiles. ``draw`` fills a contiguous tile from the default generator, which is seeded for tile
-    ``i`` with ``seed_of(i)``."""
+    """Fill ``target`` with the part ``box`` of a tensor of ``shape`` whose random numbers are drawn
+    tile by tile. ``draw`` fills a contiguous tile from the default generator, which is seeded for
+    tile ``i`` with ``seed_of(i)``."""
     if not all(stop > start for start, stop in box):
         return
     extents, grid = tile_shape(shape), _grid(shape)
@@ -102,8 +102,8 @@ def _number(place: Sequence[int], grid: Sequence[int]) -> int:
 
 def tile_seed(key: int, number: int) -> int:
     """Return the seed of tile ``number`` of a build with ``key``; no two tiles below 2**32 share a
-    seed. torch's CPU generator takes 32 bits of a seed. Murmur's finalizer permutes them: twice,
-    with the halves of ``key`` in between."""
+    seed. torch's CPU generator uses 32 bits of a seed. The finalizer of MurmurHash permutes the
+    32-bit numbers; it is applied twice, each time after a half of ``key`` is mixed in."""
     mixed = _permuted((number + key) & 0xFFFFFFFF)
     return _permuted(mixed ^ (key >> 32 & 0xFFFFFFFF))
 

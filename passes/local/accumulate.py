@@ -35,8 +35,9 @@ _IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Class loss whose targets are counted. ``key``: the key of its count; ``target`` and
-    ``weight``: the outputs of the counting program that it reads."""
+    """Classification loss whose mean divides by the number of targets. ``key``: the key of that
+    count; ``target`` and ``weight``: the outputs of the counting program from which it is
+    computed."""
 
     key: str
     target: str
@@ -47,13 +48,11 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Program for the counts of one micro-batch: ``program(*inputs)`` returns ``outputs``; None if
-    these are the inputs.
-
-    ``inputs`` are nodes: of the batch, of constants, and of buffers, in this order. Random ops use
-    the state ``draws``, which the stage's forwards share. ``totals`` maps the key of each total to
-    the output that it sums.
-    """
+    """Program whose outputs, for one micro-batch, the counts and totals are computed from:
+    ``program(*inputs)`` returns ``outputs``; None if the outputs are the inputs. ``inputs`` are
+    nodes: of the batch, of constants, and of buffers, in this order. Random ops use the state
+    ``draws``, which the stage's forwards share. ``totals`` maps the key of each total (sum over all
+    micro-batches) to the output that is summed."""
 
     program: fx.GraphModule | None
     inputs: tuple[Node, ...]
@@ -106,8 +105,8 @@ class Counting:
 
 
 def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> tuple[str, ...]:
-    """Return the keys of the counts, and of the ``totals``, that these ops need besides their
-    inputs."""
+    """Return the keys of the counts (divisors of losses) and, with ``totals``, of the sums over all
+    micro-batches that these ops need besides their inputs."""
     found: dict[str, None] = {}
     for name in nodes:
         if name in graph.accumulation.counted:
@@ -135,8 +134,8 @@ def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
 def build_counting(
     graph: Graph, keys: Iterable[str], num_microbatches: int, draws: Draws
 ) -> Counting | None:
-    """Build the program that counts ``keys`` over the micro-batches of a step; None without
-    keys."""
+    """Build the program for the counts and totals ``keys`` over the micro-batches of a step; None
+    if there are no keys."""
     wanted = set(keys)
     if not wanted:
         return None

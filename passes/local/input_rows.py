@@ -21,8 +21,9 @@ from .stage_cut import stage_ranges, uses_by_block
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows ``first`` to ``first + rows`` of every micro-batch of ``total`` rows, which a rank
-    reads. They are number ``part`` of ``parts``; ``is_even``: all parts are equal."""
+    """Rows that a rank reads: of every micro-batch of ``total`` rows, those from ``first`` to
+    ``first + rows`` - 1. These rows are part number ``part`` of ``parts``; ``is_even``: all parts
+    are equally large."""
 
     first: int
     rows: int
@@ -54,12 +55,10 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class StageRows:
-    """Division of a micro-batch's rows among a stage's ranks: ``sizes[p]`` rows for coordinate
-    ``p`` of ``axes``.
-
-    Several axes count as one, the first outermost. ``inputs`` maps each input with rows to the
-    dimension that counts them; every rank needs all rows of the inputs ``whole``.
-    """
+    """Division of a micro-batch's rows among a stage's ranks: the rank at coordinate ``p`` of the
+    mesh axes ``axes`` reads ``sizes[p]`` rows. Several axes are counted as one, the first being the
+    outermost. ``inputs`` maps each input with rows to the dimension that counts them; every rank
+    needs all rows of the inputs ``whole``."""
 
     axes: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -74,8 +73,8 @@ class StageRows:
         return found
 
     def held(self, part: int, num_microbatches: int) -> HeldRows:
-        """Return the rows of a part; a part without rows gets the first row, which counts
-        nothing."""
+        """Return the rows of part number ``part``. A part without rows gets the first row of the
+        batch, with no effect on the result."""
         rows = self.sizes[part]
         return HeldRows(
             sum(self.sizes[:part]) if rows else 0,
@@ -143,8 +142,9 @@ def _num_parts(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRows:
-    """Return the rows of a stage that needs all rows of its inputs, divided as other stages' rows
-    into ``sizes`` for reading; every rank then gets the others' rows, too."""
+    """Divide the rows of a stage whose ranks all need all rows: each rank reads a part of size
+    ``sizes[p]``, as in other stages, and then receives the rows that the other ranks read. Rows
+    that the stage's own layout divides are returned unchanged."""
     if rows.axes or len(sizes) != mesh.shape[0] or len(sizes) == 1 or not rows.inputs:
         return rows
     return replace(rows, axes=(0,), sizes=sizes, whole=tuple(rows.inputs))
@@ -167,9 +167,9 @@ def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> He
 
 
 def data_place(found: Sequence[StageRows | None], plan: Plan, rank: int) -> tuple[int, int] | None:
-    """Return the ``(rank, world)`` to call a data source of ``rank`` with; None if it reads no
-    data. Equal parts, of the same number in all stages, can be requested by number; otherwise every
-    rank requests the global batch, ``(0, 1)``."""
+    """Return the arguments ``(rank, world)`` with which ``rank`` calls its data source; None if it
+    reads no data. If all parts of the rows are equal, and equally many in all stages, a rank
+    requests its part by number; otherwise it requests the global batch, ``(0, 1)``."""
     everyone = {each for stage in placed_stages(plan) for each in stage.devices}
     held = {each: rows_of_rank(found, plan, each) for each in sorted(everyone)}
     if held.get(rank) is None:

@@ -23,16 +23,16 @@ from .stage_program import StageProgram
 
 @dataclass(eq=False)
 class LiveNumbers:
-    """Numbers that change during training: ``stand_ins`` are unique numbers in the programs in
-    their place, ``values`` maps each to the number to compute with now."""
+    """Numbers that change during training. The programs contain unique numbers in place of them,
+    the ``stand_ins``; ``values`` maps each stand-in to the number to compute with now."""
 
     stand_ins: frozenset[float]
     values: dict[float, float] = field(default_factory=dict)
     _readers: dict[float, Callable[[], float]] = field(default_factory=dict)
 
     def reader(self, stand_in: float) -> Callable[[], float]:
-        """Return the function without arguments by which programs read the number behind
-        ``stand_in``."""
+        """Return the function, without arguments, that programs call for the current number in
+        place of ``stand_in``."""
         if stand_in not in self._readers:
             read = partial(self._value, stand_in)
             read.__name__ = "live_number"  # type: ignore[attr-defined]
@@ -50,9 +50,9 @@ def _has_some(arguments: Any, numbers: LiveNumbers) -> bool:
 
 
 def make_live(programs: Iterable[StageProgram], graph: Graph, numbers: LiveNumbers) -> bool:
-    """Replace stand-ins (unique numbers, see the module) in programs by reads of the current
-    numbers; return False if a program computes with a value derived from a stand-in, which cannot
-    be replaced."""
+    """Replace stand-ins (unique numbers for changing numbers) in programs by calls that read the
+    current numbers. Return False if a program computes with a number derived from a stand-in, which
+    cannot be replaced."""
     asked = {
         node.name
         for node in graph

@@ -36,8 +36,8 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Compute causal attention of queries whose positions are split over ``axes``, with whole
-    keys."""
+    """Compute causal attention for this rank's queries, whose positions are split over ``axes``;
+    the rank has all keys and values."""
     start, _ = part_of(rank, query.shape[-2], axes)
     return attend_upto(start + query.shape[-2], query, key, value, **options)
 
@@ -54,10 +54,8 @@ def balanced_causal_attention(
 ) -> Tensor:
     """Compute causal attention for the first half of this rank's queries and the second half of its
     partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
-
-    The partner is at the mirrored position of each axis of ``balanced``: see
-    ``rules.balanced_attention``.
-    """
+    The partner is the rank at the mirrored position (n - 1 - i for i of n) of each axis of
+    ``balanced``: see ``rules.balanced_attention``."""
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
     kept, sent = split_in_half(query)
@@ -70,12 +68,11 @@ def balanced_causal_attention(
 def exchanged_split(
     rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """Cut a matrix, split along its other dimension, along ``dim`` into parts that are split anew.
-
-    ``wanted``: the dimension along which each mesh axis splits a part, ``dim`` if the split moves.
-    If one axis splits the matrix, all parts travel in one all-to-all: their shares are sorted by
-    rank first. If several do, it is gathered, and each rank takes its shares.
-    """
+    """Cut a matrix along ``dim`` into parts of ``sizes``. The matrix is split over ranks along its
+    other dimension, the parts are to be split as ``wanted``: for each mesh axis, the dimension
+    along which it splits a part. If one axis splits the matrix, one all-to-all sends all parts,
+    after sorting their shards by receiving rank. If several axes do, the matrix is gathered, and
+    each rank cuts its shards from it."""
     held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
     if len(axes) > 1:
         steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))

@@ -15,8 +15,8 @@ from .local_op import Call, LocalOp
 
 
 def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return indices counted from the start of this rank's part (0 for other ranks' parts), and a
-    mask of the indices that are its own."""
+    """Return the indices relative to the start of this rank's part of the dimension (0 for indices
+    in other ranks' parts), and a mask of the indices in this rank's part."""
     start, total = part_of(rank, size, axes)
     local = torch.where(indices < 0, indices + total, indices) - start
     held = (local >= 0) & (local < size)
@@ -32,8 +32,8 @@ def split_index_select(
     axes: tuple[int, ...],
     keep: bool = False,
 ) -> Tensor:
-    """Compute ``source[:, indices]`` at ``dim``, split over ``axes``; entries of other ranks are
-    zero. With ``keep``, a single index keeps the dimension."""
+    """Index dimension ``dim`` of ``source``, which is split over ``axes``, by ``indices``; results
+    for entries of other ranks are zero. With ``keep``, a single index keeps the dimension."""
     if keep:
         indices = indices.reshape(-1)
     local, held = _own(rank, indices, source.shape[dim], axes)
@@ -53,7 +53,7 @@ def split_gather(
 
 
 def index(op: LocalOp) -> Call:
-    """Return the local call of ``x[:, i]`` for a rank, whose indexed dimension may be split."""
+    """Return a rank's local call of ``x[:, i]``; the indexed dimension may be split."""
     indexed = [dim for dim, item in enumerate(op.node.args[1]) if isinstance(item, Ref)]
     axes = op.axes("self", indexed[0]) if len(indexed) == 1 else ()
     if not axes:
@@ -63,8 +63,7 @@ def index(op: LocalOp) -> Call:
 
 
 def index_select(op: LocalOp) -> Call:
-    """Return the local call of ``index_select`` for a rank, whose indexed dimension may be
-    split."""
+    """Return a rank's local call of ``index_select``; the indexed dimension may be split."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()
@@ -72,7 +71,7 @@ def index_select(op: LocalOp) -> Call:
 
 
 def gather(op: LocalOp) -> Call:
-    """Return the local call of ``gather`` for a rank, whose indexed dimension may be split."""
+    """Return a rank's local call of ``gather``; the indexed dimension may be split."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()

@@ -27,14 +27,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalOp:
-    """Node of the graph that is about to be called on a rank's parts of its tensors.
-
-    ``arguments`` maps the schema's names, defaults included, to literals and local tensors (as the
-    graph being built names them); ``positions`` maps each tensor argument to its position among the
-    node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first output's
-    dimension that counts the batch; ``count`` is the divisor of a mean over classified rows, if it
-    is known beforehand.
-    """
+    """Op node of the graph, with all that is needed to call the op on a rank's parts of its
+    tensors. ``arguments`` maps the schema's names, defaults included, to literals and local tensors
+    (as the graph being built names them); ``positions`` maps each tensor argument to its position
+    among the node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first
+    output's dimension that counts the batch; ``count`` is the divisor of a mean over classified
+    rows, if it is known beforehand."""
 
     node: Node
     layout: NodeLayout
@@ -65,7 +63,8 @@ class LocalOp:
         return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
-        """Return the dimension argument ``name`` of tensor ``of``, counted from the front."""
+        """Return the value of the dimension argument ``name`` as a non-negative number; the tensor
+        argument ``of`` gives the number of dimensions."""
         found: int = self.arguments[name]
         return found % max(len(self.global_shape(of)), 1)
 
@@ -79,8 +78,8 @@ class LocalOp:
         return Call(self.rank.bound(function), args, options)
 
     def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
-        """Return the op's call with some arguments changed (or of another overload, by its own
-        names)."""
+        """Return the op's call with some arguments changed; ``overload`` is another op to call
+        instead, with argument names of its own."""
         target = self.overload if overload is None else overload
         values = {**self.arguments, **changes}
         listed = target._schema.arguments

@@ -51,12 +51,10 @@ def local_call(
     batch_dim: int | None = None,
     count: Any = None,
 ) -> Call:
-    """Return the call that computes a rank's part of ``node``'s outputs.
-
-    ``values`` are the local tensors of ``node.inputs``, in their order and in the layouts of
-    ``layout.inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first output's
-    dimension that counts the batch, ``count`` the divisor of a class loss.
-    """
+    """Return the call that computes a rank's part of ``node``'s outputs. ``values`` are the local
+    tensors of ``node.inputs``, in their order and in the layouts of ``layout.inputs``; ``specs``
+    are the inputs' global specs; ``batch_dim`` is the first output's dimension that counts the
+    batch, ``count`` the divisor of a class loss."""
     overload = resolve(node.op)
     feed = iter(values)
     args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: next(feed))
@@ -110,9 +108,9 @@ def _size_of_output(op: LocalOp) -> Call:
 
 
 def _view(op: LocalOp) -> Call:
-    """Return the local call of a reshape, never as a view: a part may lie in memory otherwise than
-    the whole. A ``squeeze`` must not remove a split dimension that happens to have size 1 on this
-    rank."""
+    """Return the local call of a reshape, with ``reshape`` in place of ``view``: a part may have
+    other strides than the whole tensor. A ``squeeze`` must not remove a split dimension that
+    happens to have size 1 on this rank."""
     if op.node.op == "aten.view.dtype":
         return op.call()
     return Call(torch.ops.aten.reshape.default, (op["self"], list(op.output_shape())), {})
@@ -136,8 +134,8 @@ def _repeat_interleave(op: LocalOp) -> Call:
 
 
 def _one_hot(op: LocalOp) -> Call:
-    """Return the local call of ``one_hot`` with the number of classes: a part may lack the
-    highest."""
+    """Return the local call of ``one_hot`` with an explicit number of classes: a part of the
+    indices may lack the highest class."""
     return op.call(num_classes=op.node.spec.shape[-1])
 
 
@@ -155,8 +153,8 @@ def _split(op: LocalOp) -> Call:
 
 
 def _slice(op: LocalOp) -> Call:
-    """Return the local call of a slice: a full slice keeps every part; others are along a whole
-    dimension."""
+    """Return the local call of a slice. A slice of everything keeps the rank's part; any other
+    slice is along a dimension that is not split."""
     dim = op.dim()
     if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
         return op.call(start=0, end=sys.maxsize)
@@ -192,7 +190,7 @@ def _embedding(op: LocalOp) -> Call:
 
 
 def _linear(op: LocalOp) -> Call:
-    """Return the local call of a linear layer, with 8-bit factors if the plan has them."""
+    """Return the local call of a linear layer, as an 8-bit product if the plan says so."""
     if not op.node.product_dtype:
         return op.call()
     return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})
@@ -280,9 +278,9 @@ def _convolution(op: LocalOp) -> Call:
 
 
 def _counted(op: LocalOp) -> Call:
-    """Return the local call of a random op, which draws the numbers of its part of the whole
-    batch's tensor. If the graph is a slice of the sequences, ``start`` is its offset in the whole.
-    """
+    """Return the local call of a random op, which draws those numbers of the whole batch's tensor
+    that belong to the rank's part. If the graph computes a slice of the sequences, ``start`` is the
+    slice's offset in the whole sequence."""
     shape = op.node.spec.shape
     region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)
     rows = None if op.batch_dim is None else (op.batch_dim, shape[op.batch_dim])

@@ -34,7 +34,7 @@ from ..ops.torch_ops import returns_several
 from .local_ops import local_call
 
 MADE_BY = "made by"
-"""Key in the ``meta`` of a local op under which the graph's node that it implements stands."""
+"""Key in the ``meta`` of a local op's fx node for the graph's node that the op implements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BlockInterface:
 
     ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys; ``parameters``
     (buffers too) are fully qualified names that the block's module holds. ``counts`` are keys of
-    further inputs, whole (``passes.local.accumulate``).
+    further inputs that every rank gets whole: counts over the batch (``passes.local.accumulate``).
     """
 
     nodes: tuple[str, ...]
@@ -75,7 +75,7 @@ def count_key(loss: str) -> str:
 
 
 def total_key(ref: Ref) -> str:
-    """Return the key of a value's sum over all micro-batches."""
+    """Return the key under which programs take the sum of ``ref`` over all micro-batches."""
     return f"total of {value_key(ref)}"
 
 
@@ -89,8 +89,8 @@ def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
 
 
 def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
-    """Return the layout with R (replicated) written as I (invariant) if no gradient distinguishes
-    them."""
+    """Return the layout with R (replicated) replaced by I (invariant) if the value has no gradient:
+    the two differ only in their gradients."""
     if spec.requires_grad:
         return layout
     return tuple(INVARIANT if placement.kind == "R" else placement for placement in layout)
@@ -98,7 +98,8 @@ def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
 
 @dataclass(slots=True)
 class _Values:
-    """Values in a block's graph so far, by ref: as ``made``, and ``converted`` to other layouts."""
+    """Values in the block's graph under construction, by ref: as the ops ``made`` them, and
+    ``converted`` to other layouts."""
 
     made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
     counts: dict[str, fx.Node] = field(default_factory=dict)
@@ -192,7 +193,7 @@ def _localize_node(
 
 
 def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
-    """Return whether an op makes a partial sum over rows on a rank that has no rows."""
+    """Return whether an op computes a partial sum over rows and this rank has no rows."""
     if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
         return False
     return any(held[0].is_shard for held in layout.inputs)
@@ -223,8 +224,8 @@ def _in_layout(
 
 
 def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
-    """Raise ``PlanError`` unless a node's layout has its inputs and outputs and divides their
-    shapes."""
+    """Raise ``PlanError`` unless a node's layout has one entry for each of the node's inputs and
+    outputs and evenly divides their shapes."""
     refs = node.inputs
     if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
         raise PlanError(
@@ -250,7 +251,8 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
 
 
 def _placeholder(body: fx.Graph, key: str) -> fx.Node:
-    """Add a placeholder for the value ``key``; ``add`` and ``add_`` stay distinct."""
+    """Add a placeholder for the value ``key`` under a valid name; keys such as ``add`` and ``add_``
+    get different names."""
     node = body.placeholder(_identifier(key))
     node.target = node.name
     return node
@@ -268,7 +270,6 @@ def _identifier(name: str) -> str:
 
 def held_path(name: str) -> str:
     """Return the path at which a block's module holds a parameter or buffer of the model.
-
     Characters that attributes cannot have are written as numbers.
 
     >>> held_path("layers.0.weight"), held_path('a"b.weight')
@@ -278,8 +279,8 @@ def held_path(name: str) -> str:
 
 
 def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
-    """Return a module with the block's parameters and buffers, as ``meta`` tensors of local
-    shape."""
+    """Return a module that holds the block's parameters and buffers as ``meta`` tensors of this
+    rank's local shapes."""
     root = nn.Module()
     for name, layout in interface.parameters.items():
         node = graph[name]

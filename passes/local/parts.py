@@ -13,8 +13,8 @@ _FACTORS = {torch.float32: 1e4, torch.bfloat16: 6e8, torch.float16: 3e7}
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of a tensor's gradient: split as the tensor, a partial sum for R, else
-    whole. Whole gradients are written I here, and partial sums P, in any layout of the value."""
+    """Return the layout of a tensor's gradient: split where the tensor is split (S), a partial sum
+    (P) where it is R, else whole (I)."""
     return tuple(
         placement if placement.is_shard else PARTIAL if placement.kind == "R" else INVARIANT
         for placement in layout
@@ -68,8 +68,8 @@ def _join(group: Sequence[Tensor], placement: str, where: str, tolerance: float)
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
     """Assert that tensors are equal up to ``tolerance`` relative to the largest expected magnitude.
-    The tolerance is for float64; float32 gets ten thousand times of it, half precisions more, as
-    they have fewer digits."""
+    The tolerance is for float64; for float32 it is multiplied by ten thousand, for 16-bit dtypes by
+    more."""
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     )

@@ -22,14 +22,14 @@ from .parts import assert_close, collect, distribute, gradient_layout
 from .simulated import ThreadCommunicator, run_ranks
 
 OP = "op"
-"""Name of the node of the op to be checked; its inputs are other nodes' outputs."""
+"""Name of the graph node whose op is to be checked; the other nodes only supply its inputs."""
 
 Call = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
-    """Return every layout of the op on a mesh: combinations of its strategies that divide its
-    tensors."""
+    """Return every layout of the op on a mesh: all combinations of its sharding strategies, one per
+    mesh axis, that evenly divide its tensors."""
     node = graph[OP]
     per_axis = [axis_strategies(node, graph, size) for size in mesh.shape]
     found = []
@@ -58,8 +58,8 @@ def run_whole(
 def gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor] | None
 ) -> list[Tensor | None]:
-    """Return the gradient of each input: zeros if it is unused, None if it needs none.
-    ``cotangents`` are the gradients of the outputs."""
+    """Return the gradient of each input: zeros if the input is unused, None if it requires no
+    gradient. ``cotangents`` are the gradients of the outputs."""
     wanted = [t for t in inputs if t.requires_grad]
     made = [i for i, o in enumerate(outputs) if o.requires_grad]
     if not wanted or not made or cotangents is None:
@@ -81,7 +81,7 @@ def prove(
     graph: Graph, call: Call, tensors: Sequence[Tensor], *, mesh: Mesh, layout: NodeLayout
 ) -> None:
     """Check one layout of an op: the ranks' outputs and gradients together equal those of the whole
-    op. Raises AssertionError if they differ, and any error of the op on parts."""
+    op. Raises AssertionError if they differ; errors of the op on parts are passed on."""
     outputs, _ = run_whole(call, tensors, None)
     cotangents = [torch.randn_like(o) if o.is_floating_point() else o for o in outputs]
     outputs, grads = run_whole(call, tensors, cotangents)

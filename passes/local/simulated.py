@@ -16,15 +16,16 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class _Group:
-    """Ranks along one mesh axis, as threads: the contribution of each, and a barrier."""
+    """Group of ranks along one mesh axis, each a thread: the tensors that they contribute to the
+    current collective, and a barrier."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
         self.slots: list[Any] = [None] * size
 
     def exchange(self, position: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which must be in the same collective with the same
-        shapes."""
+        """Contribute ``tensor`` as the rank at ``position``; return the tensors of all ranks.
+        Raises if the ranks disagree in ``what``: the collective and its shapes."""
         self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
         self.barrier.wait()
         found = list(self.slots)
@@ -35,8 +36,8 @@ class _Group:
 
 
 class ThreadCommunicator:
-    """Communicator of a rank that is a thread, with the group of each mesh axis that it belongs
-    to."""
+    """Communicator of a rank that is simulated by a thread; it has the rank's group on each mesh
+    axis."""
 
     def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: list[_Group]) -> None:
         self.mesh, self.coordinates, self.groups = mesh, coordinates, groups

@@ -18,8 +18,9 @@ from .localize import parse_key, value_key
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Value sent from one stage to another, whose gradient returns the same way. The layouts are on
-    the meshes of the two stages. No gradient comes back unless ``spec.requires_grad``."""
+    """Value that one stage sends to another; its gradient is sent back in the opposite direction.
+    The layouts are on the meshes of the two stages. No gradient comes back unless
+    ``spec.requires_grad``."""
 
     key: str
     source_stage: int
@@ -67,7 +68,8 @@ def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
 def wanted_layouts(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> dict[Ref, list[Layout]]:
-    """Map each value that a stage uses to the layouts in which its ops want it, in order."""
+    """Map each value that a stage uses to the layouts in which the stage's ops read it, in the
+    order of the ops."""
     stage, wanted = plan.stages[stage_index], dict[Ref, list[Layout]]()
     for position in stage_ranges(plan)[stage_index]:
         for name in blocks.blocks[position].nodes:
@@ -107,8 +109,8 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
 
 
 def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
-    """Return the boundaries of a pipeline, then those of its replica, whose stages have higher
-    numbers."""
+    """Return the boundaries of a pipeline, followed by the same boundaries of its replica, whose
+    stages are numbered from ``num_stages`` on."""
     again = (
         replace(
             each,

@@ -48,10 +48,9 @@ class ParameterProgram:
 
 
 def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
-    """Return whether ZeRO shards a parameter over axis "dp".
-
-    It shards frozen parameters from stage 3 on: before that all ranks keep the whole parameter,
-    which never changes, so a shard would only add to it. Complex ones are never sharded.
+    """Return whether ZeRO shards a parameter over axis "dp". Frozen parameters are sharded only by
+    ZeRO stage 3: in lower stages every rank holds the whole parameter, so a shard would only take
+    more memory. Complex parameters are never sharded.
 
     >>> spec, mesh = TensorSpec((4, 4), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
     >>> is_sharded(spec, (REPLICATE, REPLICATE), mesh, zero=1)
@@ -89,15 +88,16 @@ class StageProgram:
 
     Blocks take ``inputs`` (of the batch), ``constants`` and shared ``buffers`` besides each other's
     outputs and received values. ``layouts`` has the layouts of values between blocks. ``loss`` is
-    its key in the stage that computes it; it is P or I, so its sum is not waited for within a step.
-    ``draws`` holds the key and micro-batch of the blocks' random ops; the executor keeps it up to
-    date. ``updates`` maps each buffer that a forward changes to the key of its new value, laid out
-    as the buffer is held; such buffers are shared. With ``updates_once`` every micro-batch of a
-    step reads the old value and computes the same new value. ``counting`` computes inputs of blocks
-    that depend on all rows of a step. ``kept`` are the keys of values that leave the stage without
-    a receiving stage: inputs of the next slice of the sequences, or outputs of the model that its
-    caller differentiates. ``share``: this rank's rows of a micro-batch, if the batch is split
-    unevenly; specs and layouts then belong to an even split of ``share.batch_size`` rows.
+    the key of the loss in the stage that computes it; its layout is P or I, so that no rank waits
+    for its sum within a step. ``draws`` holds the key and micro-batch of the blocks' random ops;
+    the executor keeps it up to date. ``updates`` maps each buffer that a forward changes to the key
+    of its new value, laid out as the buffer is held; such buffers are shared. With ``updates_once``
+    every micro-batch of a step reads the old value and computes the same new value. ``counting``
+    computes those inputs of blocks that depend on all rows of a step. ``kept`` are the keys of
+    values that leave the stage but go to no other stage: inputs of the next slice of the sequences,
+    or outputs that the model's caller differentiates. ``share``: this rank's rows of a micro-batch,
+    if the batch is split unevenly; specs and layouts then belong to an even split of
+    ``share.batch_size`` rows.
     """
 
     index: int
@@ -122,9 +122,9 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class OfSlice:
-    """Context of a program for one slice of the sequences; ``whole`` is the graph of whole
-    sequences. ``kept`` are the keys of values for the next slice. All slices share their ``draws``.
-    """
+    """Context of a program that computes one slice of the sequences: ``whole``, the graph of whole
+    sequences; ``kept``, the keys of the values that the next slice needs; ``draws``, the state of
+    random numbers, which all slices share."""
 
     whole: Graph
     kept: tuple[str, ...]
@@ -133,7 +133,7 @@ class OfSlice:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Facts about a stage and its rank from which the program of every block is built."""
+    """Data about a stage and a rank of it that are needed to build the programs of its blocks."""
 
     graph: Graph
     blocks: Blocks
@@ -150,7 +150,7 @@ class _Stage:
 
     @cached_property
     def updated(self) -> dict[Ref, str]:
-        """Buffer that each new value of a buffer belongs to, by the value."""
+        """Map from each value that becomes a buffer's new value to the name of the buffer."""
         return {ref: name for name, ref in self.graph.updates.items() if name in self.leaves}
 
     @cached_property
@@ -158,9 +158,9 @@ class _Stage:
         return rules.storage_of(self.graph)
 
     def counts(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the keys of inputs of these ops that are counted over all rows of a step. A rank
-        that has all rows of a step in one part counts its targets alone, without a sum over ranks;
-        the totals of its own rows are summed by the ops themselves."""
+        """Return the keys of those inputs of these ops that are counts or totals over all rows of a
+        step. There are none if one rank computes all rows at once: its ops count and sum by
+        themselves. Totals are needed only if a step computes its rows in several parts."""
         if not self.is_in_parts and len(self.plan.devices) == 1:
             return ()
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
@@ -184,12 +184,10 @@ def build_stage(
     of_slice: OfSlice | None = None,
     outputs: Sequence[Ref] = (),
 ) -> StageProgram:
-    """Build the program of the rank at ``coordinates`` of a stage's mesh.
-
-    ``graph`` is at the size of one micro-batch over the whole mesh, or of a slice of it; counts are
-    always over whole sequences. ``outputs`` are further values that leave the stage. Raises
-    ``PlanError`` if the plan does not fit the graph.
-    """
+    """Build the program of the rank at ``coordinates`` of a stage's mesh. ``graph`` has the size of
+    one micro-batch on the whole mesh, or of a slice of its sequences; counts are always over whole
+    sequences. ``outputs`` are further values that leave the stage. Raises ``PlanError`` if the plan
+    does not fit the graph."""
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
     whole, share = graph, _share(graph, blocks, plan, coordinates)
     if share is not None:
@@ -318,8 +316,8 @@ def _leaves(
 
 
 def _agreed_layout(wanted: list[Layout]) -> Layout:
-    """Return the layout that all users of a value want, so that none converts it; else whole. A
-    buffer that an op writes is then written in place."""
+    """Return the layout in which all users of a value read it, so that none converts it; a whole
+    layout if they differ. An op can then write a buffer in place."""
     first = boundary_layout(wanted[0])
     if all(boundary_layout(layout) == first for layout in wanted):
         return first

@@ -23,8 +23,8 @@ Lane = tuple[int, int]
 
 
 def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
-    """Count each device's communicators; ``crossing`` are the boundaries (values) between
-    stages."""
+    """Return the number of communicators (process groups) of each device; ``crossing`` are the
+    values sent between stages."""
     stages, world = placed_stages(plan), plan.cluster.num_devices
     if len(stages) > len(plan.stages):
         crossing = with_replicas(tuple(crossing), len(plan.stages))
@@ -52,8 +52,8 @@ def _lanes(
     known: dict[object, tuple[tuple[Lane, ...], ...]],
 ) -> Iterator[Lane]:
     """Yield the pairs (sender, receiver) of devices that exchange a boundary's value and its
-    gradient. ``ends``: the boundary's source and target stage; ``known`` caches pairs of positions
-    in meshes."""
+    gradient. ``ends``: the boundary's source and target stage; ``known`` caches the pairs as
+    positions in the two meshes."""
     layouts, shape = (boundary.source_layout, boundary.target_layout), boundary.spec.shape
     meshes = ends[0].mesh, ends[1].mesh
     orders = (1, -1) if boundary.spec.requires_grad else (1,)

@@ -28,13 +28,15 @@ from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED
 
 WORKING = "working"
-"""Memory category of the running block's largest op, and of values recomputed in its backward."""
+"""Memory category of the temporary tensors of the running block: of its largest op, and values
+recomputed in its backward."""
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """Stage whose blocks ``walk`` has priced, for the bytes of its activations. ``gathered_bytes``
-    of parameters are whole during the whole step; ``splits``: weight gradients are deferred."""
+    """Stage for which the bytes of activations are computed from the predicted costs of its blocks,
+    ``walk``. ``gathered_bytes``: bytes of parameters that are gathered during the whole step;
+    ``splits``: weight gradients are deferred."""
 
     walk: StageWalk
     gathered_bytes: float
@@ -62,7 +64,7 @@ class PricedStage:
 
     @cached_property
     def _resting(self) -> Mapping[str, float]:
-        """Bytes by category of gathered parameters and buffers, which are held at all times."""
+        """Bytes by category of what is held at all times: gathered parameters and buffers."""
         return {GATHERED: self.gathered_bytes, BUFFERS: self.walk.leaf_bytes("constant", "buffer")}
 
     @cached_property
@@ -126,8 +128,8 @@ class PricedStage:
             late -= block.late_bytes
 
     def _sums(self, reduced: float) -> Mapping[str, float]:
-        """Return the bytes of a reduce-scatter of ``reduced`` gradient bytes: the whole, this
-        rank's shard, and on gloo a copy."""
+        """Return the bytes that a reduce-scatter of ``reduced`` bytes of gradients takes: its whole
+        input, this rank's shard and, on gloo, a copy of the input."""
         if not self.walk.stage.zero:
             return {}
         copies = self._copies + 1 / self.walk.prices.shards
@@ -140,8 +142,8 @@ class PricedStage:
         return 1 if self.walk.prices.device.kind == "cuda" else 2
 
     def _exchanged(self, block: BlockCost) -> tuple[float, float]:
-        """Return a block's whole parameters that are exchanged over axis "dp", in bytes of the
-        dtype that computes and of the summed gradients: the inverse of
+        """Return the unsharded bytes of a block's parameters that are exchanged over axis "dp":
+        first in the compute dtype, then in the dtype of summed gradients. It inverts
         ``cost_model.ops.memory.exchange_bytes``."""
         rules, shards = self.walk.prices.policy, self.walk.prices.shards
         each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
@@ -150,8 +152,8 @@ class PricedStage:
 
 
 def _kept(block: BlockCost) -> float:
-    """Return the bytes that a block keeps from its forward to its backward, without parts of the
-    batch."""
+    """Return the bytes that a block keeps from its forward to its backward, batch inputs
+    excluded."""
     return block.kept_bytes - block.batch_bytes
 
 

@@ -34,18 +34,17 @@ from .storages import SAVED
 Bytes = dict[str, float]
 
 STATES = (GRADIENTS, GATHERED, COMMUNICATION, BUFFERS)
-"""Categories of memory that take as much for a slice as for a whole micro-batch."""
+"""Memory categories that take the same bytes for a slice of the sequences as for whole
+sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage on one rank.
-
-    ``states``: by category, with gradients and the parameters that ZeRO gathers once per step.
-    ``run``: returns the bytes of one micro-batch at a moment of the step. ``holds_inputs``: the
-    stage's parts of the batch are copied to the device before the step's first micro-batch; on a
-    CPU they are read where they are.
-    """
+    """Bytes of a stage on one rank. ``states``: bytes of training states by category, including
+    gradients and the parameters that ZeRO gathers once per step. ``run``: function that returns the
+    bytes of one micro-batch at a ``Moment`` of the step. ``holds_inputs``: the inputs of all
+    micro-batches are copied to the device before the step's first micro-batch, as on GPUs; on a CPU
+    they are read where they are."""
 
     states: Mapping[str, float]
     run: Callable[[Moment], StageActivations]
@@ -60,7 +59,7 @@ def fullest_moment(
     most: int,
 ) -> dict[int, Bytes]:
     """Return the bytes by category of each stage, as numbered in the schedule, at the rank's peak.
-    ``most``: number of sent messages still kept, see ``messages_held``."""
+    ``most``: largest number of sent messages whose buffers are kept, see ``messages_held``."""
     found = (held for _, held in action_bytes(schedule, rank, stages, messages, most))
     return max(found, key=lambda held: sum(sum(own.values()) for own in held.values()), default={})
 
@@ -72,8 +71,8 @@ def action_bytes(
     messages: MessageBytes,
     most: int,
 ) -> Iterator[tuple[Action, dict[int, Bytes]]]:
-    """Yield each compute action and optimizer step of the rank, with the bytes of its stages
-    then."""
+    """Yield each compute action and optimizer step of the rank, with the bytes by category that
+    each of its stages holds during that action."""
     row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
     for action, num_bytes in messages_held(schedule, rank, messages, most):
         if action.kind in COMPUTE:
@@ -84,9 +83,9 @@ def action_bytes(
 
 @dataclass
 class _Row:
-    """State of a rank's memory while the actions of its row of the schedule are followed: the
-    micro-batches ``waiting`` for their backward and ``late`` for their weight gradients, by stage.
-    """
+    """State of a rank's memory while its actions in the schedule are followed in order. By stage:
+    ``waiting``, the number of micro-batches between forward and backward, and ``late``, the number
+    between the backward of inputs and that of weights."""
 
     schedule: Schedule
     stages: Mapping[int, StageBytes]
@@ -125,7 +124,8 @@ class _Row:
         return self._held(None, {}, message_bytes)
 
     def _moment(self, action: Action) -> Moment:
-        """Return whether the action is the first to make gradients in the step, and the last."""
+        """Return whether the action is the first and whether it is the last of the step to make
+        weight gradients of its stage."""
         stage = action.stage
         is_first = stage not in self.with_gradients
         if action.kind == FORWARD:
@@ -143,8 +143,8 @@ class _Row:
     def _held(
         self, running: int | None, taken: Mapping[str, float], message_bytes: float
     ) -> dict[int, Bytes]:
-        """Return the bytes of each stage; those ``taken`` by the computation count for the
-        ``running`` stage."""
+        """Return the bytes of each stage by category; bytes ``taken`` by the current computation
+        are added to the ``running`` stage."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
@@ -154,8 +154,8 @@ class _Row:
         return found
 
     def _resting(self, stage: int, runs: bool) -> Bytes:
-        """Return the bytes of a stage without the micro-batch that it computes now, if it ``runs``
-        one."""
+        """Return the bytes of a stage except for the micro-batch that it is computing; ``runs``: it
+        is computing one."""
         own = self.stages[stage]
         found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
         if not runs:
@@ -170,5 +170,6 @@ class _Row:
 
 
 def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
-    """Return the bytes taken for a sequence slice that is ``share`` of a micro-batch."""
+    """Return the bytes by category that the computation of a sequence slice takes. ``share``:
+    length of the slice as a share of the sequences; ``taken``: bytes for whole sequences."""
     return {k: size if k in STATES else size * share for k, size in taken.items()}

@@ -38,8 +38,8 @@ PARAMETERS, BUFFERS, INPUTS, RECOMPUTED = "parameters", "buffers", "inputs", "re
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Position of a micro-batch in a step. ``is_first``: no gradients exist before its backward;
-    ``is_last``: its backward completes them."""
+    """Position of a micro-batch in a training step. ``is_first``: no gradients exist before its
+    backward; ``is_last``: its backward completes the gradients."""
 
     is_first: bool
     is_last: bool
@@ -47,13 +47,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """Bytes of one micro-batch on one rank.
-
-    ``kept`` from the forward to the backward; ``inputs``: the parts of the batch among these.
-    ``forward`` and ``backward``: bytes at their peaks, by category, without parameters and other
-    micro-batches. If weight gradients are deferred, ``late`` is kept until they are computed,
-    ``weights`` is the peak of computing them, and ``backward`` is that of input gradients alone.
-    """
+    """Bytes of one micro-batch on one rank. ``kept``: bytes kept from the forward to the backward;
+    ``inputs``: the bytes of batch inputs among them. ``forward`` and ``backward``: bytes by
+    category at the peak of each, without parameters and other micro-batches. If weight gradients
+    are deferred, ``late`` are the bytes kept until these are computed, ``weights`` the peak while
+    they are computed, and ``backward`` the peak of the backward for input gradients alone."""
 
     kept: int
     inputs: int
@@ -76,8 +74,8 @@ class _End:
 
 @dataclass(frozen=True)
 class FakeRanks:
-    """Communicator without ranks, whose collectives return results of the right shape, allocated as
-    in the runtime."""
+    """Communicator that sends nothing: its collectives return tensors of the right shape, allocated
+    as the runtime's collectives allocate them."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -126,9 +124,9 @@ def run_microbatch(
     *,
     splits: bool = False,
 ) -> StageActivations:
-    """Measure the memory of a micro-batch on a stage's first rank with the most rows. ``graph`` is
-    at micro-batch size. ``splits``: weight gradients are deferred. Raises the program's error if
-    its shapes depend on values, which fake tensors do not have."""
+    """Measure the memory of a micro-batch on a rank of the stage: the first of those with the most
+    rows. ``graph`` is at micro-batch size. ``splits``: weight gradients are deferred. Raises the
+    error of the failing op if shapes depend on values, which fake tensors do not have."""
     stage = plan.stages[stage_index]
     most = stage.shares.index(max(stage.shares)) if stage.shares else 0
     first = (most, *(0,) * (len(stage.mesh.shape) - 1))
@@ -151,7 +149,8 @@ def run_microbatch(
 
 
 class _Run:
-    """Measurement of one micro-batch of a stage's blocks on fake tensors. Single use."""
+    """Measurement of the memory of one micro-batch, by executing a stage's blocks on fake tensors.
+    An object measures once."""
 
     def __init__(
         self,
@@ -175,8 +174,8 @@ class _Run:
         self._watch_gradients()
 
     def _put_off(self, position: int) -> bool:
-        """Make a block defer its weight gradients, if the stage does; return whether the block has
-        any."""
+        """Make a block defer its weight gradients, if the stage defers them; return whether the
+        block has any to defer."""
         if self.put_off is None:
             return False
         block, declared = self.program.blocks[position], self.program.parameters
@@ -192,8 +191,8 @@ class _Run:
         return self.policy.gradient_bytes != self.policy.gathered_bytes
 
     def _watch_gradients(self) -> None:
-        """Hold parameters' gradients as the runtime does: they exist except before the first
-        micro-batch."""
+        """Allocate and accumulate parameters' gradients as the runtime does: they exist from the
+        first micro-batch's backward on."""
         mesh = self.program.mesh
         for name, parameter in self.parameters.items():
             declared = self.program.parameters[name]
@@ -297,8 +296,8 @@ class _Run:
         return StageActivations(kept, input_bytes, forward, backward, late, weights)
 
     def _num_kept(self) -> int:
-        """Return the bytes that the micro-batch holds after its input gradients are computed,
-        without parts of the batch."""
+        """Return the bytes that the micro-batch holds after its input gradients are computed, batch
+        inputs excluded."""
         names = (SAVED, OTHER, RECOMPUTED)
         return sum(self.live.by_category.get(name, 0) for name in names)
 
@@ -362,8 +361,8 @@ class _Run:
         return torch.ones(()) if found is None else found
 
     def _ends(self, outputs: Mapping[str, Tensor]) -> list[_End]:
-        """Return the outputs at which the backward starts; sent values keep only their place in
-        autograd's graph, as in ``runtime.step.executor``."""
+        """Return the outputs at which the backward starts. Of values sent to other stages only the
+        autograd node is kept, not the tensor, as in ``runtime.step.executor``."""
         self.live.mark(
             (value for key, value in outputs.items() if key == self.program.loss), SAVED, over=False
         )
@@ -392,8 +391,8 @@ class _Run:
 
 
 def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:
-    """Map each block's position to the keys of values that no later block uses, without ``kept``
-    keys."""
+    """Map each block's position to the keys of the values that the block is the last to use, except
+    ``kept`` keys."""
     last = {
         key: position
         for position, block in enumerate(program.blocks)

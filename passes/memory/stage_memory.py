@@ -56,7 +56,7 @@ LASTING = (
 
 
 MOST_OPS_RUN = 1000
-"""Most ops of a plan whose stages are executed on fake tensors: some three seconds."""
+"""Most ops of a plan whose stages are executed on fake tensors: this takes about 3 seconds."""
 
 
 def with_stage_memory(
@@ -70,7 +70,8 @@ def with_stage_memory(
 
 def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
     """Return the plan with the bytes ``bytes_of`` each stage by category, and the peak of its
-    ranks. A rank of the pipeline may have several stages; transient bytes then count once."""
+    ranks. If a pipeline rank has several stages, bytes held only temporarily count for one of
+    them."""
     ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
     peak = max(sum(combine_bytes(own, TRANSIENT).values()) for own in ranks)
     stages = tuple(
@@ -82,8 +83,9 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
 
 
 def runs_stages(plan: Plan, blocks: Blocks) -> bool:
-    """Return whether a plan's stages can be executed on fake tensors in reasonable time, and
-    faithfully: of compiled blocks the compiler decides by its fusions which tensors are kept."""
+    """Return whether a plan's memory may be measured by executing its stages on fake tensors: there
+    are few enough ops, and no blocks are compiled (the compiler's fusions decide which tensors are
+    kept)."""
     kinds = (blocks.kinds[block.kind] for stage in plan.stages for block in stage.blocks)
     return not plan.compiled and sum(len(kind.nodes) for kind in kinds) <= MOST_OPS_RUN
 
@@ -91,14 +93,12 @@ def runs_stages(plan: Plan, blocks: Blocks) -> bool:
 def stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> tuple[Bytes, ...]:
-    """Return for each stage the bytes by category at its rank's peak.
-
-    Of Chimera's two ranks with the same stages, the fuller counts. Equal stages are executed once.
-    ``runs``: the bytes of a micro-batch come from executing the stage on fake tensors; else, or if
-    that fails (shapes depend on values, or an op has no fake tensors for its dtype), from its ops'
-    rules. ``graph`` may be at any batch size. ``is_gpu``: sends are kept as on GPUs, by default if
-    the plan's devices are GPUs.
-    """
+    """Return for each stage the bytes by category at its rank's peak. In Chimera's schedule two
+    ranks have the same stages; the one with more memory in use counts. Equal stages are executed
+    once. ``runs``: the bytes of a micro-batch come from executing the stage on fake tensors; else,
+    or if that fails (shapes depend on values, or an op has no fake tensors for its dtype), from its
+    ops' rules. ``graph`` may be at any batch size. ``is_gpu``: buffers of sent messages are kept as
+    long as on GPUs; by default if the plan's devices are GPUs."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
     for rank in range(memory.schedule.num_ranks):
@@ -110,9 +110,9 @@ def stage_memory(
 
 
 def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
-    """Map each host to the bytes of offloaded masters and optimizer states of its ranks in its
-    memory. There are none if states are on devices, or if the devices are CPUs, whose memory is the
-    host's."""
+    """Map each host to the bytes of its memory that offloaded master parameters and optimizer
+    states of its ranks take. Empty if states are not offloaded, or if the devices are CPUs, whose
+    memory is the host's."""
     graph, found = at_microbatch(graph, plan), dict[int, float]()
     for index, stage in enumerate(plan.stages if plan.offload != "none" else ()):
         one = _Stage(plan, graph, blocks, index, (), {}, lambda: (), splits=False, runs=False)
@@ -148,9 +148,9 @@ def memory_by_action(
     is_gpu: bool | None = None,
     runs: bool = True,
 ) -> list[tuple[Action, Bytes]]:
-    """Return a pipeline rank's bytes by category at each compute action and optimizer step: the
-    whole course of ``stage_memory`` instead of its peak. Transient bytes are the fullest stage's.
-    """
+    """Return a pipeline rank's bytes by category during each compute action and optimizer step: the
+    course of memory over the step whose peak ``stage_memory`` returns. If the rank has several
+    stages, temporary bytes are those of the stage with the most."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return [
         (
@@ -239,9 +239,9 @@ def _local_bytes(spec: TensorSpec, layout: Layout, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Stage of the plan whose memory is computed. ``known`` caches measurements, ``walks`` returns
-    all stages priced block by block; ``splits``: its backward is split; ``runs``: it is executed on
-    fake tensors."""
+    """Stage of the plan whose memory is computed. ``known`` caches measurements; ``walks`` returns
+    the predicted costs of all stages, block by block; ``splits``: the stage's backward is split
+    into input and weight gradients; ``runs``: the stage is executed on fake tensors."""
 
     plan: Plan
     graph: Graph
@@ -262,8 +262,7 @@ class _Stage:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
     def bytes(self) -> StageBytes:
-        """Return the bytes of the stage's states, and the function that returns those of a
-        micro-batch."""
+        """Return the stage's ``StageBytes``: bytes of its states and of a micro-batch."""
         return StageBytes(
             self._states,
             self._run,
@@ -309,7 +308,7 @@ class _Stage:
 
     @cached_property
     def _likeness(self) -> object:
-        """Key that is equal for stages whose execution on fake tensors takes the same memory."""
+        """Key that is equal for stages with the same memory when executed on fake tensors."""
         stage = self.stage
         ends = tuple(
             (b.source_stage == self.index, b.spec, b.source_layout, b.target_layout)

@@ -30,14 +30,14 @@ GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
 BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
 """Sizes of gradient buckets in float32, as in ``planner.gradient_buckets``: the most bytes of a
-bucket, and the bytes above which it takes no further block."""
+bucket, and the bytes from which on no further block is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Bytes of a block's parameters that ZeRO shards: ``whole`` in the dtype that computes,
-    ``reduced`` in the dtype of the gradients' sums, both padded, and ``part``, this rank's shard of
-    ``reduced``."""
+    """Bytes of those parameters of a block that ZeRO shards, padded: ``whole`` in the compute
+    dtype, ``reduced`` in the dtype in which gradients are summed, and ``part``, this rank's shard
+    of ``reduced``."""
 
     whole: int
     reduced: int
@@ -63,9 +63,10 @@ def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
 
 
 class StateTraffic:
-    """Allocations for a stage's parameters and gradients in one micro-batch, recorded in ``live``.
-    ``reduces``: its backward is the step's last. With ``library`` "gloo" a reduce-scatter receives
-    as many bytes as it sends (``runtime.messages.communicator``)."""
+    """Simulation of the allocations for gathering a stage's parameters and reducing its gradients
+    in one micro-batch, recorded in ``live``. ``reduces``: the micro-batch's backward is the last of
+    the step. With ``library`` "gloo" a reduce-scatter receives as many bytes as it sends
+    (``runtime.messages.communicator``)."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class StateTraffic:
         self.bucket: list[nn.Parameter] = []
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Set the stage's parameters by name, unsharded in the dtype that computes, before the
-        micro-batch."""
+        """Set the stage's parameters, by name, before the micro-batch: unsharded and in the compute
+        dtype."""
         self.owners = [self._owner(block.parameters, parameters) for block in self.program.blocks]
         declared = self.program.parameters
         self.shared = self._owner([n for n in declared if declared[n].shared], parameters)
@@ -118,8 +119,8 @@ class StateTraffic:
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:
-        """Begin a micro-batch: hold the gathered parameters and gradients that exist unless it is
-        the step's first."""
+        """Begin a micro-batch. Unless it is the step's first, count the gathered parameters and the
+        gradients that exist already."""
         self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
         everybody = [*self.owners, self.shared]
         for index, owner in enumerate(everybody):
@@ -157,8 +158,8 @@ class StateTraffic:
             self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
 
     def backward_begins(self, index: int) -> None:
-        """Finish the blocks after block ``index``, copy its parameters out of their gathered
-        buffer, and gather the block before."""
+        """Simulate the begin of block ``index``'s backward: finish the blocks after it, copy its
+        parameters out of their gathered buffer, and gather those of the block before."""
         if index >= self.at:
             return
         for later in range(self.at - 1, index, -1):
@@ -199,8 +200,8 @@ class StateTraffic:
             self._bucket(owner.reduced)
 
     def _bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Move gradients into flat tensors, bucket by bucket, to be summed. A bucket that is not
-        full waits for the next block."""
+        """Copy gradients into flat tensors (buckets) that are all-reduced. A bucket that is not
+        full also takes gradients of the next block."""
         for parameter in parameters:
             self.bucket.append(parameter)
             if self._bucket_bytes() > BUCKET_BYTES:
@@ -231,8 +232,8 @@ class StateTraffic:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient in the master's dtype, stored apart if the parameter has
-    another."""
+    """Return a parameter's gradient in the dtype of master parameters; it is not in
+    ``parameter.grad`` if the parameter has another dtype."""
     found: Tensor | None = getattr(parameter, MAIN, None)
     return parameter.grad if found is None else found
 
@@ -252,7 +253,8 @@ def forget_gradient(parameter: nn.Parameter) -> None:
 
 
 def padded_numel(shape: Sequence[int], shards: int) -> int:
-    """Return the elements of a parameter with its rows padded to a multiple of ``shards``.
+    """Return the number of elements of a parameter after its rows are padded to a multiple of
+    ``shards``.
 
     >>> padded_numel((3, 5), 2), padded_numel((), 1)
     (20, 1)

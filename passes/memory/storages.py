@@ -24,10 +24,8 @@ SAVED = "activations"
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the storages of every tensor that an op makes or reads inside it.
-
-    ``step_bytes``: the allocator's granularity. ``resizes``: storages may be emptied and filled
-    again under a tensor, as FSDP does with gathered parameters; all are then read again after every
-    op.
+    ``step_bytes``: the allocator's granularity. ``resizes``: storages of existing tensors may
+    change in size, as FSDP's gathered parameters do; all sizes are then read again after every op.
 
     >>> import torch
     >>> with LiveBytes() as live:
@@ -57,7 +55,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """Bytes by category at the peak, by the categories that storages have now."""
+        """Bytes by category at the peak; a storage counts under the category that it has now."""
         return self._categories(self._peak_sizes)
 
     def _categories(self, sizes: Mapping[int, int]) -> dict[str, int]:

@@ -37,8 +37,8 @@ class _Function(nn.Module):
 
 
 def describe(owner: nn.Module, function: Callable[[Any], Any]) -> str | None:
-    """Return a function of one tensor, which may use the modules of ``owner``, as JSON text of its
-    calls; None if it cannot be written so.
+    """Return a JSON text that lists the calls which ``function``, of one tensor, makes; the
+    function may use modules of ``owner``. None if it does more than such calls.
 
     >>> describe(nn.Module(), lambda x: torch.relu(x) * 2)
     '[["torch.relu", [{"at": 0}], {}], ["operator.mul", [{"at": 1}, 2], {}]]'

@@ -86,7 +86,7 @@ class Alone:
 @dataclass(frozen=True, eq=False)
 class Rank:
     """Rank that executes a program: its position on a mesh, its communicator, its state of random
-    numbers. ``share`` are its rows if the batch is split unevenly on axis 0."""
+    numbers. ``share``: its share of the rows if mesh axis 0 splits the batch unevenly."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -157,8 +157,8 @@ MOVES: dict[tuple[Kind, Kind], tuple[Move, Move]] = {
     ("P", "R"): (_reduced, _reduced),
     ("P", "S"): (_scattered, _gathered),
 }
-"""Operations on (the value, its gradient) that change the placement on one axis, for every change
-except S(i)→S(j)."""
+"""Functions that change the placement on one mesh axis: for each (old, new) placement, except
+S(i)→S(j), one for the value and one for its gradient."""
 
 
 def _value_of(tensor: Tensor, step: Step, communicator: Communicator) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...planner.errors import MachineError
 
 MULTIPLE = 16
-"""Number that must divide the sides of an 8-bit matrix product, for torch's kernels."""
+"""Number that must divide all sides of a matrix product for torch's 8-bit kernels."""
 
 aten = torch.ops.aten
 
@@ -99,9 +99,9 @@ def load_torchao(emulate: bool) -> _Torchao:
 
 
 def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors. A
-    product with a side that is no multiple of ``MULTIPLE`` keeps its factors unchanged: the kernels
-    take no others. Raises MachineError AP413 if torchao is not installed."""
+    """Compute the linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors. If a
+    side of the product is no multiple of ``MULTIPLE``, which the kernels require, the factors are
+    not converted to 8 bits. Raises MachineError AP413 if torchao is not installed."""
     if not _fits(data, weight):
         plain: Tensor = aten.linear.default(data, weight, bias)
         return plain

@@ -42,9 +42,9 @@ def run_experts(
     transposed: bool,
     first: int = 0,
 ) -> Tensor:
-    """Return for each token the weighted sum of the outputs of its experts, of those from ``first``
-    on. ``x`` is (T, in), ``ids`` and ``scores`` (T, k), the result (T, out). ``weights`` are up (E,
-    in, width), down (E, width, out) and their biases or None."""
+    """Return for each token the sum of its experts' outputs, weighted by ``scores``, over the E
+    experts from number ``first`` on. ``x`` is (T, in), ``ids`` and ``scores`` (T, k), the result
+    (T, out). ``weights`` are up (E, in, width), down (E, width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
     assert up is not None
     assert down is not None
@@ -65,13 +65,10 @@ def run_experts(
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """Grouping of N rows sorted by expert: rows of this rank's E experts, then rows of other
-    experts.
-
-    ``experts`` (N) has each row's expert, E - 1 for rows of others, which ``absent`` (N, 1) marks;
-    ``ends`` (E, int32) are the ends of each expert's rows. The host never reads these: it would
-    have to wait for the device. Results of absent rows are unspecified until they are masked,
-    forward and backward.
-    """
+    experts. ``experts`` (N) has each row's expert; it is E - 1 for rows of other ranks' experts
+    ("absent"), which ``absent`` (N, 1) marks. ``ends`` (E, int32) has the end of each expert's
+    rows. The host never reads these tensors, as it would have to wait for the device. Results and
+    gradients of absent rows are unspecified until they are masked."""
 
     experts: Tensor
     absent: Tensor
@@ -97,9 +94,9 @@ class _Groups:
         return made.masked_fill_(self.absent, 0)
 
     def _product_of_blocks(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Multiply each row by its expert's weight, as a batch of blocks of B = ceil(N / E) rows.
-        Every expert's rows are padded to whole blocks, so at most E + ceil(N / B) <= 2E blocks are
-        needed for any distribution of rows: shapes depend on no value."""
+        """Multiply each row by its expert's weight, as a batched product of blocks of B = ceil(N /
+        E) rows. Every expert's rows are padded to whole blocks. Any distribution of rows needs at
+        most E + ceil(N / B) <= 2E blocks, so the shapes depend on no value."""
         num_rows, count = rows.shape[0], weight.shape[0]
         size = max(1, -(-num_rows // count))
         num_blocks = count + -(-num_rows // size)
@@ -117,9 +114,8 @@ class _Groups:
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's ``grouped_mm`` can be used, without the host waiting for sizes of
-    groups. On CUDA that holds for bfloat16; on the CPU the host never waits. Rows are multiples of
-    16 bytes."""
+    """Return whether torch's ``grouped_mm`` can be used without the host waiting for the sizes of
+    groups: on CUDA for bfloat16, on the CPU for any dtype, if rows are multiples of 16 bytes."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(size * rows.itemsize % 16 == 0 for size in weight.shape[1:])
     return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
@@ -134,8 +130,8 @@ def split_experts(
     axes: tuple[int, ...],
     **options: Any,
 ) -> Tensor:
-    """Compute the sum of this rank's experts for each token, a partial sum. The experts are split
-    over the mesh axes ``axes``."""
+    """Compute for each token the weighted sum of the outputs of this rank's experts: a partial sum,
+    as the experts are split over the mesh axes ``axes``."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)

@@ -29,8 +29,8 @@ MEAN, SUM = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Classes:
-    """Classes that a rank holds: from ``start`` on, of ``total``, split over the mesh axes
-    ``axes``."""
+    """Classes whose logits a rank holds: those from ``start`` on, of ``total`` classes that are
+    split over the mesh axes ``axes``."""
 
     start: int
     total: int
@@ -53,11 +53,11 @@ def cross_entropy(  # noqa: PLR0913
 ) -> Tensor:
     """Compute the cross entropy of local logits; dimension 1 (or the only one) counts classes.
 
-    ``count`` is the divisor of the mean, if it is not the number of these rows.
+    ``count`` is the divisor of the mean; by default the number of rows over all ranks.
 
-    ``axes`` are the mesh axes that split the rows, and those that split the classes. The result is
-    whole (I) on the latter; on the former a partial sum (P) when reduced, else split as the rows
-    are.
+    ``axes``: the mesh axes that split the rows, and the axes that split the classes. On the axes of
+    the classes the result is whole (I); on the axes of the rows it is a partial sum (P) when
+    reduced, else split as the rows are.
     """
     row_axes, class_axes = axes
     if class_axes:
@@ -94,8 +94,8 @@ def nll_loss(
     row_axes: tuple[int, ...],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute this rank's summand of the mean negative log likelihood of rows split over
-    ``row_axes``. ``count``: the mean's divisor, if known."""
+    """Compute the mean negative log likelihood of rows split over ``row_axes``, as a partial sum:
+    the share of this rank's rows. ``count``: the mean's divisor, if known."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:
         count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
@@ -110,8 +110,9 @@ def _denominator(
     ignore_index: int,
     row_axes: tuple[int, ...],
 ) -> Tensor:
-    """Return the divisor of a loss's mean: the (weighted) number of rows that count, over all
-    ranks. It is float32 or better: half precision cannot count beyond a few hundred."""
+    """Return the divisor of a loss's mean: the number of rows of all ranks whose target is not
+    ignored, weighted by class. It is float32 or better: half precision cannot count beyond a few
+    hundred."""
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     if target.is_floating_point():
         classes = logits.shape[min(1, logits.dim() - 1)]
@@ -148,7 +149,7 @@ def part_of(
     rank: Rank, local_size: int, axes: tuple[int, ...], *, mirrored: tuple[int, ...] = ()
 ) -> tuple[int, int]:
     """Return the start of a rank's part of a dimension split over ``axes``, and the dimension's
-    whole size. On the axes ``mirrored`` the rank at the opposite position counts instead."""
+    whole size. On the axes ``mirrored`` the part of the rank at the mirrored position is meant."""
     position, parts = 0, 1
     for axis in axes:
         size, own = rank.communicator.size(axis), rank.communicator.coordinate(axis)
@@ -165,7 +166,8 @@ def _split_class_rows(rank: Rank, logits: Tensor, target: Tensor, classes: _Clas
 
 
 class _SplitClassLoss(torch.autograd.Function):
-    """Autograd function for the loss of each row: of logits (..., C / n) and targets (...)."""
+    """Autograd function for the loss of each row, from this rank's logits (..., C / n) of C classes
+    split over n ranks and targets (...)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, classes: _Classes, rank: Rank) -> Tensor:
@@ -204,8 +206,8 @@ class _SplitClassLoss(torch.autograd.Function):
 
 
 def _local_target(target: Tensor, classes: _Classes, size: int) -> tuple[Tensor, Tensor]:
-    """Return targets counted from this rank's first class (0 for other ranks' classes), and a mask
-    of the targets that are its own."""
+    """Return the targets relative to this rank's first class (0 for other ranks' classes), and a
+    mask of the targets that are classes of this rank."""
     index = target - classes.start
     held = (index >= 0) & (index < size)
     return torch.where(held, index, 0), held

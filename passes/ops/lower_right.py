@@ -37,8 +37,8 @@ def lower_right_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute causal attention of queries (..., L, D), at the last L of S positions, with keys and
-    values (..., S, E)."""
+    """Compute causal attention of queries (..., L, D), which are at the last L of S positions, over
+    keys and values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
     if isinstance(query, FakeTensor):  # no values to hide, and no mask on a GPU
@@ -79,8 +79,8 @@ def balanced_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute causal attention for two halves of the queries (the first is larger): the last query
-    of each half is at position ``ends[0]`` - 1 or ``ends[1]`` - 1 of the keys."""
+    """Compute causal attention for two halves of the queries, of which the first may have one more:
+    the last query of half i is at position ``ends[i]`` - 1 among the keys."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
     halves = zip(split_in_half(query), ends, strict=True)
     return torch.cat([attend_upto(end, own, key, value, **options) for own, end in halves], -2)
@@ -93,8 +93,8 @@ def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute causal attention of queries whose last is at position ``end`` - 1. No query sees a
-    later key, so later keys are cut off."""
+    """Compute causal attention of queries of which the last is at position ``end`` - 1 among the
+    keys. Later keys are cut off, as no query sees them."""
     result: Tensor = torch.ops.autoparallel.lower_right_attention(
         query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **options
     )

@@ -34,15 +34,15 @@ class Names:
         self._counts: dict[str, int] = {}
 
     def take(self, name: str) -> str:
-        """Return ``name`` with an underscore for each time that it is taken already."""
+        """Reserve and return ``name``, with underscores appended until it is unique."""
         while name in self._taken:
             name += "_"
         self._taken.add(name)
         return name
 
     def next(self, base: str) -> str:
-        """Return the next name of an op; as in ``torch.fx``, Python's own words start with a
-        number."""
+        """Return the next unused name for an op named ``base``; as in ``torch.fx``, a Python
+        keyword or builtin gets a number from the first time on."""
         number = self._counts.get(base)
         if number is None:
             number = int(keyword.iskeyword(base) or hasattr(builtins, base))

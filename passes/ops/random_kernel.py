@@ -108,12 +108,10 @@ def draw(
     width: int = 24,
 ) -> Tensor:
     """Compute dropout of ``like`` (``drops``), or random numbers of its shape in [0, 1), for a box
-    that begins at ``start`` of a global tensor.
-
-    Numbers have ``width`` bits. ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and at
-    most 32 bits per element. ``seeds`` belong to rows and to columns; elements whose bits are below
-    ``threshold`` stay.
-    """
+    that begins at ``start`` of a global tensor. Random numbers have ``width`` bits. ``like`` is
+    contiguous, of at most ``MAX_DIMS`` dimensions and at most 32 bits per element. ``seeds``: of
+    the hashes of rows and of columns. Dropout keeps elements whose random bits are below
+    ``threshold`` and multiplies them by ``scale``."""
     result, sizes = torch.empty_like(like), list(like.shape) or [1]
     first = list(start or [0] * len(sizes))
     leading = len(sizes) - 1

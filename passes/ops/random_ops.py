@@ -49,7 +49,8 @@ class Draws:
 
     @contextmanager
     def repeated(self, key: int, microbatch: int) -> Iterator[None]:
-        """Draw, within a ``with`` block, the random numbers of another step key and micro-batch."""
+        """Within a ``with`` block, let random ops draw the numbers of another step ``key`` and
+        micro-batch, as in a repetition of that forward."""
         before = self.key, self.microbatch
         self.key, self.microbatch = key, microbatch
         try:
@@ -100,9 +101,10 @@ def _seeds(number: int, key: int) -> tuple[int, int]:
 
 
 def one_kernel(like: Tensor) -> Callable[..., Tensor] | None:
-    """Return ``random_kernel.draw`` if it supports the tensor; None if ``random_bits`` must be
-    used. ``random_bits`` takes some 60 kernels. Triton comes with PyTorch for CUDA; it needs a C
-    compiler. In float64, which only verification uses, its scale would be rounded to 32 bits."""
+    """Return ``random_kernel.draw``, one Triton kernel, if it supports the tensor; None if
+    ``random_bits``, of about 60 kernels, must be used. Triton comes with PyTorch for CUDA and needs
+    a C compiler. Float64, which only verification uses, is not supported: the scale would be
+    rounded to 32 bits."""
     is_taken = like.is_cuda and like.is_contiguous() and like.dim() <= 6 and like.itemsize <= 4
     return _kernel() if is_taken else None
 
@@ -124,9 +126,9 @@ def random_bits(
     key: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the 32 random bits (int32) of each element of a box of a global tensor. ``shape`` is
-    the box's, ``start`` the coordinates of its first element (default: zeros); ``number`` is the
-    call's in the forward, ``key`` the step's."""
+    """Return the 32 random bits (int32) of each element of a box of a global tensor. ``shape``:
+    shape of the box; ``start``: coordinates of its first element (default: zeros); ``number``:
+    number of the random call in the forward; ``key``: key of the training step."""
     sizes, first = list(shape) or [1], list(start or ()) or [0] * max(len(shape), 1)
     row_seed, column_seed = _seeds(number, key)
 
@@ -181,11 +183,8 @@ counter_dropout.register_autograd(_backward, setup_context=_setup)
 def counter_uniform(
     like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Draw numbers in [0, 1) of the shape and dtype of a box of a global tensor.
-
-    They have as many bits as the dtype's mantissa, 24 at most: with more, half precision would
-    round some up to 1.
-    """
+    """Draw numbers in [0, 1) of the shape and dtype of a box of a global tensor. They have as many
+    bits as the dtype's mantissa, 24 at most: with more, half precision would round some up to 1."""
     width = min(_UNIFORM_BITS, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
     scale, draw = 1 / (1 << width), one_kernel(like)
     if draw is not None:
@@ -209,8 +208,8 @@ def dropout_part(
     start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:
-    """Compute dropout of a rank's part ``x`` of a tensor; ``start`` and ``batch`` as in
-    ``_place``."""
+    """Compute dropout of ``x``, a rank's part of a tensor. ``start``: coordinates of the part;
+    ``batch``: see ``_place``."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, number=number, **options)
     return result
@@ -224,8 +223,8 @@ def uniform_part(
     start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:
-    """Draw the random numbers in [0, 1) of a rank's part of a tensor; ``start``, ``batch``: see
-    ``_place``."""
+    """Draw the random numbers in [0, 1) of a rank's part of a tensor. ``start``: coordinates of the
+    part; ``batch``: see ``_place``."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_uniform(like, number=number, **options)
     return result
@@ -233,8 +232,8 @@ def uniform_part(
 
 def _place(rank: Rank, start: tuple[int, ...], batch: tuple[int, int] | None) -> dict[str, Any]:
     """Return the step's key, and the coordinates of a rank's part in the whole batch's tensor.
-    ``start`` are its coordinates in the micro-batch's tensor, ``batch`` the dimension that counts
-    the batch and its size in a micro-batch."""
+    ``start`` has the part's coordinates in the micro-batch's tensor; ``batch`` is (dimension that
+    counts the batch, its size in a micro-batch), if there is one."""
     place = list(start)
     if batch is not None:
         dim, rows = batch

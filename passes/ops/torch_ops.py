@@ -74,7 +74,7 @@ def has_argument(path: str, name: str) -> bool:
 
 @cache
 def is_random(path: str) -> bool:
-    """Return whether the op draws random numbers; any dropout counts, and counter-based ops."""
+    """Return whether the op draws random numbers, counter-based ops and any dropout included."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
@@ -102,7 +102,7 @@ def is_pointwise(path: str) -> bool:
 
 
 def forget() -> None:
-    """Clear the caches of this module after a user registered an op anew."""
+    """Clear the caches of this module; called after a user has registered an op again."""
     for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
         cached.cache_clear()
 

@@ -36,32 +36,35 @@ LeafPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """Place of a program's input in a batch: its path, and the dimension that counts its rows."""
+    """Location of a program's input in a batch: its ``path`` in the batch's containers, and the
+    dimension that counts its rows."""
 
     path: LeafPath
     dim: int = 0
 
     @property
     def name(self) -> str:
-        """Name of the input in the graph: its path, which in a tuple begins with ``input``."""
+        """Name of the input in the graph: its path as text; for a batch that is a tuple, it begins
+        with ``input``."""
         path = self.path if isinstance(self.path[0], str) else ("input", *self.path)
         return "_".join(map(str, path))
 
     def read(self, batch: Batch) -> Any:
-        """Return the value at this place of ``batch``, as the program takes it. Raises KeyError,
-        IndexError, TypeError or AttributeError for a batch of another form."""
+        """Return the value at this location of ``batch``, converted as by ``taken``. Raises
+        KeyError, IndexError, TypeError or AttributeError for a batch of another form."""
         return self.taken(leaf_at(batch, self.path))
 
     def taken(self, value: Any) -> Any:
-        """Return a tensor of the batch with its rows in the first dimension, dense."""
+        """Return a value of the batch as the program takes it: a tensor that is dense, with its
+        rows in the first dimension."""
         if not isinstance(value, Tensor):
             return value
         dense = value if value.layout == torch.strided else value.to_dense()
         return dense.movedim(self.dim, 0) if self.dim else dense
 
     def given(self, value: Tensor) -> Tensor:
-        """Return a tensor of the program with its rows moved to the dimension that the batch has
-        them in."""
+        """Move the rows of a program's tensor to the dimension that counts rows in the batch; the
+        inverse of ``taken``."""
         return value.movedim(0, self.dim) if self.dim else value
 
 
@@ -75,8 +78,8 @@ class Example:
 
     @classmethod
     def of(cls, batch: Batch) -> Example:
-        """Make an example of a batch with rows in the first dimension, as many as in the first
-        tensor."""
+        """Make an example of a batch. Tensors with as many entries in dimension 0 as the first
+        tensor have their rows there."""
         tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         rows = next((leaf.shape[0] for _, leaf in tensors if leaf.dim()), None)
         return cls(batch, {path: 0 for path, leaf in tensors if leaf.shape[:1] == (rows,)})
@@ -98,7 +101,7 @@ class Example:
 
     @property
     def fixed(self) -> dict[LeafPath, Any]:
-        """Values in the batch that are not tensors, by their paths."""
+        """Map from paths to those values in the batch that are not tensors."""
         return {path: leaf for path, leaf in leaves(self.batch) if not isinstance(leaf, Tensor)}
 
     def tensors(self) -> list[Tensor]:
@@ -141,7 +144,8 @@ class Example:
 
     @cached_property
     def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:
-        """Values in the batch, each with whether it is a tensor, and the batch's tree structure."""
+        """Values in the batch as pairs (value, whether it is a tensor), and the batch's pytree
+        structure."""
         flat, structure = tree_flatten(self.batch)
         return [(leaf, isinstance(leaf, Tensor)) for leaf in flat], structure
 
@@ -183,14 +187,16 @@ def _step(key: Any) -> str | int:
 
 
 def path_text(path: LeafPath) -> str:
-    """Return a path as code writes it: ``hidden[0]``; ``[0]`` of a tuple."""
+    """Return a path as text, as code would write it: ``hidden[0]`` in a dict, ``[0]`` in a
+    tuple."""
     first = path[:1]
     name = str(first[0]) if first and isinstance(first[0], str) else ""
     return name + "".join(f"[{step!r}]" for step in path[1 if name else 0 :])
 
 
 def fill_batch(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
-    """Return a batch like ``template`` with other leaves at the paths of ``found``."""
+    """Return a copy of the batch ``template`` in which the leaf at each path of ``found`` is
+    replaced by its value there."""
     pairs, structure = tree_flatten_with_path(template)
     return tree_unflatten(
         [found.get(tuple(map(_step, path)), leaf) for path, leaf in pairs], structure
@@ -224,8 +230,8 @@ def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
 def resize_batch(
     batch: Batch, dims: Mapping[LeafPath, int], size: Callable[[LeafPath, int], int]
 ) -> Batch:
-    """Return a batch on ``meta`` whose tensors have another size in their dimension of ``dims``.
-    ``size`` computes it from a path and the current size."""
+    """Return a copy of the batch on ``meta`` in which each tensor of ``dims`` has another size in
+    its dimension there. ``size(path, current size)`` returns the new size."""
     made = {}
     for path, dim in dims.items():
         leaf = leaf_at(batch, path)
@@ -252,7 +258,7 @@ def register_dataclasses(tree: Any) -> None:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether an object has attributes that are tensors, or structures with tensors."""
+    """Return whether some attribute of an object is a tensor, or a container with tensors."""
     if is_dataclass(value):
         held = [getattr(value, field.name, None) for field in fields(value)]
     else:
@@ -262,6 +268,6 @@ def holds_tensors(value: Any) -> bool:
 
 
 def _is_structure(value: Any) -> bool:
-    """Return whether a value is an object of a dataclass that holds tensors."""
+    """Return whether a value is a dataclass instance that holds tensors."""
     is_class = isinstance(value, type)
     return is_dataclass(value) and not is_class and holds_tensors(value)

@@ -35,8 +35,8 @@ def integer_bounds(graph: Graph) -> dict[str, int]:
 
 
 def _bound(graph: Graph, node: Node, position: int) -> int | None:
-    """Return the number of values that ``node``'s tensor argument ``position`` may take; None if
-    any."""
+    """Return the exclusive upper bound of the integers in ``node``'s tensor argument number
+    ``position``; None if there is no bound."""
     family = node.op.removeprefix("aten.").split(".")[0]
     if family == "embedding" and position == 1:
         return graph.spec(node.inputs[0]).shape[0]

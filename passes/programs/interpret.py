@@ -39,7 +39,8 @@ def run_nodes(
     device: str = "cpu",
 ) -> dict[str, tuple[Tensor, ...]]:
     """Execute ``nodes`` (in topological order) and return the outputs of the nodes named in
-    ``keep``. ``values`` has known values by name. A value is freed after its last use."""
+    ``keep``. ``values`` has known values by name. A value is freed after its last use, except in
+    ``keep``."""
     order = list(nodes)
     last_use = {ref.name: position for position, node in enumerate(order) for ref in node.inputs}
     kept = set(keep)
@@ -57,7 +58,8 @@ def run_nodes(
 def run_node(
     node: Node, held: Mapping[str, tuple[Tensor, ...]], *, device: str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of one node. Devices among its literals are replaced by ``device``."""
+    """Execute one node; return its outputs. Devices among its literal arguments are replaced by
+    ``device``."""
     if node.op == LITERAL:
         return (torch.tensor(node.args[0], device=device, **node.kwargs),)
 
@@ -79,8 +81,8 @@ def _on(device: str, value: Any) -> Any:
 
 
 def _sized(node: Node) -> tuple[Any, ...]:
-    """Return a node's arguments with sizes taken from its output's shape, right for any batch
-    size."""
+    """Return a node's arguments with size arguments replaced by the shape of its output, so that
+    they fit the graph's batch size."""
     if node.op not in _SIZED:
         return node.args
     return (node.args[0], list(node.outputs[0].shape), *node.args[2:])

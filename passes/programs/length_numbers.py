@@ -20,8 +20,9 @@ from .program import Program
 
 
 def find_length_number(program: Program, shorter: Program) -> Node | None:
-    """Return the first node of ``program`` that differs in more than sizes from ``shorter``, the
-    program at a shorter sequence length; None if there is none."""
+    """Return the first node of ``program`` that depends on the sequence length in more than its
+    sizes, by comparison with ``shorter``, the program at a shorter length; None if there is
+    none."""
     nodes, others = program.graph.nodes, shorter.graph.nodes
     for node, twin in zip(nodes, others, strict=False):
         if (node.name, node.op) != (twin.name, twin.op):
@@ -39,8 +40,8 @@ def find_length_number(program: Program, shorter: Program) -> Node | None:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Return the arguments of an op that its schema calls numbers, which sizes and positions are
-    not."""
+    """Return those arguments of an op that its schema types as numbers to compute with (sizes and
+    positions are integers)."""
     if not node.op.startswith("aten."):
         return []
     arguments = resolve(node.op)._schema.arguments

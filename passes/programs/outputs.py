@@ -24,9 +24,9 @@ LeafKind = Literal["loss", "tensor", "value"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Value in a model's outputs. ``kind``: the loss, another tensor, or a plain value. ``value``:
-    the plain value (None for an object of the model's own, such as a cache of keys); the loss's
-    shape."""
+    """Leaf of a model's outputs. ``kind``: the loss, another tensor, or a plain value. ``value``:
+    of a plain value the value itself (None for an object of the model's own class, such as a cache
+    of keys); of the loss its shape."""
 
     kind: LeafKind
     value: Any = None
@@ -73,7 +73,7 @@ def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
 
 
 def with_dataclasses(outputs: Any) -> Any:
-    """Return the outputs, after registering their dataclasses as containers of torch's pytrees.
+    """Register the dataclasses in ``outputs`` as containers of torch's pytrees; return the outputs.
     Raises CaptureError AP209 for outputs in an object that cannot be rebuilt."""
     register_dataclasses(outputs)
     if tree_is_leaf(outputs) and not isinstance(outputs, Tensor) and holds_tensors(outputs):
@@ -102,8 +102,9 @@ def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
 
 
 def scalar_losses(outputs: Any) -> list[Tensor]:
-    """Return the differentiable scalars in a tuple or list of outputs: the candidates for its loss.
-    Without gradients these are all floating scalars, or those among them without dimensions."""
+    """Return the differentiable scalars in a tuple or list of outputs: the candidates for the loss.
+    If gradients are off, return the floating tensors without dimensions, else those of one
+    element."""
     scalars = [
         value
         for value in tree_flatten(outputs)[0]
@@ -125,10 +126,8 @@ def differentiable_outputs(outputs: Any) -> list[Tensor]:
 
 
 def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
-    """Return a scalar that depends on every differentiable output: the sum of their means.
-
-    Raises CaptureError AP203 if no output can be differentiated.
-    """
+    """Return a scalar that depends on every differentiable output: the sum of their means. Raises
+    CaptureError AP203 if no output can be differentiated."""
     found = differentiable_outputs(outputs)
     if not found:
         raise CaptureError(

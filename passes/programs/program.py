@@ -21,12 +21,12 @@ class Program:
 
     ``model`` is the model that was captured, on the ``meta`` device. ``inputs`` maps each input's
     name to its place in the batch; inputs of floating dtype must be cast to their nodes' dtypes.
-    ``example`` is a batch of its capture. ``literals`` are small tensors that the model's code
-    makes from Python numbers, as buffers of those names. ``unused`` are the parameters that the
-    loss does not depend on. ``outputs`` is the form of the model's outputs, None if unknown;
-    ``returned`` are the values that its caller differentiates, if it returns no loss.
-    ``recapture(rows, change)`` captures the model again, for a global batch of ``rows`` rows, at
-    examples that ``change`` returns.
+    ``example`` is a batch of its capture. ``literals`` are the small tensors that the model's code
+    makes from Python numbers; the graph reads them as buffers of these names. ``unused`` are the
+    parameters that the loss does not depend on. ``outputs`` is the structure of the model's
+    outputs, None if unknown; ``returned`` are the values that the caller of the model
+    differentiates, if the model returns no loss. ``recapture(rows, change)`` captures the model
+    again, for a global batch of ``rows`` rows, at examples that ``change`` returns.
     """
 
     graph: Graph
@@ -57,8 +57,8 @@ class Program:
 
     def of_global_batch(self, rows: int) -> Program | None:
         """Capture the model for a global batch of ``rows``, on which numbers in its graph may
-        depend. Returns None if the model takes another path for ``rows`` than for the planned
-        batch."""
+        depend. Returns None if the model's code branches differently for ``rows`` than for the
+        planned batch."""
         if self.recapture is None:
             return self
         found, planned = self.recapture(rows), self.graph
@@ -68,5 +68,5 @@ class Program:
 
     def with_batch_size(self, batch_size: int) -> Program:
         """Rescale the program to micro-batches of ``batch_size`` rows; numbers in its graph that
-        depend on the global batch stay."""
+        depend on the global batch are kept."""
         return replace(self, graph=self.graph.with_batch_size(batch_size))

@@ -59,9 +59,10 @@ _NUMBER, _TENSOR = "a number", "a tensor"
 
 @dataclass
 class CallTrace:
-    """Trace of the calls of torch in a forward. ``calls`` are the functions with all facts that
-    decide their results, except the ``numbers`` (by place) and the values of ``tensors``, which the
-    model's code makes. ``outputs`` is the form of the model's outputs."""
+    """Trace of the calls of torch in a forward. ``calls`` has each function with everything that
+    its result depends on, except for ``numbers`` of the model's Python code (by ``Place``) and the
+    values of ``tensors`` that this code makes. ``outputs`` is the structure of the model's
+    outputs."""
 
     calls: list[Any] = field(default_factory=list)
     numbers: dict[Place, float] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class CallTrace:
 
 def _kinds(trace: CallTrace) -> tuple[Any, ...]:
     """Return the structure of a trace's outputs and the kind of each leaf (loss, tensor, plain
-    value), without the values, which come from the last trace."""
+    value), for a comparison of two traces; plain values are not compared."""
     assert trace.outputs is not None
     leaves = [(leaf.kind, leaf.is_differentiable) for leaf in trace.outputs.leaves]
     return trace.outputs.structure, leaves
@@ -104,8 +105,8 @@ def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _TraceRequest:
-    """Request for a trace: the ``trace`` that the next forward fills, and the values it computes
-    with."""
+    """Request for a trace: ``trace`` is filled by the next forward, which computes with ``numbers``
+    and ``tensors`` in place of its own."""
 
     trace: CallTrace
     numbers: Mapping[Place, float]
@@ -124,9 +125,10 @@ def tracing_calls(
     before: Callable[[], None] = lambda: None,
     watched: int | None = None,
 ) -> Iterator[CallTrace]:
-    """Trace the forwards within a ``with`` block into one trace, each anew, with some values
-    replaced. Replaced are ``numbers`` by place and ``tensors`` by position; ``before`` is called
-    before each forward. The source line of the call number ``watched`` is recorded."""
+    """Trace each forward within a ``with`` block; every forward overwrites the yielded trace.
+    Replace some values of the forward: ``numbers`` by place and ``tensors`` by position in the
+    trace. ``before`` is called before each forward. The user's source line of call number
+    ``watched`` is recorded."""
     trace = CallTrace()
     token = _WANTED.set(_TraceRequest(trace, numbers or {}, tensors or {}, before, watched))
     try:
@@ -157,7 +159,8 @@ def replaces_values() -> bool:
 
 
 class _Recorder(TorchFunctionMode):
-    """Mode that records the calls of a forward in a trace, and replaces values."""
+    """Mode that records a forward's calls of torch in a trace, and replaces the values that the
+    request asks for."""
 
     def __init__(self, wanted: _TraceRequest) -> None:
         super().__init__()
@@ -217,7 +220,8 @@ class _Recorder(TorchFunctionMode):
         self._trace.tensors.append(value.copy())
 
     def _form(self, value: Any, takes_any: bool) -> Any:
-        """Return an argument in comparable form; numbers with a fraction are stored separately."""
+        """Return an argument in a form that can be compared; floats that may change are recorded
+        separately as the call's numbers."""
         kind = type(value)
         if kind is float:
             if not _is_free(value, takes_any):
@@ -253,13 +257,14 @@ class _Recorder(TorchFunctionMode):
 
 
 def _data(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the numbers that a tensor is made of; None if they include tensors."""
+    """Return the data argument from which a call such as ``torch.tensor`` makes a tensor; None if
+    it contains tensors."""
     data = args[0] if args else next((kwargs[key] for key in _DATA if key in kwargs), None)
     return None if isinstance(data, Tensor) or _holds_tensors(data) else data
 
 
 def _is_free(value: float, takes_any: bool) -> bool:
-    """Return whether a number may have other values on the same path through torch's functions."""
+    """Return whether a number may be replaced without a torch function branching differently."""
     return math.isfinite(value) and (takes_any or value not in _OWN_PATHS)
 
 

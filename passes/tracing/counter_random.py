@@ -31,11 +31,9 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 class counter_random(TorchFunctionMode):  # noqa: N801
     """Mode that replaces random calls of torch by counter-based ones, numbered from 0, for a step's
-    ``key`` (``step_key``).
-
-    ``microbatch`` is the number of the forward's micro-batch; ``batch_dims`` has the dimension that
-    counts the batch, by the number of the call (see ``batch_dims``).
-    """
+    ``key`` (``step_key``). ``microbatch`` is the number of the forward's micro-batch;
+    ``batch_dims`` maps numbers of random calls to the dimension that counts the batch (see the
+    function ``batch_dims``)."""
 
     def __init__(
         self, key: int = 0, *, microbatch: int = 0, batch_dims: Mapping[int, int] | None = None
@@ -152,7 +150,8 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute attention; with dropout it is written out, so that each weight can be dropped."""
+    """Compute attention; if it has dropout, by separate ops, so that counter-based dropout can be
+    applied to the attention weights."""
     if not dropout_p:
         return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     if options.get("enable_gqa"):
@@ -172,7 +171,8 @@ def _attention(
 
 
 def _multihead(mode: counter_random, *args: Any, **kwargs: Any) -> Any:
-    """Call the function of ``nn.MultiheadAttention``, whose inner calls no mode sees."""
+    """Call the function of ``nn.MultiheadAttention`` with replacements of the dropout and attention
+    that it calls: no mode sees these inner calls."""
     with _patched(
         functional,
         {

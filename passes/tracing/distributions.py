@@ -167,8 +167,9 @@ def _multinomial(
     source: Source, input: Tensor, num_samples: int, replacement: bool = False, **options: Any
 ) -> Tensor:
     """Draw random indices along the last dimension, with probabilities in proportion to ``input``.
-    Without replacement: the smallest of exponential numbers divided by the weights, in order
-    (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir")."""
+    Without replacement, an exponential random number is divided by each weight; the indices of the
+    smallest quotients are returned, in order (Efraimidis and Spirakis 2006, "Weighted random
+    sampling with a reservoir")."""
     weights = input.detach().to(torch.float64)
     if not replacement or num_samples == 1:
         keys = _exponential(source, weights) / weights

@@ -47,7 +47,8 @@ WITHOUT_GRADIENT: OpOverload = torch.ops.autoparallel.without_gradient.default
 
 
 def inline_regions(exported: ExportedProgram) -> None:
-    """Replace the regions of a program without gradients by their ops. Changes ``exported``.
+    """Replace nested regions of the program that turn gradients on or off (``no_grad``), or
+    autocast off, by their ops, in place.
 
     Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
 
@@ -66,20 +67,18 @@ def inline_regions(exported: ExportedProgram) -> None:
 
 
 def is_region(node: fx.Node) -> bool:
-    """Return whether a node is a region whose ops are to be inlined: gradients set, or autocast
-    off."""
+    """Return whether a node is a nested region whose ops are to be inlined: it turns gradients on
+    or off, or autocast off."""
     name = str(node.target)
     return name == SWITCH or (name == AUTOCAST and node.args[2] is False)
 
 
 class _Inlining:
-    """Inliner of a program's regions, which tracks the values with a gradient.
-
-    ``_base`` maps a view to its base, and a list's element without base to the list. A view made
-    while gradients are off has no gradient, even if its base has one: ops read it through
-    ``without_gradient``. An op that returns its argument itself, as ``x.float()`` may, keeps its
-    gradient. ``_shown`` has the bases of a list's elements.
-    """
+    """Inliner of a program's regions, which tracks the values with a gradient. ``_base`` maps a
+    view to its base tensor, and an element of a list of new tensors to the list. A view made while
+    gradients are off has no gradient, even if its base has one: ops read it through
+    ``without_gradient``. If an op returns its argument itself, as ``x.float()`` may, the result
+    keeps the argument's gradient. ``_shown`` has the base tensors of a list's elements."""
 
     def __init__(self, exported: ExportedProgram) -> None:
         self._graph = exported.graph
@@ -132,8 +131,8 @@ class _Inlining:
         raise AssertionError("a region without an output")
 
     def see(self, node: fx.Node, *, is_enabled: bool) -> None:
-        """Record whether a node's value has a gradient; cut its inputs' gradients if gradients are
-        off."""
+        """Record whether a node's value has a gradient. If gradients are off, let the node read its
+        inputs through ``without_gradient``."""
         if node.op != "call_function":
             return
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
@@ -169,7 +168,8 @@ class _Inlining:
             self._has_gradient.add(self._base_of(written))
 
     def _note_shown(self, node: fx.Node, shown: SharedArg, *, is_enabled: bool) -> None:
-        """Record the base of a view; a view of a value with a cut gradient is cut, too."""
+        """Record the base of a view; a view of a value that is read through ``without_gradient`` is
+        read so, too."""
         self._base[node] = self._base_of(shown.argument)
         if node.target is _DETACH or shown.argument in self._detached:
             self._detached.add(node)
@@ -206,19 +206,18 @@ class _Inlining:
 
 @dataclass(frozen=True, slots=True)
 class SharedArg:
-    """Argument whose memory an op's output shares; ``is_itself``: the argument itself is
-    returned."""
+    """Argument whose memory an op's output shares; ``is_itself``: the output is the argument
+    itself."""
 
     argument: fx.Node
     is_itself: bool
 
 
 def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
-    """Return the arguments whose memory the outputs of an op share; None if an output has its own.
-
-    The op is executed on fake tensors: whether ``x.reshape(...)`` copies and whether
-    ``x.contiguous()`` is ``x`` itself depends on the strides and the dtype, not on the op's schema.
-    """
+    """Return, for each output of an op, the argument whose memory it shares; None if some output
+    has memory of its own. The op is executed on fake tensors: whether ``x.reshape(...)`` copies and
+    whether ``x.contiguous()`` is ``x`` itself depends on the strides and the dtype, not on the op's
+    schema."""
     if not _may_show(node.target):
         return None
     values = {value: value.meta.get("val") for value in node.all_input_nodes}

@@ -49,7 +49,8 @@ def capturable_experts() -> Iterator[None]:
 
 
 def _forward(library: Any, module: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
-    """Call the op of experts, or transformers' own forward if a module does more than the op."""
+    """Call the op ``autoparallel::experts``, or transformers' own forward if the module computes
+    something that the op cannot."""
     gated = module.has_gate
     activation = describe(module, module._apply_gate if gated else module.act_fn)
     if activation is None or module.has_post_expert_norm or x.dim() != 2 or ids.dim() != 2:

@@ -37,8 +37,8 @@ def _is_differentiating() -> bool:
 
 
 class _Watched(TorchFunctionMode):
-    """Mode that lets a forward take gradients if ``is_ready``; otherwise the first one ends the
-    export."""
+    """Mode that lets a forward compute gradients if ``is_ready``; otherwise the first such call
+    raises InnerGradientError, which ends the export."""
 
     def __init__(self, *, is_ready: bool) -> None:
         super().__init__()
@@ -96,9 +96,9 @@ def inner_gradients() -> Iterator[None]:
 
 
 class _Recorded(dict[Any, Any]):
-    """Table of decompositions that has every op: the replacement of an op records the op. ``mode``
-    records. A dict is asked for an op before each call of it; while one is recorded, it is not in
-    the table, so that the mode records the call."""
+    """Table of decompositions that contains every op: the entry of an op calls the op under
+    ``mode``, which records it. While an op is being recorded, it is reported as not in the table,
+    so that it is not decomposed again."""
 
     def __init__(self, mode: Any) -> None:
         super().__init__({None: None})  # an empty table is replaced by another
@@ -140,7 +140,8 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_composite(op: OpOverload) -> bool:
-    """Return whether autograd sees the ops that an op consists of, and not the op itself."""
+    """Return whether an op is composite: autograd records the ops that it consists of, and not the
+    op itself."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return (
         op.namespace == "aten"

@@ -13,19 +13,19 @@ from torch import nn
 from .locate import failing_module
 
 LARGEST_SHARE = 0.5
-"""Largest share of the model's parameters in an opaque leaf, which is computed whole on every
-rank."""
+"""Largest share of the model's parameters in one opaque leaf, which every rank computes whole."""
 
 
 class LeafError(Exception):
-    """Error if no further submodule can be an opaque leaf."""
+    """Error of a model in which no further submodule can be an opaque leaf (single op)."""
 
 
 def widen(
     model: nn.Module, leaves: Mapping[str, nn.Module], error: BaseException
 ) -> dict[str, nn.Module]:
-    """Add the submodule that raised ``error`` to the opaque ``leaves``; if it is a leaf, the module
-    around it. Raises LeafError if that is the model itself, or most of it."""
+    """Add the submodule that raised ``error`` to the opaque ``leaves``; if it is one already, its
+    parent module. Raises LeafError if that module is the model itself, or has most of its
+    parameters."""
     path = failing_module(error, model)
     while path and any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
         path = path.rpartition(".")[0]

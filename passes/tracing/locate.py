@@ -66,9 +66,10 @@ def _is_users(file: str) -> bool:
 
 
 class _UserFrames:
-    """Replacement of torch's ``CapturedTraceback``, which records the call stack of an op. It keeps
-    the calls within the outermost ``forward`` in users' files and in a ``forward``. torch keeps all
-    calls and the text of their lines, which takes a seventh of a capture."""
+    """Replacement of torch's ``CapturedTraceback``, which records the call stack of an op. Of the
+    frames within the outermost ``forward``, it keeps only those in users' files or in a
+    ``forward``. torch keeps all frames with their source text, which takes a seventh of a capture's
+    time."""
 
     def __init__(self, frames: list[FrameSummary]) -> None:
         self._frames = frames

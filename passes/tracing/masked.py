@@ -23,7 +23,8 @@ from torch.nn import functional
 from ...planner.errors import CaptureError
 
 LEFT_OUT = 0.5
-"""Number in place of elements that a mask skips: its logarithms, roots and quotients are finite."""
+"""Number that replaces elements which a mask does not select, so that logarithms, roots and
+quotients of them are finite."""
 
 _POINTWISE = frozenset(
     {
@@ -49,7 +50,8 @@ equal."""
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Selection of the elements of ``values`` where ``mask``, of its first dimensions, is true."""
+    """Result of ``values[mask]``, kept as the two tensors: the selected elements (or rows) of
+    ``values`` are those where ``mask``, over its first dimensions, is true."""
 
     values: Tensor
     mask: Tensor
@@ -168,7 +170,8 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _is_inner(dim: int, values: Tensor, mask: Tensor) -> bool:
-    """Return whether dimension ``dim`` of the selected rows lies within a row."""
+    """Return whether dimension ``dim`` of the selection lies within each selected row, and is not
+    the one that counts rows."""
     inner = values.dim() - mask.dim()
     return 0 < dim <= inner if dim >= 0 else -dim <= inner
 
@@ -179,7 +182,8 @@ def _count(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
-    """Reduce the selected elements by ``sum`` or ``mean``; return them unreduced for ``none``."""
+    """Reduce the selected elements by ``how``: ``sum`` or ``mean``; return the selection itself for
+    ``none``."""
     if how == "none":
         return Masked(values, mask)
     inner = (1,) * (values.dim() - mask.dim())

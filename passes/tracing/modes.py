@@ -40,8 +40,8 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 class _Promote(TorchFunctionMode):
     """Mode that turns every floating dtype that a call asks for into float64. It also casts tensors
-    that the model's code holds beside its state. A capture does not record these casts, but one of
-    its own for each tensor, so the graph is the same as in any other dtype."""
+    that the model's code holds outside of parameters and buffers. A capture records none of these
+    casts (but one of its own per tensor), so the graph is the same as in any other dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,8 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute ``instance_norm``, and update its running statistics by means over the samples."""
+    """Compute ``instance_norm``, and update its running statistics with the samples' statistics,
+    averaged over the samples."""
     mean, variance = running_mean, running_var
     if mean is not None and variance is not None and use_input_stats:
         with torch.no_grad():

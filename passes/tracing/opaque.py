@@ -45,11 +45,9 @@ def opaque_call(
     made: dict[str, Any],
 ) -> tuple[Any, str]:
     """Call ``function`` as one op named after ``name``; return the result, and the op's path.
-
     ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a
     real execution on random values; else from fake tensors. Raises ValueError if values decide
-    shapes.
-    """
+    shapes."""
     flat, structure = tree_flatten((args, dict(kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]
     runner = _Runner(function, structure, flat)
@@ -64,8 +62,8 @@ def opaque_call(
 
 
 def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple[list[Any], Any]:
-    """Return the flat result of the function and its structure, unseen by any tracer. With
-    ``example`` it is executed on two sets of values, whose shapes must agree."""
+    """Call the function outside of all tracing modes; return its result, flat, and the result's
+    structure. With ``example`` it is executed on two sets of values, whose shapes must agree."""
     found: list[Any] = []
 
     def work() -> None:
@@ -112,7 +110,7 @@ def _writing(function: Any) -> CaptureError:
 
 
 class _Runner:
-    """Captured call of a function that can be repeated on other tensors."""
+    """Call of a function, recorded so that it can be executed again on other tensors."""
 
     def __init__(self, function: Callable[..., Any], structure: Any, flat: list[Any]) -> None:
         self.is_tensor = [isinstance(value, Tensor) for value in flat]
@@ -196,8 +194,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> str:
-    """Return a unique name of an op by its function and arguments, equal in every process and
-    precision."""
+    """Return a unique name for an op, from its function and arguments; the same in all processes
+    and precisions."""
     facts = [name, function.__module__, *_settings(getattr(function, "module", None))]
     facts += [
         f"{tuple(value.shape)} {_number(value)}" if isinstance(value, Tensor) else str(value)[:200]
@@ -209,14 +207,13 @@ def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> st
 
 
 def _number(tensor: Tensor) -> str:
-    """Return the dtype's name, one name for all floats: a plan names an op alike at any
-    precision."""
+    """Return the dtype's name; all floating dtypes have one name, so that an op has the same name
+    in a plan at any precision."""
     return "float" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def _settings(module: nn.Module | None) -> list[str]:
-    """Return the facts that distinguish modules of one class: their submodules and plain
-    attributes."""
+    """Describe how a module differs from others of its class: submodules and plain attributes."""
     if module is None:
         return []
     return [
@@ -228,7 +225,7 @@ def _settings(module: nn.Module | None) -> list[str]:
 
 
 class _ModuleCall:
-    """Function that computes a submodule's forward from its parameters, buffers and arguments."""
+    """Callable for a submodule's forward as a function of parameters, buffers and arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

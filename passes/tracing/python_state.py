@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .call_trace import tracing_calls
 
 MOST_READ = 100_000
-"""Most Python values of a model that are read; a larger dict, as a data set, is no setting of
-it."""
+"""Most Python values of a model that are read in all; a container beyond that, such as a dict with
+a data set, is left out."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -39,8 +39,8 @@ _ABSENT: Any = object()
 
 @dataclass(slots=True)
 class _Place:
-    """Named values in one dict, list, closure or object. ``before`` and ``after`` are written
-    around a key to tell the user of its value."""
+    """Container (dict, list, closure or object) with the ``keys`` of values in it. A value is named
+    to the user by ``before``, its key and ``after``."""
 
     before: str
     held: Any
@@ -83,8 +83,8 @@ Reading = list[tuple[list[Any], list[Any]]]
 
 
 class PythonState:
-    """Reader of the Python values that ``model`` and ``loss_fn`` use, whose places are found
-    once."""
+    """Reader of the Python values that the code of ``model`` and ``loss_fn`` uses; the containers
+    that hold them are searched once."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
         self._places: list[_Place] = []
@@ -99,8 +99,8 @@ class PythonState:
         self._places = walk.places
 
     def read(self) -> Reading:
-        """Return the values of each place, each with a mark that changes if it is changed in
-        place."""
+        """Return the present values in each container, each value with a mark that differs once the
+        value is modified in place."""
         return [
             (values, [_mark(each) for each in values])
             for values in (place.read() for place in self._places)
@@ -160,7 +160,8 @@ class PythonState:
         return [*replaced, *made]
 
     def new_tensors(self, before: Reading) -> list[Replaced]:
-        """Return the places that held no tensor in the reading ``before`` and hold one now."""
+        """Return the values that were no tensors in the reading ``before`` and have been replaced
+        by tensors since."""
         return [
             each
             for each in self._replaced(before)
@@ -176,7 +177,8 @@ class PythonState:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Replaced value: its place, the value ``before``, and the value ``now``."""
+    """Record of a value that a forward has replaced: its container and key, the old value
+    ``before``, and the new value ``now``."""
 
     place: _Place
     key: Any
@@ -184,19 +186,19 @@ class Replaced:
     now: Any
 
     def is_there(self) -> bool:
-        """Return whether the place still holds the new value."""
+        """Return whether the container still holds the new value."""
         return any(each is self.now for each in self.place.read())
 
     def is_free(self) -> bool:
-        """Return whether the place holds the value that it held before."""
+        """Return whether the container holds the old value."""
         return any(each is self.before for each in self.place.read())
 
     def take_away(self) -> None:
-        """Put the old value in the place of the new."""
+        """Replace the new value by the old in the container."""
         self.place.write(self.key, self.before)
 
     def put_back(self) -> None:
-        """Put the new value in the place of the old."""
+        """Replace the old value by the new in the container."""
         self.place.write(self.key, self.now)
 
 
@@ -225,8 +227,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Walk:
-    """Walk over all Python values reached by ``known`` names; ``names`` are the names that code
-    reads."""
+    """Search of all Python values that can be reached from the model through ``known`` names;
+    ``names`` collects the names that the visited code reads."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -237,7 +239,7 @@ class _Walk:
         self._num_read = 0
 
     def start(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        """Walk from a model's modules and from its loss function."""
+        """Start the search at a model's modules and at its loss function."""
         for path, module in model.named_modules():
             self._module(module, path or "the model")
         if loss_fn is not None:
@@ -291,7 +293,7 @@ class _Walk:
         self._place(path + ".", held, [*held, *_methods(type(value), held)])
 
     def _class(self, cls: type, methods: Iterable[str]) -> None:
-        """Visit the attributes and methods of a class that code reads by name."""
+        """Visit those attributes and methods of a class whose names occur in the visited code."""
         self.names.update(methods)
         for base in cls.__mro__:
             if base in (nn.Module, object) or _is_library(base.__module__):
@@ -329,8 +331,8 @@ class _Walk:
     def _place(
         self, before: str, held: Any, keys: list[Any], after: str = "", *, by_name: bool = True
     ) -> None:
-        """Record the values under ``keys`` of ``held``; ``by_name``: only the keys that code
-        names."""
+        """Record the values under ``keys`` of ``held``; with ``by_name``, only keys whose names
+        occur in the visited code."""
         known = [key for key in keys if not by_name or key in self._known]
         self._add(_Place(before, held, known, after))
 
@@ -350,7 +352,8 @@ class _Walk:
 
 
 def _methods(cls: type, held: Mapping[str, Any]) -> list[str]:
-    """Return the names that a class defines and an object's own attributes do not hide."""
+    """Return the names that a class defines, except those that attributes of the object itself
+    hide."""
     bases = [base for base in cls.__mro__ if not _is_library(base.__module__)]
     return [*{name: None for base in bases for name in vars(base) if name not in held}]
 
