@@ -199,7 +199,7 @@ class _PartReplay:
         self.held[storage] = _hull(self.held[storage], needed) if storage in self.held else needed
 
     def _explain(self, index: int) -> None:
-        """If call ``index`` makes a needed value, record it in ``steps`` and record the boxes that
+        """Record call ``index`` in ``steps``, if it makes a needed value, and record the boxes that
         it needs of its inputs."""
         call = self.log.calls[index]
         slots = call.written or call.outputs
