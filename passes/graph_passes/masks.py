@@ -147,8 +147,8 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
-    """Pass only the first row of the constant ``node``, if all its rows are equal, to those users that
-    broadcast it. ``value`` is the constant's value."""
+    """Pass only the first row of the constant ``node``, if all its rows are equal, to the users
+    that broadcast it. ``value`` is the constant's value."""
     for dim, size in enumerate(node.spec.shape):
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue
