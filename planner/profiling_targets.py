@@ -47,8 +47,10 @@ def asked_cases(
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
 ) -> ProfilingTargets:
-    """Return the ops and transfers whose price a search for the request queries but no measurement
-    has. Raises the errors of ``find_plan.plan``."""
+    """Return the ops and transfers that a search for the request prices and that were not measured.
+
+    Raises the errors of ``find_plan.plan``.
+    """
     everything = CostQueries(uses_of(blocks))
     basis = replace(basis, mode="auto", asked=everything)
     found = search(graph, blocks, cluster, request, observe=observe, basis=basis)

@@ -49,7 +49,7 @@ def check_methods(kind: type[nn.Module], names: Sequence[str]) -> None:
 
 
 def whole_method(name: str, adopted_of: Callable[[nn.Module], ParallelState]) -> Callable[..., Any]:
-    """Return a method that runs the class's method ``name`` with whole weights."""
+    """Return a method that gathers the model's sharded weights and calls its method ``name``."""
     told: set[int] = set()
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

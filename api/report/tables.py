@@ -185,8 +185,8 @@ def communications(plan: Plan) -> RenderableType:
 
 
 def alternatives(plan: Plan, *, all_of_them: bool) -> tuple[str, RenderableType]:
-    """Return a plan's alternatives with their slowdown; with ``all_of_them`` all, with the main
-    difference."""
+    """Return the title and a table of a plan's best alternatives with their slowdowns;
+    ``all_of_them`` lists every alternative, with its main difference."""
     table = plain_table(
         ("configuration (micro-batches × size)", "left"),
         ("step", "right"),

@@ -32,10 +32,10 @@ from autoparallel.runtime.data.variants import Variant, stage_programs, variant_
 
 @dataclass(frozen=True)
 class ExportedPlan:
-    """Plan to export as a script. ``stages`` are in the schedule's order, with replicas.
+    """Plan to export as a script. ``stages`` are in the schedule's order, each replica listed.
 
-    ``programs`` are the stages' programs on their first ranks, ``last_programs`` on their last
-    ranks. ``rows`` has the actions of each pipeline rank, without STEP, and with receives in the
+    ``programs`` has the program of each stage's first rank, ``last_programs`` of its last rank.
+    ``rows`` has the actions of each pipeline rank, without STEP, and with receives in the
     order of sends.
     """
 

@@ -119,8 +119,8 @@ def _uses_ddp(own: Configuration) -> bool:
 
 
 def _uses_fsdp(own: Configuration) -> bool:
-    """Return whether FSDP trains the configuration: it has ranks to shard over, and DDP does
-    not."""
+    """Return whether FSDP trains the configuration: it has ranks to shard over and does not use
+    DDP."""
     return own.dp * own.cp > 1 and not _uses_ddp(own)
 
 

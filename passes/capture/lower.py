@@ -283,8 +283,8 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Return a complex tensor of which a part is replaced, computed by ops on real tensors: torch
-    has no derivative of the op for complex tensors."""
+    """Lower a scatter into a complex tensor to ops on real tensors: torch has no derivative of the
+    scatter for complex tensors."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:

@@ -142,8 +142,8 @@ def _check_used(
     calls: Sequence[Call],
     places: Mapping[int, _Place],
 ) -> None:
-    """Raise ``RepeatError`` if no node uses some result of a layer: a full capture would not
-    contain the nodes that compute it."""
+    """Raise ``RepeatError`` if a layer has a result that no node uses: a capture of all layers
+    would leave out the nodes that compute it."""
     used = {ref for node in graph.nodes if node.op != MARK for ref in node.inputs}
     used |= {graph.loss, *graph.updates.values()}
     inside: dict[Any, set[_Slot]] = {}

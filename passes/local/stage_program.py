@@ -166,8 +166,8 @@ class _Stage:
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
 
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
-        """Return the marker of a block's ops for recomputation ``mode``; None without
-        recomputation."""
+        """Return an object that says which ops of a block the backward recomputes under ``mode``;
+        None if it recomputes none."""
         if mode == "none":
             return None
         return Replayed(mode, find_replay(block, self.graph, rules, self._storages))

@@ -241,7 +241,8 @@ class _After:
         return bool((self.high[positions] >= 0).any())
 
     def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
-        """Return, by stop position, the first and last cut from which a stage can reach it."""
+        """Return, for each position where a stage may stop, the first and last position where it
+        may start."""
         at = band.cuts.at
         low = np.minimum(self.low[stops], len(at) - 1)
         begin = np.searchsorted(at, at[low] - band.most_blocks)

@@ -82,7 +82,7 @@ class StageProblem:
         return self.start[owner] + self.model.kind(owner).where[name]
 
     def problem(self, setting: StageOptions) -> Problem:
-        """Build the integer program of the run under ``setting``."""
+        """Build the integer program that shards this run of blocks under ``setting``."""
         rows = self.run.occurrences(setting.policy)
         costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
         for boundary, count in self.model.boundaries(self.run):

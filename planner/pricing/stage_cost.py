@@ -116,7 +116,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """Return the blocks' seconds with compute at least as long as its issue by the host."""
+        """Return the blocks' seconds, compute at least as long as the host's launches of it."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])

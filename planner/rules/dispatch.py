@@ -95,8 +95,8 @@ def _of_experts(
 
 
 def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:
-    """Return the dimension of an expert weight that counts hidden values; None for the second bias,
-    which has none. ``at``: index of the weight among the expert weights."""
+    """Return the dimension of an expert weight that is the MLP's inner width; None for the second
+    bias, which lacks it. ``at``: index of the weight among the expert weights."""
     if len(weight.shape) == 2:
         return 1 if at == 2 else None
     return 1 if weight.shape[2] == width else 2

@@ -126,7 +126,8 @@ class _Relaxation:
     most_stages: int
 
     def seconds(self) -> float:
-        """Return the bound; infinite if no mesh is possible. Raises ``TooWideError``."""
+        """Return a lower bound of the step's seconds over all plans; infinite if no mesh is
+        possible. Raises ``TooWideError``."""
         solvers = self._solvers
         if not solvers:
             return float("inf")

@@ -409,8 +409,9 @@ NEIGHBOURS = 2
 """Number of shorter and of longer runs of a series that are priced along with a run."""
 
 STEP = 0.03
-"""Distance between the runs priced along with a run (``NEIGHBOURS``), as a fraction of its length
-if more than a block: for very long runs close neighbours reveal little about the memory limit."""
+"""Spacing of the longer and shorter runs priced along with a run (``NEIGHBOURS``): this fraction of
+its length, at least one block. For very long runs close neighbours reveal little about the memory
+limit."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class FolderStore:
         return self.folder.glob(f"{self.prefix}-*.json")
 
     def finish(self) -> None:
-        """Return at once: no request is open."""
+        """Do nothing: this store answers each request at once, so none is pending."""
 
 
 class SharedStore:

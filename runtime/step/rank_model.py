@@ -41,9 +41,10 @@ class RankModel:
     it idle.
 
     ``parameters`` has each parameter once, even if two of the stages hold it. ``leaves`` are the
-    whole values of the buffers from which constants are computed. ``untrained`` are, on rank 0, the
+    unsharded buffers from which constants are computed. ``untrained`` are, on rank 0, the
     entries of the model's ``state_dict`` that training does not change; ``persistent`` has the
-    shapes of all its entries; ``beside`` are untrained parameters of the script.
+    shapes of all its entries; ``beside`` are parameters of the user's script outside the model,
+    which are not trained.
     """
 
     def __init__(
