@@ -109,7 +109,8 @@ def check_plan_options(given: Iterable[str]) -> None:
 def export_plan(
     source: str | Path, folder: str | Path, *, to: str, force: bool = False, trust: bool = False
 ) -> WrittenPlan:
-    """Write the plan ``source``, a file or a folder with a plan.json, to ``folder``.
+    """Write the plan ``source``, a file or a folder with a plan.json, as format ``to`` into
+    ``folder``.
 
     Raises UsageError AP362 if ``source`` is a checkpoint without a plan, AP869 if the folder is not
     empty, and the errors of ``load_plan`` and of the writer.

@@ -342,7 +342,8 @@ class PlanWork(WorkList):
             yield Task(task, max(LEAST_SECONDS, min(MOST_SECONDS, wanted)), weight)
 
     def _links(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """Yield tasks for the collectives and messages of a plan, up to their sizes in it."""
+        """Yield tasks for a plan's collectives and messages that ``known`` lacks, up to the plan's
+        sizes."""
         asked = CostQueries()
         basis = Basis(known, asked=asked)
         evaluate(self.program.graph, self.program.blocks, plan, self.cluster, basis=basis)

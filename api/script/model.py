@@ -152,7 +152,8 @@ def _meta(target: Target) -> nn.Module:
 
 
 def _adapters(target: Target) -> list[str]:
-    """Return code that freezes a model and adds LoRA adapters, initialized in the same order."""
+    """Return code that freezes a model and adds LoRA adapters, whose values are drawn in the order
+    of this package's."""
     lora, model = parse_lora(target.settings["lora"]), _meta(target)
     for module in model.modules():  # an adapted layer has a class of this package
         if hasattr(module, "lora_A"):

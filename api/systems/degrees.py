@@ -185,7 +185,7 @@ def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:
 
 
 def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
-    """Return micro-batch size and number: the plan's, or the next lower number ``roles`` allow."""
+    """Return micro-batch size and count: the plan's, or the next lower that ``roles`` allow."""
     batch, parts = plan.model.global_batch, roles.dp * roles.ep
     count = plan.num_microbatches
     while count > 1 and (batch % count or batch // count % parts):

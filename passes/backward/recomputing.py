@@ -185,7 +185,7 @@ class _Kept(_MarkedOp):
         return result
 
     def _keeping_nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the op; raise if its backward saves a tensor, as the op is not repeated."""
+        """Call an op that is not recomputed; raise if autograd saves a tensor for its backward."""
         with torch.autograd.graph.saved_tensors_hooks(self._refuse, self._refuse):
             return self.called(*args, **kwargs)
 

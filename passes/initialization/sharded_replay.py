@@ -152,7 +152,7 @@ def _seed(key: int, first: int, tile: int) -> int:
 
 
 def drawn_slot(call: Call) -> int:
-    """Return the number of the tensor that a random call fills."""
+    """Return the slot, in the log of calls, of the tensor that a random call fills."""
     return call.written[0] if call.written else call.outputs[0]
 
 

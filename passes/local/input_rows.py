@@ -66,7 +66,7 @@ class StageRows:
     whole: tuple[str, ...]
 
     def part(self, mesh: Mesh, coordinates: Sequence[int]) -> int:
-        """Return the number of the part of the rows that the rank at ``coordinates`` reads."""
+        """Return the index of the part of the rows that the rank at ``coordinates`` reads."""
         found = 0
         for axis in self.axes:
             found = found * mesh.shape[axis] + coordinates[axis]

@@ -106,7 +106,7 @@ def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 @dataclass(frozen=True, slots=True)
 class _TraceRequest:
     """Request for a trace: ``trace`` is filled by the next forward, which computes with ``numbers``
-    and ``tensors`` in place of its own."""
+    and ``tensors`` in place of its own arguments."""
 
     trace: CallTrace
     numbers: Mapping[Place, float]

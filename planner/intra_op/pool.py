@@ -170,7 +170,7 @@ class Pool:
     def _groups(self, run: Run) -> Groups:
         """Return the seconds of a run's blocks without recomputation, grouped by kind.
 
-        Their shape is ``seconds[solution, zero, entry, RESOURCE]``.
+        The array is ``seconds[solution, ZeRO stage, group of blocks, Resource]``.
         """
         kinds, counts = group_blocks(run.kinds)
         which, resources = list(self.zeros), slice(len(Resource))

@@ -165,7 +165,7 @@ class Run:
         return tuple(found)
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
-        """Map every row to its occurrences under a recomputation policy."""
+        """Map each row of the cost table to its number in the run under a recomputation policy."""
         if policy not in self._occurrences:
             recomputed: dict[Row, list[int]] = {}
             numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)

@@ -162,7 +162,8 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """Return a kind's ends: (its values that other blocks read, its uses of others' values)."""
+        """Return the boundary of a kind of block: its values that other blocks read, its uses of
+        theirs."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]

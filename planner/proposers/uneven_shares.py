@@ -126,7 +126,7 @@ class _Shared:
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
-        """Return the memory limit in bytes of each coordinate."""
+        """Return the memory limit in bytes of the devices at each coordinate of mesh axis 0."""
         return tuple(self.context.limits_on(ranks).memory_bytes for ranks in self.ranks)
 
     @property

@@ -162,7 +162,7 @@ def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
 
 
 def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Return whether a strategy splits a value of the batch along positions, not along rows."""
+    """Return whether a strategy splits a batch's tensor along positions of sequences, not rows."""
     refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
     placements = (*strategy.inputs, *strategy.outputs)
     for ref, placement in zip(refs, placements, strict=True):

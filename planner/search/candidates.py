@@ -428,7 +428,7 @@ def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | Non
     """Return a lower bound of a pipeline's step time for any order of its micro-batches.
 
     ``figures[stage]``: seconds of forward, backward, receive forward, receive backward, end of
-    step; if backwards are split, the second is the first half, and a sixth entry the weight
+    step; if backwards are split, the second is of input gradients, and a sixth of weight
     gradients. ``edges`` come from ``branches.stage_edges``. A stage waits until the first
     micro-batch has passed all stages before it; then it computes all forwards and backwards; then
     follows its own end of step, or the last micro-batch's path back through the stages before it

@@ -236,4 +236,4 @@ def _end_all() -> None:
 
 
 _LATEST: dict[str, Arrival] = {}
-"""The newest arrival of each kind ("loss", "norm", …), of any trainer in this process."""
+"""The newest result of each kind ("loss", "norm", …) on its way to the host, of any trainer."""
