@@ -38,6 +38,8 @@ def check_output_file(path: str | Path | None, option: str = "-o") -> None:
             raise _unwritable(path, option, "it is a folder")
         if not path.parent.is_dir():
             folder = path.parent
+            if any(place.is_file() for place in (folder, *folder.parents)):
+                raise _unwritable(path, option, f"{folder} is not a folder")
             raise _unwritable(path, option, f"there is no folder {folder}", f"mkdir -p {folder}")
         if path.exists():
             path.open("ab").close()

@@ -84,7 +84,7 @@ class Table:
     """Input of the dynamic program: sizes of submeshes by first device, and stage costs.
 
     ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of seconds of a stage of
-    blocks k to i − 1, infinite where impossible; ``stages_left`` counts the stages to the end.
+    blocks k to i − 1, infinite where impossible; the first argument counts the stages to the end.
     """
 
     num_blocks: int

@@ -79,10 +79,10 @@ PARALLEL = (
     Case("AP112", f"plan {TWO} --parallel zero=4", r"(zero=1)", "plan " + TWO + " --parallel {0}"),
     Case("AP112", f"plan {TWO} --parallel dp=two", r"(dp=2)", "plan " + TWO + " --parallel {0}"),
     Case(
-        "AP112",
+        "AP150",
         f"plan {TWO} --parallel schedule=zigzag",
-        r"(schedule=1f1b)",
-        "plan " + TWO + " --parallel {0}",
+        r"use one of (\w+),",
+        "plan " + TWO + " --parallel schedule={0}",
     ),
     Case(
         "AP112",

@@ -148,9 +148,9 @@ OPTIONS = (
     ),
     Case("AP905", RUN + " --wandb mine", r"(--metrics FILE.jsonl)", RUN + " {0}"),
     Case(
-        "AP906",
+        "AP101",
         RUN + " --metrics model.py/run.jsonl",
-        "a path in a writable folder",
+        "another place by --metrics",
         RUN + " --metrics run.jsonl",
     ),
     Case(
