@@ -369,10 +369,9 @@ class PlanWork(WorkList):
             largest = max(
                 (node.spec.num_bytes for node in self.program.graph.parameters), default=0
             )
-            sizes = [size for size in SIZES if size < largest]
-            sizes += [size for size in SIZES if size >= largest][:1]
+            number = 1 + sum(size < largest for size in SIZES)
             weight = UPDATE_SHARE * plan.prediction.step_seconds
-            yield Task(UpdateTask(optimizer, tuple(sizes)), weight=weight)
+            yield Task(UpdateTask(optimizer, SIZES[: max(2, number)]), weight=weight)
 
 
 def measure_together(

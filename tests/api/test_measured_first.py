@@ -39,6 +39,31 @@ def test_a_first_plan_is_measured_and_the_next_measures_nothing(model_file: Path
     assert times() == first
 
 
+TINY = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def build_model():
+    return Net(8, 8)
+
+def example_batch(rows):
+    return {"x": torch.zeros(rows, 8)}
+"""
+
+
+def test_a_model_of_tiny_weights_is_measured_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(TINY)
+    for said in (True, False):
+        plan(tmp_path / "model.py", "--measure-seconds", "30")
+        assert ("measuring" in capfd.readouterr().err) == said
+
+
 @pytest.mark.parametrize("options", [("--profile", "analytic"), ("--measure-seconds", "0")])
 def test_without_measuring_no_process_and_no_database_is_made(
     model_file: Path, options: tuple[str, ...]
