@@ -394,6 +394,16 @@ def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
     return tuple(axis for axis, label in enumerate(layout.labels) if label == BALANCED)
 
 
+def split_axes(layout: NodeLayout) -> set[int]:
+    """Return the mesh axes over which an input or output of a node is sharded."""
+    return {
+        axis
+        for each in (*layout.inputs, *layout.outputs)
+        for axis, placement in enumerate(each)
+        if placement.is_shard
+    }
+
+
 def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
     """Return the key of a node's layout that determines its compute and kept bytes: for each tensor
     the dimension split on each axis (-1 for none), then the axes that balance attention."""

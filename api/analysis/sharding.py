@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoparallel.options.words import held_text
-from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes
+from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
@@ -167,7 +167,7 @@ def _ops(stage: StagePlan) -> list[NodeLayout]:
 def _axis_line(stage: StagePlan, axis: str) -> str:
     """Describe a mesh axis: the number of ops split or summed over it, and its purpose."""
     place, ops = stage.mesh.axes.index(axis), _ops(stage)
-    num_split = sum(_is_split(node, place) for node in ops)
+    num_split = sum(place in split_axes(node) for node in ops)
     num_sums = sum(_makes_sum(node, place) for node in ops)
     is_balanced = any(place in balanced_axes(node) for node in ops)
     reason = f": {AXIS_REASONS[axis]}" if axis in AXIS_REASONS and num_split else ""
@@ -176,10 +176,6 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
     states = f"; {ZERO_WORDS[stage.zero]}" if axis == "dp" and stage.zero else ""
     split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
     return f"{split}{reason}{sums}{swaps}{states}"
-
-
-def _is_split(node: NodeLayout, axis: int) -> bool:
-    return any(layout[axis].is_shard for layout in (*node.inputs, *node.outputs))
 
 
 def _makes_sum(node: NodeLayout, axis: int) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..inter_op.inter_op import StageChoice, gap_adjusted_seconds, total_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
+from ..layout import NodeLayout, split_axes
 from ..pricing.assembly import StageOptions
 from ..pricing.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
 from ..pricing.run_classes import NO_RUN
@@ -221,6 +223,24 @@ def _work_seconds(found: Candidate, needs: WeightedEdges | None) -> float:
     return float(least_seconds(figures, found.num_microbatches, needs))
 
 
+def op_layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
+    """Return the layouts of a stage's ops and parameters by node name."""
+    found: dict[str, NodeLayout] = {}
+    for owner, choices in answer.solution.items():
+        shared = owner in model.structure.graph.by_name and owner not in (
+            model.structure.blocks.kinds
+        )
+        decisions = (model.shared(owner),) if shared else model.kind(owner).decisions
+        for decision, choice in zip(decisions, choices, strict=True):
+            found.update(decision.choices[choice].layouts)
+    return found
+
+
+def _ops(model: StageModel, answer: StageAnswer) -> list[NodeLayout]:
+    """Return the layouts of a stage's ops, without its parameters."""
+    return [node for node in op_layouts(model, answer).values() if node.inputs]
+
+
 def models_of(chosen: Sequence[Chosen]) -> tuple[tuple[StageModel, StageAnswer], ...]:
     """Return (model of the mesh, solution) of each stage from (solver, solution)."""
     return tuple((solver.model, answer) for solver, answer in chosen)
@@ -354,6 +374,15 @@ class Candidate:
         figures = [cost.warmup_and_steady(self.num_microbatches) for cost in self.costs]
         gaps = [answer.gap for _, answer in self.answers]
         return 1 - gap_adjusted_seconds(figures, gaps) / total_seconds(figures)
+
+    @cached_property
+    def has_idle_axis(self) -> bool:
+        """Return whether the mesh of a stage has an axis of several ranks that shards no op."""
+        return any(
+            size > 1 and all(axis not in split_axes(node) for node in ops)
+            for model, ops in ((each[0], _ops(*each)) for each in self.answers)
+            for axis, size in enumerate(model.prices.mesh.shape)
+        )
 
     @property
     def spent_seconds(self) -> dict[str, float]:

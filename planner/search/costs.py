@@ -328,7 +328,7 @@ class PlaceCosts:
                 yield mesh.solver, found
 
     def answer(self, number: int, in_flight: int) -> tuple[IntraOp, StageAnswer] | None:
-        """Return the fastest of ``answers``; None if nothing fits."""
+        """Return the fastest answer over all meshes, with its solver; None if none fits."""
         every = list(self.answers(number, in_flight))
         count = self.runs.count
         return min(every, key=lambda each: answer_seconds(each[1], count), default=None)

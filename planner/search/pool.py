@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..intra_op.intra_op import StageAnswer
-from ..pricing.stage_model import StageModel
 from .branch_and_bound import PipelineProposal
 from .candidates import Candidate, candidates, complete_simulation, is_whole
 from .context import SearchContext
-from .report_plan import op_layouts
 
 
 class CandidatePool:
@@ -29,7 +26,6 @@ class CandidatePool:
         self.rejected: list[Candidate] = []
         self.best: Candidate | None = None
         self.is_open = False  # some stages may yet fit
-        self._idle: dict[int, tuple[Candidate, bool]] = {}
 
     @property
     def step_seconds(self) -> float:
@@ -67,10 +63,7 @@ class CandidatePool:
         forced = request.forced
         if not request.tolerance or any((forced.dp, forced.tp, forced.cp, forced.ep)):
             return False
-        if id(candidate) not in self._idle:  # the candidate lives as long as its id is used
-            is_idle = any(has_idle_axis(*each) for each in candidate.answers)
-            self._idle[id(candidate)] = candidate, is_idle
-        return self._idle[id(candidate)][1]
+        return candidate.has_idle_axis
 
     def add(self, candidate: Candidate) -> None:
         """Add a candidate to the fitting or the rejected candidates."""
@@ -100,6 +93,10 @@ class CandidatePool:
         """Return the fitting candidates, the fastest first."""
         return sorted(self.known, key=_order)
 
+    def ranked_allowed(self) -> list[Candidate]:
+        """Return the candidates that may win, the fastest first."""
+        return sorted(self.allowed, key=_order)
+
     def hopeless_schedules(self, proposal: PipelineProposal) -> set[str] | None:
         """Return the schedules under which a proposed pipeline cannot win even with optimal
         layouts; None if it cannot win under any schedule."""
@@ -126,19 +123,6 @@ class CandidatePool:
         """Replace the candidate ``one`` by ``other``."""
         self.known = [other if each is one else each for each in self.known]
         self.best = min(self.known, key=_order)
-
-
-def has_idle_axis(model: StageModel, answer: StageAnswer) -> bool:
-    """Return whether a stage's mesh has an axis of several ranks that shards no op."""
-    ops = [node for node in op_layouts(model, answer).values() if node.inputs]
-    used = {
-        axis
-        for node in ops
-        for layout in (*node.inputs, *node.outputs)
-        for axis, placement in enumerate(layout)
-        if placement.is_shard
-    }
-    return any(size > 1 and axis not in used for axis, size in enumerate(model.prices.mesh.shape))
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:

@@ -23,7 +23,7 @@ from ..pricing.stage_model import StageModel
 from ..pricing.step import prediction_of, send_seconds
 from ..pricing.structure import Structure
 from ..requests.request import Request
-from .candidates import Candidate
+from .candidates import Candidate, op_layouts
 
 LESS_SIMPLE = "about as fast, but more complex"
 """Reason why a faster candidate within the tolerance lost."""
@@ -176,19 +176,6 @@ def stage_layouts(
     layouts = op_layouts(model, answer)
     _add_leaves(layouts, model, structure, blocks)
     return layouts
-
-
-def op_layouts(model: StageModel, answer: StageAnswer) -> dict[str, NodeLayout]:
-    """Return the layouts of a stage's ops and parameters by node name."""
-    found: dict[str, NodeLayout] = {}
-    for owner, choices in answer.solution.items():
-        shared = owner in model.structure.graph.by_name and owner not in (
-            model.structure.blocks.kinds
-        )
-        decisions = (model.shared(owner),) if shared else model.kind(owner).decisions
-        for decision, choice in zip(decisions, choices, strict=True):
-            found.update(decision.choices[choice].layouts)
-    return found
 
 
 def _add_leaves(

@@ -71,8 +71,7 @@ def simplest_of(
 
     Extrapolated steps are simulated in full before their candidate is chosen.
     """
-    allowed = {id(each) for each in pool.allowed}
-    ranked = [each for each in pool.ranked() if id(each) in allowed]
+    ranked = pool.ranked_allowed()
     fastest = ranked[0]
     if not tolerance or context.stopped:
         return fastest, None
