@@ -159,12 +159,9 @@ def _refuse(error: Any) -> int:
         own = UsageError("AP135", f"{path} has no option {name}", fix=fix)
     elif message.startswith("No such command"):
         known = sorted(context.command.commands)
-        shown = [f"show {name}" for each in LISTINGS if each.__name__ == name]
-        fix = (
-            f"autoparallel {shown[0]}"
-            if shown
-            else did_you_mean(name, known) or f"the commands are {', '.join(known)}"
-        )
+        fix = did_you_mean(name, known) or f"the commands are {', '.join(known)}"
+        if name in {each.__name__ for each in LISTINGS}:
+            fix = f"autoparallel show {name}"
         own = UsageError("AP135", f"there is no command {name}", fix=fix)
     else:
         message = message[0].lower() + message[1:]

@@ -1,4 +1,4 @@
-"""Choice of the gradient sums of a plan, its last decision, and their effect on the step.
+"""Choice of how each gradient is summed over ranks, the last decision of a plan.
 
 In: a plan whose stages are decided. Out: the plan with the algorithm of each gradient all-reduce,
 their order, and predictions that count both (``gradient_sums``).

@@ -348,8 +348,7 @@ class _Search:
             except InfeasibleError:
                 return None
 
-        alike = replace(request, time_limit_seconds=self.asked.seconds)
-        known = partial(reuse_or_search, self.cache, graph, program.blocks, cluster, alike)
+        known = partial(reuse_or_search, self.cache, graph, program.blocks, cluster, request)
         found: Plan | None = known(basis=basis, search=search, method=("coarse",))
         if found is None or found.prediction.peak_memory_bytes > limit:
             raise InfeasibleError("AP301", f"nothing fits on {cluster.name}")

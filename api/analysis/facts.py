@@ -203,7 +203,7 @@ def named_memory(held: Mapping[str, Size]) -> dict[str, Size]:
     found: dict[str, Size] = {}
     for category, size in held.items():
         name = MEMORY_NAMES.get(category, category)
-        found[name] = found[name] + size if name in found else size
+        found[name] = found.get(name, 0) + size
     return {name: found[name] for name in in_order(found, MEMORY_MEANINGS)}
 
 

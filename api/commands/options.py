@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import is_dataclass
 from importlib import import_module
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from autoparallel.options.option import parameters, read_options
+from autoparallel.options.parse import Sorting
 from autoparallel.options.results import others_on_stderr
 
 TargetArgument = Annotated[
@@ -32,7 +33,7 @@ ClusterOption = Annotated[
     ),
 ]
 SortOption = Annotated[
-    Literal["devices", "days", "dollars"] | None,
+    Sorting | None,
     typer.Option("--sort", help="order of the rows, the least first; default: as given"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]

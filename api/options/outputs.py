@@ -38,8 +38,7 @@ def check_output_file(path: str | Path | None, option: str = "-o") -> None:
             raise _unwritable(path, option, "it is a folder")
         if not path.parent.is_dir():
             folder = path.parent
-            if any(place.is_file() for place in (folder, *folder.parents)):
-                raise _unwritable(path, option, f"{folder} is not a folder")
+            _check_folders(folder, path, option)
             raise _unwritable(path, option, f"there is no folder {folder}", f"mkdir -p {folder}")
         if path.exists():
             path.open("ab").close()
@@ -54,11 +53,17 @@ def check_output_folder(path: str | Path | None, option: str = "-o") -> None:
         return
     path = Path(path)
     with writing(path, option):
-        whole = path.absolute()
-        existing = next(place for place in (whole, *whole.parents) if place.exists())
-        if not existing.is_dir():
-            raise _unwritable(path, option, f"{existing} is a file")
-        tempfile.TemporaryFile(dir=existing).close()
+        tempfile.TemporaryFile(dir=_check_folders(path, path, option)).close()
+
+
+def _check_folders(folder: Path, path: Path, option: str) -> Path:
+    """Return the nearest of a folder and its parents that exists. Raise UsageError AP101 for
+    ``path`` if it is a file."""
+    whole = folder.absolute()
+    existing = next(place for place in (whole, *whole.parents) if place.exists())
+    if not existing.is_dir():
+        raise _unwritable(path, option, f"{existing} is a file")
+    return existing
 
 
 def _unwritable(path: str | Path, option: str, why: str, fix: str = "") -> UsageError:

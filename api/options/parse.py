@@ -32,6 +32,9 @@ UNITS = {
     "tib": 2**40,
 }
 
+Sorting = Literal["devices", "days", "dollars"]
+"""Column by which the rows of a table of estimates are sorted."""
+
 Texts = str | Sequence[str] | None
 """One or several texts, or None."""
 

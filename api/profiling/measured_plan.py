@@ -99,8 +99,8 @@ def _plan_measured(
 
     if not is_wanted(options, cluster) or is_launched(os.environ):
         return search(options, observe)
-    if busy := busy_text("autoparallel: "):
-        print(busy, file=sys.stderr, flush=True)
+    if busy := busy_text():
+        print(f"autoparallel: {busy}", file=sys.stderr, flush=True)
     work = PlanWork(program, target, cluster, options, database_path(options.database))
     if work.known()[0].ops:
         found = search(options, observe)

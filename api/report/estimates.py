@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,13 +19,11 @@ from autoparallel.analysis.facts import (
     model_name,
     unit_of,
 )
+from autoparallel.options.parse import Sorting
 from autoparallel.options.words import count_text
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.printing import plain_table, section
-
-Sorting = Literal["devices", "days", "dollars"]
-"""Column by which the rows of a table of estimates are sorted."""
 
 METHODS = {"full": "train", "lora": "LoRA"}
 

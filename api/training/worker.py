@@ -188,8 +188,7 @@ def _verify_first(worker: Worker, plan_path: str, steps: int, seed: int, asked: 
     plan, _ = load_job(plan_path)
     if worker.rank == 0:
         print(f"verification, then {outlook(plan, steps, asked.accumulate)}", flush=True)
-    compiled = asked.compiled
-    found = verify(worker, plan_path=plan_path, dtype="fp64", seed=seed, compiled=compiled)
+    found = verify(worker, plan_path=plan_path, dtype="fp64", seed=seed, compiled=asked.compiled)
     report_verification(plan, found, prints=worker.rank == 0)
     gc.collect()
 

@@ -87,13 +87,12 @@ def threads_per_device(num_devices: int) -> int:
     return max(1, usable_cores() // num_devices)
 
 
-def busy_text(before: str = "") -> str:
-    """Return a text that begins with ``before`` and describes this machine's load; "" if the load
-    per core is below ``BUSY``."""
+def busy_text() -> str:
+    """Return a warning of this machine's load; "" if the load per core is below ``BUSY``."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return ""
-    return f"{before}predictions assume an idle machine; load {load:.0f} on {cores} cores"
+    return f"predictions assume an idle machine; load {load:.0f} on {cores} cores"
 
 
 def available_memory_bytes() -> int:

@@ -138,8 +138,10 @@ def build(problem: Problem, *, can_exceed: bool = True) -> Program:
 
 
 def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
-    """Merge rows s (made layouts), and columns w (wanted layouts), that are equal in all matrices
-    ``costs[matrix, s, w]``.
+    """Merge equal rows, and equal columns, of the conversion costs between two decisions.
+
+    ``costs[matrix, s, w]`` converts from the made layout s to the wanted layout w; rows or columns
+    merge only if they are equal in every matrix.
 
     Returns the class of each row, the class of each column, and the matrices of the classes. If
     several consumers share a conversion (``merge_columns`` false), only columns without costs are

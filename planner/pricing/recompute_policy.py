@@ -53,7 +53,7 @@ class RecomputePolicy(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of recomputed blocks, in either mode."""
+        """Return the number of blocks that are recomputed, fully or selectively."""
         return sum(self.full) + sum(self.selective)
 
 

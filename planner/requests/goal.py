@@ -20,7 +20,7 @@ Objective = Literal["time", "cost", "memory", "devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory", "devices")
 
 ANY_DEVICE = ""
-"""Key of the price for devices that have no price of their own."""
+"""Key, among prices by device, of the price for all devices that are not named."""
 
 
 @dataclass(frozen=True, slots=True)

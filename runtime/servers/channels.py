@@ -120,7 +120,7 @@ class PeerChannel:
         return Reply(status, lost, into)
 
     def next_request(self) -> Request:
-        """Receive the next request; the caller then receives its payload."""
+        """Receive the next request's header; the caller then receives the tensors after it."""
         return Request(*self.receive(torch.zeros(6, dtype=torch.int64)).tolist())
 
     def answer(self, reply: Reply) -> None:

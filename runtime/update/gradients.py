@@ -152,7 +152,7 @@ class GradientReducer:
         planned: PlannedSums = PlannedSums(),
     ) -> None:
         """Prepare the sums. Collective over the stage if the plan names algorithms or an order.
-        Raises PlanError AP198 if the plan's sums do not fit the parameters."""
+        Raises PlanError AP198 if the plan sums other gradient buckets than the parameters'."""
         self.device_mesh = device_mesh
         own = {parameter.name: parameter for parameter in parameters}
         self.buckets = _make_buckets(own, by_block=planned.in_order)

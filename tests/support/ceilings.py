@@ -27,12 +27,12 @@ KERNELS = "prices of kernels over products, folded experts, layers of several ki
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8650, SYSTEMS),
+    ("cost_model: lines", 8649, SYSTEMS),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 1),
-    ("planner: lines", 30878, AGENTS),
+    ("planner: lines", 30889, AGENTS),
     ("planner: files", 153, SYSTEMS),
     ("planner: flat files", 33),
     ("planner: imports inside functions", 0),
@@ -47,12 +47,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 32044, AGENTS),
+    ("api: lines", 32040, AGENTS),
     ("api: files", 192, AGENTS),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 9),
-    ("all packages: lines", 106775, AGENTS),
+    ("all packages: lines", 106781, AGENTS),
     ("all packages: files", 574, AGENTS),
     ("all packages: flat files", 35),
     ("all packages: imports inside functions", 13, CALLS),
@@ -70,7 +70,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27979),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1458, DOORS),
-    ("tests: lines", 70920, AGENTS),
+    ("tests: lines", 70945, AGENTS),
     ("tests: files", 454, AGENTS),
     ("tests: flat files", 20),
 )
