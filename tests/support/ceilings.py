@@ -67,7 +67,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 13),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 27979),
+    ("words of docs/ without docs/adr/ and generated pages", 27983),
     ("words of CHANGELOG.md", 297),
     ("words of README.md", 1458, DOORS),
     ("tests: lines", 70945, AGENTS),
