@@ -40,8 +40,8 @@ def next_steps(plan: Plan, path: str) -> list[tuple[str, str]]:
         ]
     return [
         page,
-        (f"autoparallel export {file} --to python -o script", "a script without this package"),
-        (f"autoparallel launch {file} --slurm", "start it there; or --k8s, --ssh"),
+        (f"autoparallel export {file} --to python -o script", "as a PyTorch script"),
+        (f"autoparallel launch {file} --slurm", "start it there"),
     ]
 
 

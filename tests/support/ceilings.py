@@ -69,7 +69,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("pages of docs/ without docs/adr/", 19),
     ("words of docs/ without docs/adr/ and generated pages", 27983),
     ("words of CHANGELOG.md", 297),
-    ("words of README.md", 1458, DOORS),
+    ("words of README.md", 1454, DOORS),
     ("tests: lines", 70945, AGENTS),
     ("tests: files", 454, AGENTS),
     ("tests: flat files", 20),
