@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from autoparallel.passes.local.prove import OP, describe, node_layouts, prove
 from autoparallel.passes.ops.torch_ops import resolve
 from autoparallel.planner.errors import UsageError, VerificationError
-from autoparallel.planner.graph import Graph, Node, OpRule, Ref, TensorSpec
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.rules import has_rule
 from autoparallel.planner.rules.annotation import bind
 from autoparallel.target.register_op import existing_op, registered_rules

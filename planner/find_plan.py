@@ -15,24 +15,16 @@ from functools import partial
 
 from ..cost_model.cluster.cluster import Cluster
 from . import rules as default_rules
-from .asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
+from .costs.basis import DEFAULT, Basis, CostQueries, uses_of
+from .costs.prices import Rules
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError
-from .evaluate import evaluate
-from .gradient_choice import with_sums
-from .graph import Blocks, Graph
+from .evaluate.evaluate import evaluate
+from .evaluate.gradient_choice import with_sums
+from .evaluate.price_sources import with_sources
+from .evaluate.server_offers import repriced, with_offered_servers
+from .graph.graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
-from .parameter_servers import (
-    check_forced_servers,
-    check_served_memory,
-    check_served_model,
-    one_device,
-    split_request,
-)
 from .plan import Plan, SolverInfo
-from .price_sources import with_sources
-from .pricing.basis import DEFAULT, Basis, CostQueries, uses_of
-from .pricing.prices import Rules
-from .pricing.weight_versions import is_asynchronous
 from .proposers.alike import is_alike
 from .proposers.interleaved import interleaved
 from .proposers.local_search import local_search
@@ -54,7 +46,15 @@ from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .search.tables import SharedTables
 from .search.workers import StartWorkers, one_worker, serial_workers
-from .server_offers import repriced, with_offered_servers
+from .stage.weight_versions import is_asynchronous
+from .variants.asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
+from .variants.parameter_servers import (
+    check_forced_servers,
+    check_served_memory,
+    check_served_model,
+    one_device,
+    split_request,
+)
 
 Proposer = Callable[[SearchContext, CandidatePool], Iterator[Candidate]]
 

@@ -11,8 +11,8 @@ from ..cost_model.cluster.cluster import Cluster
 from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
-from .graph import Blocks
-from .layout import INVARIANT, Layout, Mesh, NodeLayout
+from .graph.graph import Blocks
+from .graph.layout import INVARIANT, Layout, Mesh, NodeLayout
 
 SCHEMA = 6
 

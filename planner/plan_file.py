@@ -19,7 +19,7 @@ from ..cost_model.cluster.cluster import Cluster
 from ..cost_model.cluster.cluster_file import from_dict, to_dict
 from ..cost_model.cluster.given_text import check_texts, parse_json
 from .errors import PlanError
-from .layout import Layout, Placement, format_layout, parse_layout
+from .graph.layout import Layout, Placement, format_layout, parse_layout
 from .plan import SCHEMA, Plan
 
 CHECKSUMS = "checksums"

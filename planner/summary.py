@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from .layout import Mesh
+from .graph.layout import Mesh
 from .plan import Offload, Plan, ServerPlan, rows_text
 
 SEPARATOR = " · "

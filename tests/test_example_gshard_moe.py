@@ -19,7 +19,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred, plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import combine, conversion_steps, shard
+from autoparallel.planner.graph.layout import combine, conversion_steps, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.rules import axis_strategies

@@ -408,8 +408,8 @@ def price():
         ("autoparallel.cost_model.ops.memory", "import"),
         ("autoparallel.planner.graph.Graph", "types"),
         ("autoparallel.planner.plan", "import"),
-        ("autoparallel.planner.budget", "call"),
-        ("autoparallel.planner.classes", "call"),
+        ("autoparallel.planner.requests.budget", "call"),
+        ("autoparallel.planner.graph.classes", "call"),
         ("torch", "types"),
     ]
 

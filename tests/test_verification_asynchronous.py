@@ -23,10 +23,10 @@ from autoparallel.passes.initialization.deferred_init import plain_build
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.tracing.counter_random import batch_dims
 from autoparallel.passes.tracing.modes import promote_to_float64
-from autoparallel.planner.asynchronous import check_asynchronous
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.variants.asynchronous import check_asynchronous
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import (

@@ -21,13 +21,13 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.batch import rows_apart
+from autoparallel.planner.dims.batch import rows_apart
 from autoparallel.planner.inter_op.heterogeneous import HostOrder, in_given_ranks
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.pricing.branches import stage_edges, stage_starts
-from autoparallel.planner.pricing.structure import Structure
 from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.stage.branches import stage_edges, stage_starts
+from autoparallel.planner.stage.structure import Structure
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import Reference

@@ -20,7 +20,7 @@ from test_verification import GLOBAL_BATCH, SEQ, captured, check_verified, targe
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
-from autoparallel.planner.layout import BALANCED, NodeLayout, balanced_axes, shard
+from autoparallel.planner.graph.layout import BALANCED, NodeLayout, balanced_axes, shard
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
 from autoparallel.planning.plan import plan_program

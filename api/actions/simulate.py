@@ -24,10 +24,10 @@ from autoparallel.options.progress import progress
 from autoparallel.options.results import say_json
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import PricedStep
+from autoparallel.planner.costs.precision import check_precision
+from autoparallel.planner.costs.systems import system
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import ModelInfo, Plan
-from autoparallel.planner.precision import check_precision
-from autoparallel.planner.pricing.systems import system
 from autoparallel.planner.requests.options import check_degrees, fix_of_split
 from autoparallel.planner.requests.request import Forced, check_schedule_name
 from autoparallel.planner.schedules.schedules import ScheduleInfo, find_schedule

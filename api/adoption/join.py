@@ -31,10 +31,10 @@ from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.python_state import PythonState
 from autoparallel.planner.errors import AutoparallelError, CaptureError, UsageError
-from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
+from autoparallel.planner.variants.parameter_servers import check_not_served
 from autoparallel.planning.capture import capture_rows, captured_seq
 from autoparallel.planning.plan import find_cluster, plan_program
 from autoparallel.planning.tf32 import tell_difference, with_choice

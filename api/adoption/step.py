@@ -21,8 +21,8 @@ from autoparallel.options.environment import under_torchrun
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.programs.batch import leaves
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.parameter_servers import check_not_served
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.variants.parameter_servers import check_not_served
 from autoparallel.runtime.step.training_step import PlainTrainer, TrainingStep
 from autoparallel.runtime.update.optimizer import BuildOptimizer, build_with, default_optimizer
 from autoparallel.runtime.update.update import BuildScheduler, OnNan, UpdateOptions

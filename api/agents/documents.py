@@ -22,7 +22,7 @@ from autoparallel.cost_model.simulator.timeline import Exposed
 from autoparallel.doctor.checks import Finding
 from autoparallel.options.json_schema import PLAIN, Schema, json_schema
 from autoparallel.options.results import schema_name
-from autoparallel.planner.layout import Layout
+from autoparallel.planner.graph.layout import Layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.rules.listing import RuleText
 from autoparallel.runtime.verify.verify import Difference

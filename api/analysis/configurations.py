@@ -20,10 +20,10 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import Configuration, find_layers
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
+from autoparallel.planner.costs.basis import DEFAULT, Basis
 from autoparallel.planner.errors import AutoparallelError, UsageError
-from autoparallel.planner.graph import Graph
+from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.plan import ModelInfo, Plan, Prediction, Recompute
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.pins import Pin
 from autoparallel.planner.requests.request import Forced

@@ -23,6 +23,7 @@ from autoparallel.cost_model.cluster.shorthand import is_shorthand, parse_cluste
 from autoparallel.options.collection import rare_collections
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
+from autoparallel.planner.costs.precision import check_precision
 from autoparallel.planner.errors import (
     AutoparallelError,
     InfeasibleError,
@@ -31,7 +32,6 @@ from autoparallel.planner.errors import (
 )
 from autoparallel.planner.find_plan import COARSE, plan
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planner.precision import check_precision
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 from autoparallel.analysis.plan_model import Alternative, Explanation, PlanModel
 from autoparallel.options.words import held_text
+from autoparallel.planner.costs.choices import Restriction, held_layouts, node_strategies
 from autoparallel.planner.errors import AutoparallelError, UsageError
-from autoparallel.planner.graph import Node
-from autoparallel.planner.inter_op.submesh import meshes, restriction
-from autoparallel.planner.layout import (
+from autoparallel.planner.graph.graph import Node
+from autoparallel.planner.graph.layout import (
     REPLICATE,
     Layout,
     Mesh,
@@ -27,8 +27,8 @@ from autoparallel.planner.layout import (
     divides,
     shard,
 )
+from autoparallel.planner.inter_op.submesh import meshes, restriction
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
-from autoparallel.planner.pricing.choices import Restriction, held_layouts, node_strategies
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.pins import Pin, paths, suggest
 from autoparallel.planner.requests.request import SCHEDULES, Forced, divisors
@@ -334,7 +334,7 @@ def _plain(layout: Layout) -> tuple[str, ...]:
 def layout_text(layout: Layout, mesh: Mesh) -> str:
     """Describe a layout in words, including partial sums.
 
-    >>> from autoparallel.planner.layout import PARTIAL, REPLICATE, shard
+    >>> from autoparallel.planner.graph.layout import PARTIAL, REPLICATE, shard
     >>> layout_text((REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)))
     'dim 0 sharded over tp'
     >>> layout_text((PARTIAL,), Mesh(("tp",), (2,)))

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict, TypeVar
 
 from autoparallel.options.words import bytes_text, count_text, percent_text, seconds_text
-from autoparallel.planner.asynchronous import num_updates
 from autoparallel.planner.plan import Alternative, Plan, StagePlan
-from autoparallel.planner.pricing.stage_cost import TRANSIENT, combine_bytes
-from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.stage.stage_cost import TRANSIENT, combine_bytes
 from autoparallel.planner.summary import SEPARATOR, mesh_text, plan_summary
+from autoparallel.planner.variants.asynchronous import num_updates
+from autoparallel.planner.variants.replicas import stages_of_ranks
 from autoparallel.planning.tf32 import families_text
 
 

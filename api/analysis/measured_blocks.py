@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from autoparallel.analysis.plan_model import PlanModel
 from autoparallel.cache.database import find_profile
 from autoparallel.options.words import names_text
-from autoparallel.planner.evaluate import at_microbatch, walked_stages
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.costs.basis import DEFAULT, Basis
+from autoparallel.planner.evaluate.evaluate import at_microbatch, walked_stages
 from autoparallel.planning.plan import priced
 
 

@@ -26,26 +26,31 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules as default_rules
-from autoparallel.planner.budget import Budget
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
+from autoparallel.planner.costs.basis import Basis
+from autoparallel.planner.costs.choices import Restriction
+from autoparallel.planner.costs.price_cache import PriceCache
+from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.evaluate import Evaluation, Evaluator, at_microbatch, stage_prices
-from autoparallel.planner.graph import Graph
+from autoparallel.planner.evaluate.evaluate import (
+    Evaluation,
+    Evaluator,
+    at_microbatch,
+    stage_prices,
+)
+from autoparallel.planner.graph.graph import Graph
+from autoparallel.planner.graph.layout import NodeLayout
 from autoparallel.planner.intra_op.intra_op import IntraOp, Limits
-from autoparallel.planner.layout import NodeLayout
 from autoparallel.planner.plan import Mode, Plan, StagePlan
-from autoparallel.planner.pricing.basis import Basis
-from autoparallel.planner.pricing.branches import stage_starts
-from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.price_cache import PriceCache
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.stage_model import StageModel
-from autoparallel.planner.pricing.structure import Run, Structure
+from autoparallel.planner.requests.budget import Budget
 from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.search.report_plan import stage_layouts
 from autoparallel.planner.search.stage_program import assembly_of
+from autoparallel.planner.stage.branches import stage_starts
+from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.structure import Run, Structure
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import priced
 from autoparallel.planning.plan_files import batch_seq, load_plan_target

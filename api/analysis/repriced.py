@@ -20,13 +20,13 @@ from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
-from autoparallel.planner.evaluate import at_microbatch
-from autoparallel.planner.graph import Graph
-from autoparallel.planner.layout import NodeLayout, local_shape
+from autoparallel.planner.costs.choices import input_specs
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.evaluate.evaluate import at_microbatch
+from autoparallel.planner.graph.graph import Graph
+from autoparallel.planner.graph.layout import NodeLayout, local_shape
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.choices import input_specs
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.variants.replicas import stages_of_ranks
 
 Bytes = Mapping[str, float]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoparallel.options.words import held_text
-from autoparallel.planner.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
+from autoparallel.planner.graph.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 

@@ -20,7 +20,7 @@ from autoparallel.cost_model.cluster.cluster import Cluster, Device, Link
 from autoparallel.cost_model.cluster.figures import parse_bytes, parse_rate
 from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import Evaluator
+from autoparallel.planner.evaluate.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
 from autoparallel.planning.plan import plan_program, priced, within_limit
 

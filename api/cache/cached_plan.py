@@ -19,10 +19,10 @@ from autoparallel.cache.captures import user_sources
 from autoparallel.cache.codec import TextCodec
 from autoparallel.cache.plan_cache import MISSING, Cache, UnkeyedError, digest, graph_digest
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.costs.basis import Basis
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.schedules.registered import registered_schedule

@@ -36,7 +36,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.memory.stage_memory import runs_stages, with_memory, with_stage_memory
 from autoparallel.passes.programs.batch import Example, InputPlace
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.graph import (
+from autoparallel.planner.graph.graph import (
     Accumulation,
     Block,
     Blocks,

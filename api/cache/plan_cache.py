@@ -33,7 +33,7 @@ from autoparallel import cost_model, passes, planner, runtime
 from autoparallel.cache.codec import Codec, CodecError, TextCodec
 from autoparallel.cache.store import SqliteStore, clear
 from autoparallel.planner.errors import MachineError
-from autoparallel.planner.graph import Blocks, Graph, Node, TensorSpec
+from autoparallel.planner.graph.graph import Blocks, Graph, Node, TensorSpec
 
 VARIABLE = "AUTOPARALLEL_CACHE"
 FILE = "planner.sqlite"

@@ -37,7 +37,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.call_trace import CallTrace, tracing_calls
 from autoparallel.passes.tracing.python_state import Generators, PythonState, Reading, Replaced
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph import Blocks
+from autoparallel.planner.graph.graph import Blocks
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.data.variants import variant_of
 from autoparallel.runtime.messages.pending_results import arriving_tensor

@@ -20,7 +20,7 @@ from autoparallel.exporting.plans import CHECKPOINT_FORMATS
 from autoparallel.options.parse import choice_error, parse_size
 from autoparallel.passes.capture.tie import find_tied
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.layout import whole_region
+from autoparallel.planner.graph.layout import whole_region
 from autoparallel.planning.capture import record_target
 from autoparallel.planning.plan_files import PLAN, load_plan
 from autoparallel.runtime.checkpoint.weight_files import (

@@ -44,8 +44,8 @@ from autoparallel.options.words import (
     shares_text,
 )
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
+from autoparallel.planner.variants.replicas import stages_of_ranks
 from autoparallel.report.drawing import SAME, timeline_of
 from autoparallel.report.page import gap_text, simplest_text
 

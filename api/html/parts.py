@@ -13,10 +13,10 @@ from autoparallel.analysis.sharding import mesh_splits, stored_text
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.html.charts import box
 from autoparallel.options.words import names_text, ranks_text, rate_text
-from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.graph.layout import Layout, Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import mesh_text
+from autoparallel.planner.variants.replicas import stages_of_ranks
 
 MOST_STRIPS = 8
 """Largest number of parts into which a side of a weight's drawing is divided."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autoparallel.planner.layout import Layout, Mesh
+from autoparallel.planner.graph.layout import Layout, Mesh
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -136,7 +136,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def held_text(layout: Layout, mesh: Mesh) -> str:
     """Describe the layout of a parameter on a mesh.
 
-    >>> from autoparallel.planner.layout import REPLICATE, shard
+    >>> from autoparallel.planner.graph.layout import REPLICATE, shard
     >>> held_text((REPLICATE, shard(0)), Mesh(("dp", "tp"), (2, 2)))
     'dim 0 sharded over tp'
     >>> held_text((REPLICATE,), Mesh(("dp",), (2,)))

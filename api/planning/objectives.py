@@ -17,12 +17,12 @@ from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Host
 from autoparallel.options.progress import Observe, ignore
-from autoparallel.planner.batch import BATCH_NORMS
+from autoparallel.planner.costs.precision import check_precision
+from autoparallel.planner.dims.batch import BATCH_NORMS
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.find_plan import SearchMethod, plan
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.plan import GoalReport, Plan, Tried
-from autoparallel.planner.precision import check_precision
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules.table import packet
 from autoparallel.planner.search.tables import SharedTables

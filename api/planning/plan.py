@@ -26,12 +26,12 @@ from autoparallel.options.run_options import RunOptions
 from autoparallel.passes.memory.stage_memory import check_host_memory
 from autoparallel.passes.programs.program import Program
 from autoparallel.placers.placement import learned_pipelines
+from autoparallel.planner.costs.basis import Basis
+from autoparallel.planner.costs.whole_block import whole_blocks
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
-from autoparallel.planner.graph import Graph
+from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import Basis
-from autoparallel.planner.pricing.whole_block import whole_blocks
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planning.capture import captured_seq

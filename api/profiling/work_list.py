@@ -9,7 +9,7 @@ nothing is missing or the seconds are used up.
 ``PlanWork`` is the list for planning on this machine: the blocks of the best plan measured as a
 whole at the rows of a rank, its collectives and messages, and the optimizer's step, if missing in
 the database; the largest part of the predicted step first. Times of unmeasured blocks are scaled by
-the measured blocks (``planner.pricing.whole_block``). ``autoparallel profile`` has another list
+the measured blocks (``planner.costs.whole_block``). ``autoparallel profile`` has another list
 (``worker``) with all times that a search needs.
 """
 
@@ -36,13 +36,13 @@ from autoparallel.cost_model.profile.measure import Budget
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.graph import Block, Blocks, Graph
+from autoparallel.planner.costs.basis import Basis, CostQueries
+from autoparallel.planner.costs.precision import with_precision
+from autoparallel.planner.costs.update import LEVEL, LIBRARY, update_curve, update_kind
+from autoparallel.planner.costs.whole_block import block_case, seconds_by_ops
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.graph.graph import Block, Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.basis import Basis, CostQueries
-from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_curve, update_kind
-from autoparallel.planner.pricing.whole_block import block_case, seconds_by_ops
 from autoparallel.planning.plan import own_update, plan_program
 from autoparallel.runtime.messages.shared_objects import share_value
 from autoparallel.runtime.profile.blocks import measure_everywhere

@@ -26,12 +26,12 @@ from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import overlapped
 from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import without_servers
+from autoparallel.planner.configured.profiling_targets import ProfilingTargets, asked_cases
+from autoparallel.planner.costs.basis import Basis
+from autoparallel.planner.costs.mesh_prices import STATE_KINDS
+from autoparallel.planner.costs.precision import with_precision
+from autoparallel.planner.costs.update import update_curve
 from autoparallel.planner.find_plan import plan
-from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.basis import Basis
-from autoparallel.planner.pricing.mesh_prices import STATE_KINDS
-from autoparallel.planner.pricing.update import update_curve
-from autoparallel.planner.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import own_update, request_of
 from autoparallel.planning.tf32 import with_choice

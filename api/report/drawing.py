@@ -12,8 +12,8 @@ from math import isclose
 from autoparallel.cost_model.simulator.simulator import simulate
 from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.simulator.timeline import Timeline
+from autoparallel.planner.evaluate.step import message_seconds
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.schedules.registered import registered_schedule
 from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule
 

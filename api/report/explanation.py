@@ -17,8 +17,8 @@ from autoparallel.analysis.plan_model import Explanation
 from autoparallel.analysis.what_if import Changed, terms
 from autoparallel.options.words import bytes_text, percent_text, seconds_text
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.summary import plan_summary
+from autoparallel.planner.variants.replicas import stages_of_ranks
 from autoparallel.report.comparison import change_text, comparison_json, print_comparison
 from autoparallel.report.printing import plain_table, section
 

@@ -37,9 +37,9 @@ from autoparallel.options.words import (
     seconds_text,
     shares_text,
 )
-from autoparallel.planner.asynchronous import describe_updates
-from autoparallel.planner.parameter_servers import describe_servers
 from autoparallel.planner.plan import GoalReport, Plan, ServerPlan, Tried
+from autoparallel.planner.variants.asynchronous import describe_updates
+from autoparallel.planner.variants.parameter_servers import describe_servers
 from autoparallel.report.drawing import legend, timeline_of
 from autoparallel.report.printing import INDENT, lines_text, list_table, print_to_text, section
 from autoparallel.report.tables import (

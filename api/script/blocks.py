@@ -21,8 +21,8 @@ from autoparallel.passes.local.localize import MADE_BY, parse_key
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.passes.ops.collectives import apply_steps, local_tensor, parse_steps
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
-from autoparallel.planner.graph import Graph, Node
-from autoparallel.planner.layout import Layout, local_shape
+from autoparallel.planner.graph.graph import Graph, Node
+from autoparallel.planner.graph.layout import Layout, local_shape
 from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
     LINE,

@@ -15,7 +15,7 @@ from autoparallel.passes.local.localize import MADE_BY
 from autoparallel.passes.ops.collectives import apply_steps, parse_steps
 from autoparallel.passes.ops.local_loss import MEAN, cross_entropy, nll_loss
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
-from autoparallel.planner.layout import Step
+from autoparallel.planner.graph.layout import Step
 from autoparallel.script.expressions import (
     INDENT,
     OPERATORS,

@@ -22,11 +22,11 @@ from autoparallel.cost_model.simulator.actions import (
 from autoparallel.passes.local.simulated import ThreadCommunicator
 from autoparallel.passes.local.stage_program import StageProgram
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.graph import Graph, map_refs
-from autoparallel.planner.layout import Layout
+from autoparallel.planner.graph.graph import Graph, map_refs
+from autoparallel.planner.graph.layout import Layout
 from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.pricing.weight_versions import is_asynchronous
-from autoparallel.planner.replicas import placed_stages
+from autoparallel.planner.stage.weight_versions import is_asynchronous
+from autoparallel.planner.variants.replicas import placed_stages
 from autoparallel.runtime.data.variants import Variant, stage_programs, variant_of
 
 

@@ -18,8 +18,8 @@ from autoparallel.passes.local.stage_program import (
     ParameterProgram,
     StageProgram,
 )
-from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.layout import Layout
+from autoparallel.planner.graph.graph import Blocks, Graph
+from autoparallel.planner.graph.layout import Layout
 from autoparallel.planner.plan import StagePlan
 from autoparallel.script.blocks import BlockFunction, block_function, module_path
 from autoparallel.script.expressions import (

@@ -18,8 +18,8 @@ from autoparallel.passes.programs.constants import ancestors
 from autoparallel.passes.programs.inputs import integer_bounds
 from autoparallel.passes.programs.interpret import LITERAL
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.graph import Graph, Node, Ref, map_refs
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.graph import Graph, Node, Ref, map_refs
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.runtime.parameters.parameters import Formats
 from autoparallel.script.blocks import block_function
 from autoparallel.script.expressions import (

@@ -16,8 +16,8 @@ from torch import fx
 from autoparallel.passes.local.localize import MADE_BY
 from autoparallel.passes.local.stage_program import BlockProgram, StageProgram
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.graph import Graph, Node
-from autoparallel.planner.layout import Layout
+from autoparallel.planner.graph.graph import Graph, Node
+from autoparallel.planner.graph.layout import Layout
 from autoparallel.script.expressions import Expression
 
 MOVES = {

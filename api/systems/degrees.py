@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from math import gcd
 
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.layout import NodeLayout
+from autoparallel.planner.graph.layout import NodeLayout
 from autoparallel.planner.plan import BlockPlan, Plan, Recompute, StagePlan
-from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.variants.replicas import stages_of_ranks
 
 LAYER = re.compile(r"^(?P<list>.*?)\.?(?P<index>\d+)$")
 """Pattern of the name of a block in a numbered list of layers, such as ``model.layers.3``."""

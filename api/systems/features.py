@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
-from autoparallel.planner.replicas import stages_of_ranks
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import SCHEDULE_TITLES, mesh_text, servers_text
+from autoparallel.planner.variants.replicas import stages_of_ranks
 from autoparallel.systems.degrees import Roles, axis_roles, layers_of, parameters
 
 FEATURES = {

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from autoparallel.cost_model.simulator.actions import Table, parse_action
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.pricing.step import known_schedule
+from autoparallel.planner.evaluate.step import known_schedule
 from autoparallel.planner.requests.request import MOST_CHUNKS
 from autoparallel.planner.schedules.catalogue import SCHEDULES, ScheduleInfo, Size, counted
 from autoparallel.planner.schedules.held import half_pairs, splits, stage_half_pairs

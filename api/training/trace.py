@@ -39,7 +39,7 @@ from autoparallel.options.outputs import writing
 from autoparallel.options.words import seconds_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.replicas import placed_stages
+from autoparallel.planner.variants.replicas import placed_stages
 from autoparallel.report.drawing import plan_costs
 from autoparallel.report.printing import plain_table
 from autoparallel.runtime.profile.recording import RecordedAction, RecordedStep, StepRecorder

@@ -29,10 +29,10 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.tracing.counter_random import batch_dims
 from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.passes.tracing.python_state import PythonState
-from autoparallel.planner.asynchronous import describe_updates
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.parameter_servers import describe_servers
 from autoparallel.planner.plan import Plan, Precision
+from autoparallel.planner.variants.asynchronous import describe_updates
+from autoparallel.planner.variants.parameter_servers import describe_servers
 from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.planning.plan import check_served_run
 from autoparallel.planning.plan_files import PLAN, batch_seq, load_job, save_plan

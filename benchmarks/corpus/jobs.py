@@ -19,11 +19,11 @@ from autoparallel.cache.plan_cache import MISSING, Cache
 from autoparallel.cache.store import SqliteStore
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.options.plan_options import PlanOptions, plan_options
+from autoparallel.planner.costs.whole_block import whole_blocks
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.evaluate import Evaluator
+from autoparallel.planner.evaluate.evaluate import Evaluator
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.pricing.whole_block import whole_blocks
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import basis_for, find_cluster, priced_graph
 from autoparallel.planning.tf32 import with_choice

@@ -20,7 +20,7 @@ from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options.plan_options import plan_options
-from autoparallel.planner.profiling_targets import ProfilingTargets, asked_cases
+from autoparallel.planner.configured.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, request_of
 from autoparallel.target.load import load_target

@@ -25,7 +25,7 @@ FAULTS = (
     # what several micro-batches in flight hold counts once
     Fault(
         "activations-in-flight",
-        "planner/pricing/stage_cost.py",
+        "planner/stage/stage_cost.py",
         'memory["activations"] = kept * setting.in_flight',
         'memory["activations"] = kept',
         "tests/planner/search/test_search_bound.py tests/planner/proposers",
@@ -41,7 +41,7 @@ FAULTS = (
     # ZeRO 3 holds one gathered block instead of two
     Fault(
         "gathered-blocks",
-        "planner/pricing/assembly.py",
+        "planner/stage/assembly.py",
         "GATHERED_BLOCKS = 2",
         "GATHERED_BLOCKS = 1",
         "tests/planner/search/test_brute_force.py",
@@ -49,7 +49,7 @@ FAULTS = (
     # collectives of different groups share a price
     Fault(
         "price-without-group",
-        "planner/pricing/mesh_prices.py",
+        "planner/costs/mesh_prices.py",
         "key = (name, num_bytes, group, self.profile)",
         "key = (name, num_bytes, self.profile)",
         "tests/planner/search/test_goldens_meshes.py tests/planner/search/test_goldens.py",
@@ -233,7 +233,7 @@ FAULTS = (
     # a coordinate without rows weighs as much in a mean as one with one row
     Fault(
         "empty-share-weighs",
-        "planner/shares.py",
+        "planner/variants/shares.py",
         "return self.rows * self.parts / self.total",
         "return max(self.rows, 1) * self.parts / self.total",
         "tests/planner/test_shares.py tests/runtime/test_batches.py",
@@ -257,7 +257,7 @@ FAULTS = (
     # the optimizer's step has one price, wherever its states are and whatever gradients are in
     Fault(
         "update-without-policy",
-        "planner/pricing/mesh_prices.py",
+        "planner/costs/mesh_prices.py",
         "key = (numel, self.optimizer, self.policy, self.speed, self.profile)",
         "key = (numel, self.optimizer, self.speed, self.profile)",
         "tests/planner/search/test_tables.py tests/planner/test_offload.py",

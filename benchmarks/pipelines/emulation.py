@@ -23,8 +23,8 @@ from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import INVARIANT, Mesh
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule, find_schedule
 from autoparallel.runtime.messages.exchange import Exchange
 from autoparallel.runtime.messages.local_transfer import LocalTransfer, split_boundaries

@@ -30,8 +30,8 @@ from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import progress
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.costs.basis import DEFAULT, RUNTIME, Basis
 from autoparallel.planner.plan import ModelInfo
-from autoparallel.planner.pricing.basis import DEFAULT, RUNTIME, Basis
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, plan_program
 from autoparallel.target.load import load_target

@@ -40,9 +40,9 @@ from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
+from autoparallel.planner.costs.basis import Basis
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planner.pricing.basis import Basis
 from autoparallel.planner.summary import plan_summary
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.objectives import plan_for

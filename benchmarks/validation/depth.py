@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoparallel.planner.configured.configuration import find_equal
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, map_refs
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, map_refs
 
 FEWEST_LAYERS = 3
 """A first layer, one that is repeated, and a last one."""

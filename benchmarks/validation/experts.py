@@ -19,10 +19,10 @@ from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.costs.basis import CostAssumptions
+from autoparallel.planner.costs.systems import assumptions_of
+from autoparallel.planner.kernels.recompute import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.plan import Precision, Recompute
-from autoparallel.planner.pricing.basis import CostAssumptions
-from autoparallel.planner.pricing.systems import assumptions_of
-from autoparallel.planner.replay import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.rules.expert_traffic import ExpertKernels
 from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target

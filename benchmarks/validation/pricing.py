@@ -13,9 +13,9 @@ from autoparallel.cost_model.collectives.collectives import group_of
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
+from autoparallel.planner.costs.basis import Basis, CostAssumptions
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.plan import Precision
-from autoparallel.planner.pricing.basis import Basis, CostAssumptions
 
 from .depth import deeper
 from .tables import Model, Run, Skipped

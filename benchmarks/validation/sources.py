@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.cost_model.collectives.collectives import Group, collective_seconds
 from autoparallel.cost_model.ops.compute import rate
-from autoparallel.planner.pricing.seconds import Seconds
-from autoparallel.planner.pricing.stage_cost import StageCost
+from autoparallel.planner.costs.seconds import Seconds
+from autoparallel.planner.stage.stage_cost import StageCost
 
 
 @dataclass(frozen=True, slots=True)

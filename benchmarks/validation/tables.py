@@ -16,7 +16,7 @@ from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.memory import PrecisionPolicy, policy
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.pricing.basis import RUNTIME, CostAssumptions, Scaling
+from autoparallel.planner.costs.basis import RUNTIME, CostAssumptions, Scaling
 
 from .models import Shape
 from .sources import Program

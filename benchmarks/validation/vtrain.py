@@ -17,8 +17,8 @@ from math import inf
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.pricing.basis import CostAssumptions
 
 from .clusters import make_cluster
 from .models import Kernels, Shape

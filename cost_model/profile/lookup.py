@@ -73,7 +73,7 @@ class Profile:
     """Measurements taken in ``environment``, immutable to callers (answers are cached).
     ``mismatch`` is a clause that says how it differs from the requested environment ("" if it does
     not). ``factors``, by a model's node name, scale its op's seconds so that its block has the
-    seconds measured as a whole (see ``planner.pricing.whole_block``); ``rest`` is the mean factor,
+    seconds measured as a whole (see ``planner.costs.whole_block``); ``rest`` is the mean factor,
     forward and backward, for ops of blocks that were not measured. ``update`` is the name of the
     optimizer whose measured step is used, if it is the model's own."""
 

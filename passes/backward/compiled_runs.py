@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from ...planner.graph import Node
-from ...planner.replay import is_costly
+from ...planner.graph.graph import Node
+from ...planner.kernels.recompute import is_costly
 from ..ops.eight_bits import eight_bit_linear
 
 aten = torch.ops.aten

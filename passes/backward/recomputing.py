@@ -1,11 +1,11 @@
 """Recomputation of a block without values that no gradient reads, and without kept values.
 
-In: a block's graph, with ops marked by ``replayed`` according to ``planner.replay``. Out: the same
-graph, whose marked ops know whether they run in a forward or again in a backward, and a pair of
-contexts for ``torch.utils.checkpoint``. A ``kept`` sum is stored in the forward and returned in the
-backward; a ``spared`` op or collective is not run there; for a spared ``product`` autograd keeps
-its inputs, and the product itself is not computed. The results of other matrix products,
-convolutions and attention are kept, except inside of an op that is run ``again``.
+In: a block's graph, with ops marked by ``replayed`` according to ``planner.kernels.recompute``.
+Out: the same graph, whose marked ops know whether they run in a forward or again in a backward, and
+a pair of contexts for ``torch.utils.checkpoint``. A ``kept`` sum is stored in the forward and
+returned in the backward; a ``spared`` op or collective is not run there; for a spared ``product``
+autograd keeps its inputs, and the product itself is not computed. The results of other matrix
+products, convolutions and attention are kept, except inside of an op that is run ``again``.
 
 A value that is not computed is a hollow tensor, a single NaN that is read as every element: if an
 op reads it after all, the gradients show it.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...planner.graph import Node
+from ...planner.graph.graph import Node
+from ...planner.kernels.recompute import Replay, is_costly
 from ...planner.plan import Recompute
-from ...planner.replay import Replay, is_costly
 from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ...planner.graph import Block, Blocks, Graph, Node, Ref, flat_form
+from ...planner.graph.graph import Block, Blocks, Graph, Node, Ref, flat_form
 from ...planner.rules.storage import Key, copy_of, storage_of
 from .branches import before_join, branches_apart
 from .cut import cut_points

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
-from ...planner.graph import Graph, Node
+from ...planner.graph.graph import Graph, Node
 
 
 def branches_apart(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:

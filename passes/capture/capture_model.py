@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ...planner.batch import find_batch
+from ...planner.dims.batch import find_batch
 from ...planner.errors import CaptureError
-from ...planner.graph import Graph, OpRule
+from ...planner.graph.graph import Graph, OpRule
 from ..graph_passes.autocast import Autocast
 from ..graph_passes.fused import SplitFused
 from ..graph_passes.hoist import Hoist

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...planner.graph import Graph, Node
+from ...planner.graph.graph import Graph, Node
 
 MAX_BLOCKS = 16
 _CANDIDATES = 160

@@ -23,7 +23,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...planner.errors import CaptureError
-from ...planner.graph import OpRule
+from ...planner.graph.graph import OpRule
 from ..initialization.deferred_init import named_tensors
 from ..programs.batch import Example, InputPlace
 from ..programs.outputs import OutputForm, output_form, scalar_losses

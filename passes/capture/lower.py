@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ...planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from ...planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
 from ...planner.rules.annotation import FLOATS
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
 from ..ops.names import Names, base_name

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ...planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from ...planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
 from ..initialization.deferred_init import named_tensors
 from ..ops.names import Names
 from ..ops.random_ops import DROPOUT, UNIFORM

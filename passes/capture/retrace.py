@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...planner.graph import Graph, Node
+from ...planner.graph.graph import Graph, Node
 from ..programs.batch import Example
 from ..programs.interpret import LITERAL
 from ..programs.program import Dtype, Program

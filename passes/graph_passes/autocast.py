@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ...planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
 from ..ops.torch_ops import has_argument, is_pointwise, resolve
 
 LOSSES = frozenset(

@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from ...planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
 from .hoist import drop_dead
 
 PRODUCTS: Mapping[str, tuple[int, int, int | None]] = {

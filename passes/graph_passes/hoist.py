@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ...planner.graph import Graph, Node, Ref, map_refs
+from ...planner.graph.graph import Graph, Node, Ref, map_refs
 from ..ops.torch_ops import is_random
 
 
@@ -97,7 +97,7 @@ def _is_constant(node: Node, free: set[str]) -> bool:
 def drop_dead(graph: Graph) -> Graph:
     """Remove the nodes that the loss does not depend on.
 
-    >>> from autoparallel.planner.graph import Ref, TensorSpec
+    >>> from autoparallel.planner.graph.graph import Ref, TensorSpec
     >>> scalar = (TensorSpec((), "float32"),)
     >>> nodes = (Node("x", "input", outputs=scalar), Node("y", "input", outputs=scalar))
     >>> [node.name for node in drop_dead(Graph(nodes, Ref("x"), 1)).nodes]

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph, Node, Ref
+from ...planner.graph.graph import Graph, Node, Ref
 from ..programs.constants import evaluate_constants
 
 Meaning: TypeAlias = Literal["causal", "all"]

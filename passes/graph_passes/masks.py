@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
 from ..ops.torch_ops import is_pointwise
 from ..programs.constants import ancestors, evaluate_constants
 from .hoist import drop_dead

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph, Node, Ref, TensorSpec
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
 from ..programs.constants import evaluate_constants
 from .hoist import drop_dead
 from .masks import can_evaluate

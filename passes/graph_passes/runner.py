@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from ...planner.graph import Graph
+from ...planner.graph.graph import Graph
 
 
 class Pass(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...planner.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
 from ..ops.torch_ops import is_pointwise
 from .hoist import drop_dead
 

@@ -12,7 +12,7 @@ from math import ceil
 
 from torch import Tensor
 
-from ...planner.layout import Region
+from ...planner.graph.layout import Region
 
 
 @dataclass(frozen=True, slots=True)

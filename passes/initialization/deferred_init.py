@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...planner.layout import Region
+from ...planner.graph.layout import Region
 from .build_log import Log, NeedsValuesError, UnrecordableError
 from .exact_replay import draw_all, exact_replay, num_drawn
 from .recording import record

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...planner.layout import Region
+from ...planner.graph.layout import Region
 from .box_views import BoxView, box_view
 from .build_log import CONSTANT, SEED, TRUNC_NORMAL, UNINITIALIZED, Call, Log, Slot, copy_storage
 from .tiles import draw_box, num_tiles, tile_seed

@@ -16,7 +16,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-from ...planner.layout import Region
+from ...planner.graph.layout import Region
 
 TILE = 1 << 14
 """Most elements of a tile. Per tile, seeding and copying take 10 µs, drawing 120 µs, and its 64 KB

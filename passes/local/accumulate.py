@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from ...planner.graph import Graph, Node, Ref
-from ...planner.layout import Mesh
+from ...planner.graph.graph import Graph, Node, Ref
+from ...planner.graph.layout import Mesh
 from ...planner.rules.case import argument
 from ..ops.collectives import Alone, Rank
 from ..ops.local_loss import count_targets

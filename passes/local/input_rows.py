@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...planner.graph import Blocks, Graph
-from ...planner.layout import Layout, Mesh, boundary_layout
+from ...planner.graph.graph import Blocks, Graph
+from ...planner.graph.layout import Layout, Mesh, boundary_layout
 from ...planner.plan import Plan
-from ...planner.replicas import placed_stages
+from ...planner.variants.replicas import placed_stages
 from .accumulate import counted_inputs
 from .stage_cut import stage_ranges, uses_by_block
 

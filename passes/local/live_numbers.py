@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
-from ...planner.graph import Graph
+from ...planner.graph.graph import Graph
 from .localize import MADE_BY
 from .stage_program import StageProgram
 

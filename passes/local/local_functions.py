@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.layout import REPLICATE, Step, shard
+from ...planner.graph.layout import REPLICATE, Step, shard
 from ..ops.collectives import Rank, convert, swap
 from ..ops.local_loss import part_of
 from ..ops.lower_right import attend_upto, split_in_half

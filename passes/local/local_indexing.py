@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...planner.graph import Ref
+from ...planner.graph.graph import Ref
 from ..ops.collectives import Rank
 from ..ops.local_loss import part_of
 from .local_op import Call, LocalOp

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...planner.graph import Node, TensorSpec
-from ...planner.layout import Layout, NodeLayout, local_shape
+from ...planner.graph.graph import Node, TensorSpec
+from ...planner.graph.layout import Layout, NodeLayout, local_shape
 from ..ops.collectives import Rank
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ...planner.errors import PlanError
-from ...planner.graph import Node, Ref, TensorSpec, map_refs
-from ...planner.layout import NodeLayout, balanced_axes, local_region
+from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
+from ...planner.graph.layout import NodeLayout, balanced_axes, local_region
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear

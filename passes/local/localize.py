@@ -19,8 +19,8 @@ import torch
 from torch import fx, nn
 
 from ...planner.errors import PlanError
-from ...planner.graph import Graph, Node, Ref, TensorSpec
-from ...planner.layout import (
+from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
+from ...planner.graph.layout import (
     INVARIANT,
     Layout,
     NodeLayout,

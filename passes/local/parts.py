@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...planner.layout import INVARIANT, PARTIAL, Layout, Mesh
+from ...planner.graph.layout import INVARIANT, PARTIAL, Layout, Mesh
 
 _FACTORS = {torch.float32: 1e4, torch.bfloat16: 6e8, torch.float16: 3e7}
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph, Ref
-from ...planner.layout import Mesh, NodeLayout, combine, divides, keeps_groups
+from ...planner.graph.graph import Graph, Ref
+from ...planner.graph.layout import Mesh, NodeLayout, combine, divides, keeps_groups
 from ...planner.rules import axis_strategies
 from ..ops.collectives import Rank
 from .localize import BlockInterface, localize_block, value_key
@@ -148,7 +148,7 @@ def _run_parts(
 def describe(layout: NodeLayout) -> str:
     """Format the layout of a node in one line.
 
-    >>> from autoparallel.planner.layout import INVARIANT
+    >>> from autoparallel.planner.graph.layout import INVARIANT
     >>> describe(NodeLayout(((INVARIANT,),), ((INVARIANT,),), ("I",)))
     'I: I -> I'
     """

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ...planner.layout import Mesh
+from ...planner.graph.layout import Mesh
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60.0

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...planner.errors import PlanError
-from ...planner.graph import Blocks, Graph, Ref, TensorSpec
-from ...planner.layout import Layout, NodeLayout, boundary_layout
+from ...planner.graph.graph import Blocks, Graph, Ref, TensorSpec
+from ...planner.graph.layout import Layout, NodeLayout, boundary_layout
 from ...planner.plan import Plan, StagePlan
 from .localize import parse_key, value_key
 

@@ -15,11 +15,11 @@ from torch import fx
 
 from ...planner import rules
 from ...planner.errors import PlanError
-from ...planner.graph import Block, Blocks, Graph, Ref, TensorSpec
-from ...planner.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
+from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
+from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
+from ...planner.kernels.recompute import Storages, find_replay
 from ...planner.plan import Plan, Recompute, StagePlan
-from ...planner.replay import Storages, find_replay
-from ...planner.shares import RowShare, share_of, why_not
+from ...planner.variants.shares import RowShare, share_of, why_not
 from ..backward.replayed import Replayed
 from ..ops.collectives import Communicator, Rank
 from ..ops.random_ops import Draws

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ...planner.layout import local_region
+from ...planner.costs.transfer import transfers
+from ...planner.graph.layout import local_region
 from ...planner.plan import Plan, StagePlan
-from ...planner.pricing.transfer import transfers
-from ...planner.replicas import placed_stages
+from ...planner.variants.replicas import placed_stages
 from ..local.stage_cut import Boundary, with_replicas
 
 Lane = tuple[int, int]

@@ -1,9 +1,9 @@
 """The bytes of a micro-batch on a stage by the rules of its ops, without running it.
 
-In: a stage whose blocks are priced one by one (``planner.stage_walk``), and the micro-batch's
-moment in the step. Out: the same figures as ``saved_tensors`` finds by running the stage, which
-takes a millisecond per op and moment; so plans of many ops, plans with compiled blocks, and stages
-that cannot be run on fake tensors use these.
+In: a stage whose blocks are priced one by one (``planner.evaluate.stage_walk``), and the
+micro-batch's moment in the step. Out: the same figures as ``saved_tensors`` finds by running the
+stage, which takes a millisecond per op and moment; so plans of many ops, plans with compiled
+blocks, and stages that cannot be run on fake tensors use these.
 
 The backward goes from the last block to the first. Before a block runs, it and the blocks before it
 hold all their kept values; after it, its weights get their gradients in the step's first
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...cost_model.ops.memory import exchange_bytes
-from ...planner.block_walk import BlockCost
-from ...planner.pricing.assembly import GATHERED_BLOCKS
-from ...planner.pricing.stage_cost import combine_bytes
-from ...planner.stage_walk import StageWalk
+from ...planner.evaluate.block_walk import BlockCost
+from ...planner.evaluate.stage_walk import StageWalk
+from ...planner.stage.assembly import GATHERED_BLOCKS
+from ...planner.stage.stage_cost import combine_bytes
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS
 from .storages import SAVED

@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from ...cost_model.ops.memory import policy
-from ...planner.graph import Blocks, Graph
-from ...planner.layout import Layout, Mesh, local_shape
+from ...planner.graph.graph import Blocks, Graph
+from ...planner.graph.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer

@@ -24,17 +24,17 @@ from ...cost_model.ops.memory import (
 )
 from ...cost_model.simulator.actions import Action, Schedule
 from ...planner.errors import InfeasibleError
-from ...planner.evaluate import at_microbatch, walked_stages
-from ...planner.graph import Blocks, Graph, TensorSpec
-from ...planner.layout import Layout, Mesh, local_shape
+from ...planner.evaluate.evaluate import at_microbatch, walked_stages
+from ...planner.evaluate.plan_schedule import schedule_of, splits_backward
+from ...planner.evaluate.stage_walk import StageWalk
+from ...planner.graph.graph import Blocks, Graph, TensorSpec
+from ...planner.graph.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan
-from ...planner.plan_schedule import schedule_of, splits_backward
-from ...planner.pricing.slice_costs import carried_bytes
-from ...planner.pricing.stage_cost import TRANSIENT, combine_bytes
-from ...planner.pricing.weight_versions import version_bytes
-from ...planner.replicas import stages_of_ranks
 from ...planner.schedules.held import MessageBytes, sends_kept
-from ...planner.stage_walk import StageWalk
+from ...planner.stage.stage_cost import TRANSIENT, combine_bytes
+from ...planner.stage.weight_versions import version_bytes
+from ...planner.variants.replicas import stages_of_ranks
+from ...planner.variants.slice_costs import carried_bytes
 from ..local.stage_cut import Boundary, boundaries, op_layout, stage_ranges, with_replicas
 from ..local.stage_program import is_sharded
 from .communicators import num_communicators

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_model.ops.memory import PrecisionPolicy
-from ...planner.layout import Mesh, Placement
+from ...planner.graph.layout import Mesh, Placement
 from ..local.stage_program import StageProgram, is_sharded
 from .storages import LiveBytes
 
@@ -29,8 +29,8 @@ Library = Literal["gloo", "nccl"]
 GATHERED, COMMUNICATION, GRADIENTS = "gathered", "communication", "gradients"
 MAIN = "main_grad"
 BUCKET_BYTES, FULL_BYTES = 32_000_000, 8_000_000
-"""Sizes of gradient buckets in float32, as in ``planner.gradient_buckets``: the most bytes of a
-bucket, and the bytes from which on no further block is added to it."""
+"""Sizes of gradient buckets in float32, as in ``planner.variants.gradient_buckets``: the most bytes
+of a bucket, and the bytes from which on no further block is added to it."""
 
 
 @dataclass(frozen=True, slots=True)

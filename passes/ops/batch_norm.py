@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.graph import Ref, TensorSpec
+from ...planner.graph.graph import Ref, TensorSpec
 from .collectives import Rank
 
 BATCH_NORM = "aten.batch_norm.default"

@@ -1,8 +1,8 @@
 """Conversion of a tensor's layout at run time: the collectives, each with its dual in the backward.
 
 A change of placement on one axis is a pair of moves, one for the value and one for the gradient;
-``MOVES`` lists them for every entry of ``planner.layout.CONVERSIONS``. The duals follow from the
-meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for example,
+``MOVES`` lists them for every entry of ``planner.graph.layout.CONVERSIONS``. The duals follow from
+the meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for example,
 leaves the value and divides the gradient by n, because the n equal gradients of I must add up to a
 single gradient.
 
@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ...planner.layout import Kind, Mesh, Placement, Step, parse_placement
-from ...planner.shares import RowShare
+from ...planner.graph.layout import Kind, Mesh, Placement, Step, parse_placement
+from ...planner.variants.shares import RowShare
 from .random_ops import Draws
 
 
@@ -190,8 +190,8 @@ class _Conversion(torch.autograd.Function):
 
 def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
     """Convert a local tensor to another layout, differentiably. ``steps`` come from
-    ``planner.layout.conversion_steps``. Integers and booleans have no gradient and are converted
-    forward only. On an axis of one rank all placements are the same."""
+    ``planner.graph.layout.conversion_steps``. Integers and booleans have no gradient and are
+    converted forward only. On an axis of one rank all placements are the same."""
     for step in steps:
         if communicator.size(step.axis) == 1:
             continue

@@ -8,7 +8,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph
+from ...planner.graph.graph import Graph
 from .interpret import run_nodes
 from .program import Program
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ...planner.graph import Graph, Node, Ref
+from ...planner.graph.graph import Graph, Node, Ref
 
 _INDEX_DTYPES = ("int64", "int32", "int16", "uint8")
 

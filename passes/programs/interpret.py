@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph, Node, Ref, map_refs
+from ...planner.graph.graph import Graph, Node, Ref, map_refs
 from ..ops.torch_ops import resolve
 
 _SIZED = frozenset(

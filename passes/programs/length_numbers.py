@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph, Node
+from ...planner.graph.graph import Graph, Node
 from ..ops.torch_ops import resolve
 from .constants import ancestors, evaluate
 from .program import Program

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
 
 from ...planner.errors import CaptureError
-from ...planner.graph import Graph, Ref
+from ...planner.graph.graph import Graph, Ref
 from .batch import holds_tensors, register_dataclasses
 
 LeafKind = Literal["loss", "tensor", "value"]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ...planner.graph import Blocks, Graph, Ref
+from ...planner.graph.graph import Blocks, Graph, Ref
 from .batch import Batch, Example, InputPlace
 from .outputs import OutputForm
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ...planner.errors import CaptureError
-from ...planner.graph import Graph
+from ...planner.graph.graph import Graph
 from ..ops import random_ops  # registers the ops
 from .distributions import DISTRIBUTIONS
 from .locate import uncounted_error, user_source

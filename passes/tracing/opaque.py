@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...planner.errors import CaptureError
-from ...planner.graph import OpRule
+from ...planner.graph.graph import OpRule
 from ..ops.torch_ops import forget
 
 NAMESPACE = "autoparallel_opaque"

@@ -17,9 +17,9 @@ from typing import Any
 
 from ...cost_model.ops.memory import GradientDtype, StateOptions
 from ..errors import UsageError
-from ..graph import Blocks
+from ..graph.graph import Blocks
+from ..graph.layout import Mesh
 from ..inter_op.submesh import mesh_of
-from ..layout import Mesh
 from ..plan import Offload, Precision, Recompute
 from ..requests.pins import plain_kind
 from ..requests.request import Forced

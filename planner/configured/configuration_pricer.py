@@ -24,16 +24,22 @@ from ...cost_model.ops.memory import communicator_bytes, reserve_bytes
 from ...cost_model.simulator.actions import Schedule
 from ...cost_model.simulator.timeline import Timeline
 from .. import rules as default_rules
-from ..budget import Budget
+from ..costs.basis import DEFAULT, Basis
+from ..costs.choices import Restriction
+from ..costs.precision import with_precision
+from ..costs.price_cache import PriceCache
+from ..costs.prices import Prices
+from ..dims.sequence_places import find_places
 from ..errors import UsageError
-from ..evaluate import Evaluator, Staged
-from ..expert_dims import experts_of_layers
-from ..graph import Block, Blocks, Graph, Ref
+from ..evaluate.evaluate import Evaluator, Staged
+from ..evaluate.step import pipeline_table
+from ..graph.expert_dims import experts_of_layers
+from ..graph.graph import Block, Blocks, Graph, Ref
+from ..graph.layout import Mesh, NodeLayout
 from ..inter_op.submesh import restriction
 from ..intra_op.intra_op import IntraOp, Limits
 from ..kernels.fusion import with_fusion
 from ..kernels.product_kernels import by_masks, with_product_kernels
-from ..layout import Mesh, NodeLayout
 from ..plan import (
     BlockPlan,
     ModelInfo,
@@ -44,23 +50,17 @@ from ..plan import (
     StagePlan,
     StagePrediction,
 )
-from ..precision import with_precision
-from ..pricing.basis import DEFAULT, Basis
-from ..pricing.choices import Restriction
-from ..pricing.price_cache import PriceCache
-from ..pricing.prices import Prices
-from ..pricing.slice_costs import even_lengths
-from ..pricing.stage_cost import StageCost, combine_bytes
-from ..pricing.stage_model import StageModel
-from ..pricing.step import pipeline_table
-from ..pricing.structure import Run, Structure
+from ..requests.budget import Budget
 from ..requests.options import check_experts
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..schedules.held import MessageBytes, messages_held, sends_kept
 from ..schedules.schedules import parts_of_ranks
 from ..search.report_plan import stage_layouts
-from ..sequence_places import find_places
+from ..stage.stage_cost import StageCost, combine_bytes
+from ..stage.stage_model import StageModel
+from ..stage.structure import Run, Structure
+from ..variants.slice_costs import even_lengths
 from .configuration import Configuration, find_layers, stage_bounds
 
 ONCE = ("transient", "buffers", "reserve")

@@ -26,8 +26,8 @@ from typing import assert_never
 
 import numpy as np
 
-from ..classes import classes_of
 from ..errors import MachineError, TimeLimitError
+from ..graph.classes import classes_of
 from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pricing.branches import Section
+from ..stage.branches import Section
 from .inter_op import Floats, Pipeline, StageChoice, Table
 
 BOUND_STEP = 1.2

@@ -19,9 +19,9 @@ from math import factorial, gcd, prod
 from typing import TypeVar
 
 from ...cost_model.cluster.cluster import Cluster, Host
-from ..budget import Budget
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..plan import Plan, StagePlan
+from ..requests.budget import Budget
 from ..requests.request import Request
 
 MOST_ORDERS = 6

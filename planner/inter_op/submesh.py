@@ -25,14 +25,14 @@ from math import gcd
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.memory import policy
-from ..expert_dims import expert_dims, is_expert_layer
-from ..graph import Graph, Node
-from ..layout import AxisStrategy, Mesh
-from ..positions import Strategies
-from ..pricing.choices import Restriction
+from ..costs.choices import Restriction
+from ..graph.expert_dims import expert_dims, is_expert_layer
+from ..graph.graph import Graph, Node
+from ..graph.layout import AxisStrategy, Mesh
+from ..graph.positions import Strategies
 from ..requests.features import ATTENTION
 from ..requests.request import Forced, Request, divisors
-from ..rules_protocol import Rules
+from ..rules.rules_protocol import Rules
 from .heterogeneous import run_sizes
 
 LONG_POSITIONS = 16_384

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.recompute_policy import Policies, policies
-from ..pricing.structure import Run
+from ..stage.recompute_policy import Policies, policies
+from ..stage.structure import Run
 from .elimination import Floats
 from .families import Family
 from .kind_tables import Rates

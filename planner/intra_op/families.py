@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..pricing.assembly import Solution
-from ..pricing.seconds import HELD
-from ..pricing.stage_model import StageModel
-from ..pricing.structure import Edge, Run
+from ..costs.seconds import HELD
+from ..stage.assembly import Solution
+from ..stage.stage_model import StageModel
+from ..stage.structure import Edge, Run
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
 from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge_tables
 

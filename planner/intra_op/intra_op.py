@@ -24,17 +24,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..budget import Budget
+from ..costs.seconds import objective_weights
 from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
-from ..pricing.assembly import Solution, StageOptions, StageProblem, fixed_bytes
-from ..pricing.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
-from ..pricing.seconds import objective_weights
-from ..pricing.stage_model import StageModel
-from ..pricing.structure import Run
+from ..requests.budget import Budget
 from ..requests.features import MODES
+from ..stage.assembly import Solution, StageOptions, StageProblem, fixed_bytes
+from ..stage.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
+from ..stage.stage_model import StageModel
+from ..stage.structure import Run
 from . import closing
 from .families import Family, Solved
 from .kind_tables import KindTables, Rates, TooWideError

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ..classes import classes_of
+from ..costs.kept_bytes import RECOMPUTE_MODES
+from ..costs.price_cache import find
+from ..costs.seconds import HELD, STEP, objective_weights
+from ..graph.classes import classes_of
 from ..plan import Recompute
-from ..pricing.kept_bytes import RECOMPUTE_MODES
-from ..pricing.price_cache import find
-from ..pricing.seconds import HELD, STEP, objective_weights
-from ..pricing.stage_model import KindModel, StageModel
-from ..pricing.structure import Edge
+from ..stage.stage_model import KindModel, StageModel
+from ..stage.structure import Edge
 from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
 
 MOST_CELLS = 4_000_000

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from ..graph.layout import Layout, NodeLayout
 from ..integer_programs.ilp import Problem, build, scaled
 from ..integer_programs.program import Floats, Group, Program
-from ..layout import Layout, NodeLayout
-from ..pricing.decisions import Decision
+from ..stage.decisions import Decision
 from .pulp_solver import pulp_problem
 
 MICROSECONDS = 1e6

@@ -13,17 +13,17 @@ from functools import cached_property
 
 import numpy as np
 
+from ..costs.kept_bytes import RECOMPUTE_MODES
+from ..costs.seconds import Groups, Resource, group_blocks, objective_weights, seconds_of_passes
 from ..plan import Recompute
-from ..pricing.assembly import Solution, StageOptions, StageProblem, constant_bytes, context_bytes
-from ..pricing.decisions import ZEROS
-from ..pricing.kept_bytes import RECOMPUTE_MODES
-from ..pricing.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
-from ..pricing.recompute_policy import NO_RECOMPUTE, Ints
-from ..pricing.seconds import Groups, Resource, group_blocks, objective_weights, seconds_of_passes
-from ..pricing.stage_cost import StageCost, StageTable
-from ..pricing.stage_model import Boundary, StageModel
-from ..pricing.structure import Row, Run
 from ..requests.features import MODES
+from ..stage.assembly import Solution, StageOptions, StageProblem, constant_bytes, context_bytes
+from ..stage.decisions import ZEROS
+from ..stage.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
+from ..stage.recompute_policy import NO_RECOMPUTE, Ints
+from ..stage.stage_cost import StageCost, StageTable
+from ..stage.stage_model import Boundary, StageModel
+from ..stage.structure import Row, Run
 from .elimination import Floats
 
 SAME = 1 + 1e-9

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from ..budget import Budget
 from ..errors import MachineError, UsageError
 from ..integer_programs.program import (
     HIGHS,
@@ -34,6 +33,7 @@ from ..integer_programs.program import (
     Status,
     relax_then_branch,
 )
+from ..requests.budget import Budget
 
 DIGITS = 1e-6
 """Maximum violation of a row's bounds, relative to the sum of the absolute values of its terms."""

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..graph import Blocks, Fused, Graph, Node, Ref
+from ..graph.graph import Blocks, Fused, Graph, Node, Ref
 from ..rules.saved import saved
 from ..rules.table import packet
 from ..rules.work import FAMILIES_FUSED, family_of

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Graph, Node, Ref
+from ..graph.graph import Graph, Node, Ref
 from ..rules.case import argument
 from ..rules.table import packet
 

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..graph import Block, Blocks, Fused, Graph, Node, Ref
+from ..graph.graph import Block, Blocks, Fused, Graph, Node, Ref
 from ..rules.products import product_factors
 from ..rules.table import packet
 from ..rules.work import family_of

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..graph.layout import Mesh
 from ..inter_op.inter_op import Pipeline, total_seconds
-from ..layout import Mesh
-from ..pricing.branches import stage_depths
 from ..requests.options import microbatch_rows
 from ..schedules.held import most_held
 from ..search.branch_and_bound import PipelineProposal
 from ..search.candidates import Candidate, Chosen, build_simulated, candidate, edges, models_of
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
+from ..stage.branches import stage_depths
 
 MOST_BASES = 4
 """Maximum number of pipelines that serve as bases of other candidates."""

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import Blocks, Graph
-from ..pricing.choices import input_specs
-from ..pricing.prices import Rules
+from ..costs.choices import input_specs
+from ..costs.prices import Rules
+from ..graph.graph import Blocks, Graph
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[Any]

@@ -24,10 +24,6 @@ from operator import itemgetter
 
 from ..errors import UsageError
 from ..intra_op.intra_op import StageAnswer
-from ..pricing.assembly import Solution, StageProblem
-from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from ..pricing.stage_cost import TRANSIENT, StageCost, StageTable, combine_bytes
-from ..pricing.stage_model import StageModel
 from ..requests.request import MOST_CHUNKS
 from ..schedules.held import splits, stage_half_pairs
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
@@ -35,6 +31,10 @@ from ..search.candidates import Candidate, build_simulated, edges
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.translated import reindex_solution
+from ..stage.assembly import Solution, StageProblem
+from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from ..stage.stage_cost import TRANSIENT, StageCost, StageTable, combine_bytes
+from ..stage.stage_model import StageModel
 from .alike import groups_of_bases
 from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit

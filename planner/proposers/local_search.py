@@ -21,13 +21,13 @@ from math import comb
 from ..inter_op.inter_op import Pipeline, StageChoice, total_seconds
 from ..inter_op.sweep import Tiling
 from ..intra_op.intra_op import StageAnswer
-from ..pricing.branches import WeightedEdges, stage_depths
 from ..schedules.held import splits
 from ..search.branch_and_bound import PipelineProposal
 from ..search.candidates import Candidate, edges, least_seconds, stage
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.space import tilings
+from ..stage.branches import WeightedEdges, stage_depths
 
 MOST_DEVICES = 16
 MOST_FEW = 2_000

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..evaluate.step import KnownSteps
 from ..inter_op.branches_search import branch_pipelines
-from ..pricing.branches import find_sections
-from ..pricing.step import KnownSteps
 from ..requests.request import MOST_CHUNKS
 from ..search.bound import work_bound
 from ..search.branch_and_bound import MOST_CUTS, TOLERANCE, PipelineProposal, SearchNode, best_first
@@ -21,6 +20,7 @@ from ..search.candidates import Candidate
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.space import mixed_tiling, uniform_tiling
+from ..stage.branches import find_sections
 
 NEAR = 1.05
 """Ratio to the best step time up to which proposals of other workers are added to the pool."""

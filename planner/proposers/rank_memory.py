@@ -2,7 +2,7 @@
 
 In: the stages of a rank, each with its layouts, ZeRO stage and micro-batches in flight; the bytes
 of a device. Out: for each stage the number of recomputed blocks, such that all stages fit and the
-additional time is least. Every stage has a list of policies (``pricing.recompute_policy``) with
+additional time is least. Every stage has a list of policies (``stage.recompute_policy``) with
 their seconds and bytes. With a price λ per byte every stage chooses independently; λ is raised
 until all fit (Lagrangian relaxation), then each stage in turn undoes recomputation as far as memory
 allows.
@@ -17,12 +17,12 @@ from functools import cached_property
 import numpy as np
 
 from ..plan import Recompute
-from ..pricing.assembly import StageOptions
-from ..pricing.decisions import Floats
-from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
-from ..pricing.stage_cost import PolicyCosts, StageCost, StageTable
-from ..pricing.structure import Run
 from ..schedules.held import HalfPairs, held_bytes, most_held
+from ..stage.assembly import StageOptions
+from ..stage.decisions import Floats
+from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
+from ..stage.stage_cost import PolicyCosts, StageCost, StageTable
+from ..stage.structure import Run
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
 """Prices per byte to try, in multiples of the seconds of the rank's stages / its memory bytes."""

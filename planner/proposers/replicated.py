@@ -12,16 +12,16 @@ from dataclasses import replace
 
 from ...cost_model.simulator.actions import FORWARD
 from ..errors import PlanError
+from ..evaluate.step import Pipeline, message_seconds, simulate_stages
 from ..intra_op.intra_op import StageAnswer
-from ..pricing.recompute_policy import RecomputePolicy
-from ..pricing.stage_cost import TRANSIENT, StageCost
-from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, message_seconds, simulate_stages
-from ..replicas import check_replicas, with_replica_sums
 from ..schedules.schedules import can_have, compute_orders
 from ..search.candidates import Candidate
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
+from ..stage.recompute_policy import RecomputePolicy
+from ..stage.stage_cost import TRANSIENT, StageCost
+from ..stage.stage_model import StageModel
+from ..variants.replicas import check_replicas, with_replica_sums
 from .alike import groups_of_bases
 from .rank_memory import RankStage, recomputed_to_fit
 

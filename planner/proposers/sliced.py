@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..dims.sequence_places import find_places
 from ..errors import PlanError, UsageError
-from ..evaluate import Evaluator, at_microbatch, priced_stages
-from ..pricing.slice_costs import MOST_UNITS, best_lengths, even_lengths
+from ..evaluate.evaluate import Evaluator, at_microbatch, priced_stages
 from ..search.candidates import Candidate, edges
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import make_plan
-from ..sequence_places import find_places
+from ..variants.slice_costs import MOST_UNITS, best_lengths, even_lengths
 
 SCHEDULE = "terapipe"
 

@@ -16,24 +16,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ..costs.prices import Prices
+from ..graph.layout import Mesh
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import StageChoice
 from ..inter_op.submesh import meshes, restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..layout import Mesh
-from ..pricing.assembly import Solution, StageOptions, StageProblem
-from ..pricing.prices import Prices
-from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
-from ..pricing.stage_cost import StageCost, StageTable
-from ..pricing.stage_model import StageModel
-from ..pricing.structure import Run
 from ..schedules.schedules import can_have
 from ..search.candidates import Candidate, build_simulated
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
 from ..search.translated import reindex_solution
-from ..shares import best_shares, coordinate_ranks, slowest_cost, why_not
+from ..stage.assembly import Solution, StageOptions, StageProblem
+from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
+from ..stage.stage_cost import StageCost, StageTable
+from ..stage.stage_model import StageModel
+from ..stage.structure import Run
+from ..variants.shares import best_shares, coordinate_ranks, slowest_cost, why_not
 
 MOST_POLICIES = 40
 """Maximum recomputation policies to try; with more, all blocks of a policy are treated alike."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..graph import Graph, Node, Ref
-from ..layout import AxisStrategy, Mesh, shard
+from ..graph.graph import Graph, Node, Ref
+from ..graph.layout import AxisStrategy, Mesh, shard
+from ..graph.positions import Dims
 from ..plan import Recompute
-from ..positions import Dims
 
 ATTENTION = "aten.scaled_dot_product_attention"
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
-from ..graph import Block, Blocks, Graph
-from ..layout import INVARIANT, Layout, Mesh, Placement, parse_placement
+from ..graph.graph import Block, Blocks, Graph
+from ..graph.layout import INVARIANT, Layout, Mesh, Placement, parse_placement
 from ..plan import Plan, StagePlan
 
 AXES = ("dp", "ep", "cp", "tp")

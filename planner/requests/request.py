@@ -39,7 +39,7 @@ BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
 """Schedule of the pipelines that are searched for each derived schedule."""
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "ampnet")
-"""Schedules whose result differs from one device's: see ``planner.asynchronous``."""
+"""Schedules whose result differs from one device's: see ``planner.variants.asynchronous``."""
 
 FORCED_SCHEDULES = (
     *SCHEDULES,

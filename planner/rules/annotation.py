@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ..layout import InnerCollective
+from ..graph.layout import InnerCollective
 
 Letters = tuple[str | None, ...]
 Shape = tuple[int, ...]

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..expert_dims import is_expert_layer
-from ..graph import Node
-from ..layout import BALANCED, AxisStrategy, InnerCollective, NodeLayout, shard
+from ..graph.expert_dims import is_expert_layer
+from ..graph.graph import Node
+from ..graph.layout import BALANCED, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import Case, argument
 from .dispatch import as_received
 from .table import packet

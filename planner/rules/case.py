@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..graph import Node, Ref, TensorSpec
+from ..graph.graph import Node, Ref, TensorSpec
 from .annotation import Letters, Shape, Signature
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from ..graph import TensorSpec
-from ..layout import INVARIANT, PARTIAL, REPLICATE, AxisStrategy, Placement, shard
+from ..graph.graph import TensorSpec
+from ..graph.layout import INVARIANT, PARTIAL, REPLICATE, AxisStrategy, Placement, shard
 from .annotation import FLOATS, Signature
 
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ...cost_model.collectives.dispatch import GroupLimit
-from ..expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
-from ..graph import Graph, Node, TensorSpec
-from ..layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard
+from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
+from ..graph.graph import Graph, Node, TensorSpec
+from ..graph.layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard
 from .case import argument
 from .table import packet
 

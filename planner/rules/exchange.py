@@ -7,7 +7,7 @@ the gradient.
 
 from __future__ import annotations
 
-from ..layout import AxisStrategy, InnerCollective, shard
+from ..graph.layout import AxisStrategy, InnerCollective, shard
 from .case import Case
 
 EXCHANGED = "aten.split_with_sizes.default"

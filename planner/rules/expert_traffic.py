@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..expert_dims import FIRST_WEIGHT
-from ..graph import Node, TensorSpec
+from ..graph.expert_dims import FIRST_WEIGHT
+from ..graph.graph import Node, TensorSpec
 from .case import argument
 from .saved import expert_pairs
 from .work import family_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph import OpRule
+from ..graph.graph import OpRule
 from .annotation import Pattern, parse
 from .table import ALONG, ANNOTATED, LOSSES, REDUCTIONS, RULES
 

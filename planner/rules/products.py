@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..graph import Node, TensorSpec
+from ..graph.graph import Node, TensorSpec
 from .case import argument
 from .equation import parse_equation
 from .table import packet

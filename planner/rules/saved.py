@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..graph import Graph, Node, Ref, TensorSpec
+from ..graph.graph import Graph, Node, Ref, TensorSpec
 from .case import argument
 from .products import plain_product, product_factors
 from .table import packet

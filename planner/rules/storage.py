@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from ..graph import Graph, Node
+from ..graph.graph import Graph, Node
 from .case import Case
 from .saved import is_identity, writes_scores
 from .table import ELEMENTWISE, packet

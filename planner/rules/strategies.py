@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..graph import Graph, Node, Ref, flat_form
-from ..layout import INVARIANT, REPLICATE, AxisStrategy, Placement, shard
+from ..graph.graph import Graph, Node, Ref, flat_form
+from ..graph.layout import INVARIANT, REPLICATE, AxisStrategy, Placement, shard
 from .balanced_attention import balanced_strategies
 from .case import Case
 from .derive import derive

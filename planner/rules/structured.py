@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..layout import InnerCollective
+from ..graph.layout import InnerCollective
 from .annotation import FLOATS, Letters, Signature, bind
 from .case import Case, is_ref, letters_of, linear
 from .equation import parse_equation

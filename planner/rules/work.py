@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from ..graph import Fused, Node, OpRule, TensorSpec
+from ..graph.graph import Fused, Node, OpRule, TensorSpec
 from .annotation import bind
 from .case import argument
 from .equation import parse_equation

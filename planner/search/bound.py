@@ -33,6 +33,7 @@ import numpy as np
 
 from ...cost_model.cluster.cluster import Device
 from ...cost_model.ops.compute import COMPUTE_FAMILIES, rate
+from ..costs.choices import input_specs
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.sweep import Tiling
 from ..intra_op.elimination import BATCH_AXES, Factor, Floats
@@ -40,12 +41,11 @@ from ..intra_op.families import Family
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import KindTables, Rates, TooWideError
 from ..plan import Recompute
-from ..pricing.assembly import context_bytes
-from ..pricing.branches import find_sections
-from ..pricing.choices import input_specs
-from ..pricing.stage_model import StageModel
-from ..pricing.structure import Edge, Run, Structure
 from ..requests.request import MOST_CHUNKS
+from ..stage.assembly import context_bytes
+from ..stage.branches import find_sections
+from ..stage.stage_model import StageModel
+from ..stage.structure import Edge, Run, Structure
 from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 

@@ -15,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
+from ..evaluate.step import Pipeline, Step, message_seconds, simulated_step
+from ..graph.layout import NodeLayout, split_axes
 from ..inter_op.inter_op import StageChoice, gap_adjusted_seconds, total_seconds
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..layout import NodeLayout, split_axes
-from ..pricing.assembly import StageOptions
-from ..pricing.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
-from ..pricing.run_classes import NO_RUN
-from ..pricing.slice_costs import SliceShares
-from ..pricing.stage_cost import TRANSIENT, StageCost, combine_bytes
-from ..pricing.stage_model import StageModel
-from ..pricing.step import Pipeline, Step, message_seconds, simulated_step
-from ..pricing.weight_versions import num_versions, with_versions
 from ..schedules.held import HalfPairs, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
+from ..stage.assembly import StageOptions
+from ..stage.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
+from ..stage.range_classes import NO_RUN
+from ..stage.stage_cost import TRANSIENT, StageCost, combine_bytes
+from ..stage.stage_model import StageModel
+from ..stage.weight_versions import num_versions, with_versions
 from ..summary import RankSummary, schedule_text, summary_text
+from ..variants.slice_costs import SliceShares
 from .branch_and_bound import PipelineProposal
 from .context import SearchContext
 from .costs import answer_seconds

@@ -16,26 +16,26 @@ from typing import Any
 import numpy as np
 
 from ...cost_model.cluster.cluster import Cluster, Link
-from ..budget import Budget
+from ..costs.basis import DEFAULT, Basis
+from ..costs.price_cache import PriceCache
+from ..costs.prices import Prices, Rules
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
-from ..graph import Blocks, Graph
+from ..evaluate.step import KnownSteps
+from ..graph.graph import Blocks, Graph
+from ..graph.layout import Mesh
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import Floats, StageChoice, Table
 from ..inter_op.submesh import Proposals, meshes, proposals, restriction, submesh_sizes
 from ..intra_op.intra_op import IntraOp, Limits
 from ..intra_op.pulp_solver import find_solver
-from ..layout import Mesh
-from ..pricing.basis import DEFAULT, Basis
-from ..pricing.price_cache import PriceCache
-from ..pricing.prices import Prices, Rules
-from ..pricing.run_classes import RunClasses, run_classes, stage_begins, without_inner
-from ..pricing.stage_model import StageModel
-from ..pricing.step import KnownSteps
-from ..pricing.structure import Structure
+from ..requests.budget import Budget
 from ..requests.options import microbatch_rows, stage_numbers
 from ..requests.pins import Pins, by_template
 from ..requests.request import Request
 from ..schedules.held import HalfPairs, half_pairs
+from ..stage.range_classes import RunClasses, run_classes, stage_begins, without_inner
+from ..stage.stage_model import StageModel
+from ..stage.structure import Structure
 from .costs import Costs, Runs
 from .space import place_key
 from .tables import GraphTables

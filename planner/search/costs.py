@@ -23,12 +23,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ..budget import Budget
 from ..inter_op.cuts import Cuts
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..pricing.assembly import context_bytes
-from ..pricing.run_classes import (
+from ..requests.budget import Budget
+from ..stage.assembly import context_bytes
+from ..stage.range_classes import (
     NO_RUN,
     Floats,
     Ints,
@@ -38,7 +38,7 @@ from ..pricing.run_classes import (
     chord_bounds,
     sampled_lengths,
 )
-from ..pricing.structure import Run, Structure
+from ..stage.structure import Run, Structure
 from .least_bytes import LeastBytes
 
 SAME = 1 + 1e-9

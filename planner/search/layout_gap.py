@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..inter_op.inter_op import Pipeline
 from ..intra_op.closing import WINNERS_PROGRAMS
 from ..intra_op.pool import StageAnswer, gap_between
-from ..pricing.stage_model import StageModel
+from ..stage.stage_model import StageModel
 from .branch_and_bound import PipelineProposal
 from .candidates import Candidate, candidate, complete_simulation, is_whole
 from .context import SearchContext

@@ -19,11 +19,11 @@ from functools import cached_property
 import numpy as np
 
 from ...cost_model.ops.memory import PrecisionPolicy
-from ..graph import Block, Ref, TensorSpec
-from ..pricing.kept_bytes import memory_of
-from ..pricing.prices import Prices
-from ..pricing.run_classes import Floats, RunClasses
-from ..pricing.structure import Structure
+from ..costs.kept_bytes import memory_of
+from ..costs.prices import Prices
+from ..graph.graph import Block, Ref, TensorSpec
+from ..stage.range_classes import Floats, RunClasses
+from ..stage.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.compute import least_seconds
-from ..graph import Blocks, Graph, Node
+from ..costs.choices import input_specs, unsharded_ops
+from ..costs.prices import Rules
+from ..evaluate.step import prediction_of, send_seconds
+from ..graph.graph import Blocks, Graph, Node
+from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
 from ..intra_op.intra_op import StageAnswer
-from ..layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
 from ..plan import Alternative, BlockPlan, ModelInfo, Plan, Prediction, SolverInfo, StagePlan
-from ..pricing.branches import StagePlacement, stage_edges
-from ..pricing.choices import input_specs, unsharded_ops
-from ..pricing.prices import Rules
-from ..pricing.stage_model import StageModel
-from ..pricing.step import prediction_of, send_seconds
-from ..pricing.structure import Structure
 from ..requests.request import Request
+from ..stage.branches import StagePlacement, stage_edges
+from ..stage.stage_model import StageModel
+from ..stage.structure import Structure
 from .candidates import Candidate, op_layouts
 
 LESS_SIMPLE = "about as fast, but more complex"

@@ -15,25 +15,25 @@ from typing import Literal, get_args
 import numpy as np
 
 from .. import rules as default_rules
+from ..costs.basis import DEFAULT, Basis
+from ..costs.price_cache import PriceCache
+from ..costs.prices import Prices, Rules
 from ..errors import UsageError
-from ..evaluate import at_microbatch, held_micro_batches
-from ..graph import Blocks, Graph
+from ..evaluate.evaluate import at_microbatch, held_micro_batches
+from ..graph.graph import Blocks, Graph
+from ..graph.layout import NodeLayout
 from ..integer_programs.ilp import UNIT_BYTES, Problem, cost, memory_bytes
 from ..inter_op.submesh import restriction
 from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
-from ..layout import NodeLayout
 from ..plan import Plan, StagePlan
-from ..pricing.assembly import StageOptions, StageProblem
-from ..pricing.basis import DEFAULT, Basis
-from ..pricing.branches import stage_starts
-from ..pricing.price_cache import PriceCache
-from ..pricing.prices import Prices, Rules
-from ..pricing.recompute_policy import NO_RECOMPUTE, RecomputePolicy
-from ..pricing.stage_cost import TRANSIENT
-from ..pricing.stage_model import StageModel
-from ..pricing.structure import Run, Structure
 from ..requests.request import Forced
 from ..schedules.held import most_held
+from ..stage.assembly import StageOptions, StageProblem
+from ..stage.branches import stage_starts
+from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy
+from ..stage.stage_cost import TRANSIENT
+from ..stage.stage_model import StageModel
+from ..stage.structure import Run, Structure
 
 Minimized = Literal["time", "unlimited", "memory"]
 """Objective: time under the memory limit, time without a limit, or memory."""

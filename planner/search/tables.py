@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..graph import Blocks, Graph
+from ..costs.precision import with_precision
+from ..costs.price_cache import PriceCache
+from ..graph.graph import Blocks, Graph
 from ..plan import Precision
-from ..precision import with_precision
-from ..pricing.price_cache import PriceCache
-from ..pricing.structure import Structure
+from ..stage.structure import Structure
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..layout import NodeLayout
-from ..pricing.assembly import Solution
-from ..pricing.decisions import Decision
-from ..pricing.stage_model import StageModel
+from ..graph.layout import NodeLayout
+from ..stage.assembly import Solution
+from ..stage.decisions import Decision
+from ..stage.stage_model import StageModel
 
 
 def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:

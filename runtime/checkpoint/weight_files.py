@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ...cost_model.cluster.given_text import parse_json, read_text, shortened
 from ...planner.errors import AutoparallelError, UsageError
-from ...planner.layout import Region, region_shape, region_slices
+from ...planner.graph.layout import Region, region_shape, region_slices
 from .folder import STATE, complete_checkpoints
 from .metadata import SafeFileSystemReader, TensorsOnly, stored_tensors
 

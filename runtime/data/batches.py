@@ -25,7 +25,7 @@ from ...passes.local.input_rows import HeldRows, data_place, rows_of_rank, rows_
 from ...passes.programs.batch import LeafPath, is_same, leaf_at, path_text
 from ...passes.programs.program import Program
 from ...planner.errors import UsageError
-from ...planner.graph import TensorSpec
+from ...planner.graph.graph import TensorSpec
 from ...planner.plan import Plan
 from ..messages.pending_results import Arrival, Progress, arrival_of
 from ..messages.shared_objects import gather_values, group_for

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...passes.local.input_rows import HeldRows, StageRows
 from ...passes.ops.collectives import Communicator
 from ...planner.errors import UsageError
-from ...planner.graph import TensorSpec
-from ...planner.layout import Region, local_region, region_slices, whole_region
+from ...planner.graph.graph import TensorSpec
+from ...planner.graph.layout import Region, local_region, region_slices, whole_region
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import HeldValue, StageProgram

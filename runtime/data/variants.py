@@ -10,13 +10,13 @@ a bucket            the first positions of the sequences, cut like a first slice
 a smaller batch     whole sequences of fewer rows (``smaller_batch``)
 ==================  ============================================================================
 
-A bucket is exact wherever padding is (``planner.padding``): positions after a batch's last one,
-which nothing depends on, are not computed. Other shorter sequences are padded to the planned length
-(``SequencePadding``), or refused on every rank before any of them has sent a message.
+A bucket is exact wherever padding is (``planner.dims.padding``): positions after a batch's last
+one, which nothing depends on, are not computed. Other shorter sequences are padded to the planned
+length (``SequencePadding``), or refused on every rank before any of them has sent a message.
 
 A smaller batch has the plan's layouts, and micro-batches no larger than planned. Rows that the data
-axis does not divide are shared out unevenly (``planner.shares``), where the plan has one stage; a
-rank without rows then computes on a row of weight zero.
+axis does not divide are shared out unevenly (``planner.variants.shares``), where the plan has one
+stage; a rank without rows then computes on a row of weight zero.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from ...passes.local.stage_program import OfSlice, StageProgram, build_stage
 from ...passes.ops.collectives import Communicator
 from ...passes.ops.random_ops import Draws
 from ...passes.programs.program import Program
-from ...planner.asynchronous import check_asynchronous
+from ...planner.costs.precision import with_precision
+from ...planner.dims.padding import Padding, find_padding
+from ...planner.dims.sequence_places import find_places
 from ...planner.errors import AutoparallelError, UsageError
-from ...planner.graph import Graph
-from ...planner.layout import divides
-from ...planner.padding import Padding, find_padding
+from ...planner.evaluate.plan_schedule import schedule_of, updating_plan
+from ...planner.graph.graph import Graph
+from ...planner.graph.layout import divides
 from ...planner.plan import Plan, StagePlan
-from ...planner.plan_schedule import schedule_of, updating_plan
-from ...planner.precision import with_precision
-from ...planner.pricing.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
-from ...planner.replicas import check_replicas
-from ...planner.sequence_places import find_places
-from ...planner.shares import share_of, why_not
+from ...planner.variants.asynchronous import check_asynchronous
+from ...planner.variants.replicas import check_replicas
+from ...planner.variants.sequence_slices import SequenceSlice, sequence_slice, slice_bounds
+from ...planner.variants.shares import share_of, why_not
 
 
 class BatchShape(NamedTuple):

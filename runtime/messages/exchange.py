@@ -30,9 +30,9 @@ from ...cost_model.simulator.actions import (
     ActionKind,
     Schedule,
 )
+from ...planner.costs.transfer import transfers
 from ...planner.errors import WorkerError
-from ...planner.layout import Layout, Mesh, local_region, local_shape, region_slices
-from ...planner.pricing.transfer import transfers
+from ...planner.graph.layout import Layout, Mesh, local_region, local_shape, region_slices
 from ...planner.schedules.held import sends_kept
 from .communicator import as_bytes
 from .ordered_channels import Lane, Lanes, PendingSends

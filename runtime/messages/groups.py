@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...planner.layout import Mesh
+from ...planner.graph.layout import Mesh
 from ...planner.plan import Plan, StagePlan
-from ...planner.replicas import placed_stages
+from ...planner.variants.replicas import placed_stages
 
 MARGIN_SECONDS = 60.0
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Layout, local_region, local_shape
+from ...planner.graph.layout import Layout, local_region, local_shape
 from .communicator import as_bytes
 from .exchange import Direction, Piece, StagePlace, directions_of, find_pieces
 from .groups import new_group

@@ -17,7 +17,7 @@ from ...passes.local.stage_program import StageProgram
 from ...passes.programs.constants import ancestors, evaluate
 from ...passes.programs.program import Program
 from ...planner.errors import UsageError
-from ...planner.layout import Region, region_slices, whole_region
+from ...planner.graph.layout import Region, region_slices, whole_region
 from .pretrained import Pretrained
 from .stage import StageModule
 

@@ -36,8 +36,8 @@ from torch.distributed.tensor.placement_types import Placement as DTensorPlaceme
 from ...cost_model.ops.memory import DEFAULT, StateOptions
 from ...passes.local.stage_program import is_sharded
 from ...passes.ops.collectives import local_tensor
-from ...planner.graph import TensorSpec
-from ...planner.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
+from ...planner.graph.graph import TensorSpec
+from ...planner.graph.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
 from ..messages.groups import DATA_AXIS
 
@@ -51,7 +51,7 @@ def shard_region(
     """Return the index ranges (start, stop) of a parameter that the rank at ``coordinates`` of the
     mesh holds; ``zero`` is the ZeRO stage.
 
-    >>> from autoparallel.planner.layout import REPLICATE, shard
+    >>> from autoparallel.planner.graph.layout import REPLICATE, shard
     >>> spec, mesh = TensorSpec((10, 3), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
     >>> shard_region(spec, (REPLICATE, shard(0)), mesh, (1, 1), 3)
     ((8, 10), (0, 3))

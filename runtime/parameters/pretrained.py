@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...passes.capture.tie import find_tied
 from ...passes.initialization.deferred_init import Deferred, named_tensors
 from ...planner.errors import UsageError
-from ...planner.layout import whole_region
+from ...planner.graph.layout import whole_region
 from ..checkpoint.weight_files import WeightFiles, few_names, open_weights
 from .stage import StageModule
 

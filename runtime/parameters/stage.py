@@ -23,7 +23,7 @@ from ...passes.backward.recomputing import Recomputing
 from ...passes.backward.weight_gradients import WeightGradients, defer
 from ...passes.local.localize import held_path
 from ...passes.ops.collectives import local_tensor
-from ...planner.layout import Region, local_region, region_shape
+from ...planner.graph.layout import Region, local_region, region_shape
 from ...planner.plan import Precision, Recompute
 from ..messages.communicator import BackwardPosition
 from .parameters import Formats, StageParameter, dtensor_placements, get_by_path, make_parameter

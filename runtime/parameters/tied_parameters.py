@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.layout import Region, intersect, region_shape, region_slices
+from ...planner.graph.layout import Region, intersect, region_shape, region_slices
 from ..messages.shared_objects import gather_values
 from .parameters import StageParameter
 

@@ -24,10 +24,10 @@ from ...cost_model.profile.records import Measurement
 from ...passes.local.localize import BlockInterface, localize_block, reference_layouts, value_key
 from ...passes.ops.collectives import Alone, Rank
 from ...passes.programs.inputs import random_batch
+from ...planner.costs.whole_block import ONE_DEVICE, block_inputs
 from ...planner.errors import MachineError
-from ...planner.graph import Block, Graph, Ref, TensorSpec
-from ...planner.layout import INVARIANT
-from ...planner.pricing.whole_block import ONE_DEVICE, block_inputs
+from ...planner.graph.graph import Block, Graph, Ref, TensorSpec
+from ...planner.graph.layout import INVARIANT
 from ..messages.shared_objects import gather_values
 
 Value = TypeVar("Value")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...planner.graph import Graph
+from ...planner.graph.graph import Graph
 from ...planner.plan import ServerPlan
-from ...planner.server_shards import Shard
+from ...planner.variants.server_shards import Shard
 from ..data.rank_batch import microbatch_rows
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 from ..step.executor import StageExecutor

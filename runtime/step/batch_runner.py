@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from ...passes.local.live_numbers import LiveNumbers
 from ...passes.programs.batch import Batch, fill_batch
 from ...passes.programs.length_numbers import find_length_number
+from ...planner.dims.padding import Padding, unpaddable
 from ...planner.errors import AutoparallelError
-from ...planner.padding import Padding, unpaddable
-from ...planner.replicas import placed_stages
+from ...planner.variants.replicas import placed_stages
 from ..data.batches import StepBatches
 from ..data.rank_batch import ShareBatch, gather_whole
 from ..data.variants import BatchShape, SequencePadding, Variant, bucket_of, variant_of

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from ...passes.local.localize import MADE_BY
 from ...planner.errors import AutoparallelError, RunError
-from ...planner.graph import Node
+from ...planner.graph.graph import Node
 from ..messages.shared_objects import gather_values
 from ..parameters.stage import StageBlock, StageModule
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from ...cost_model.simulator.actions import BACKWARD, FORWARD
 from ...passes.ops.random_ops import step_key
-from ...planner.graph import Node
-from ...planner.layout import local_region, whole_region
+from ...planner.graph.graph import Node
+from ...planner.graph.layout import local_region, whole_region
 from ..data.rank_batch import ShareBatch, batch_rows, local_part, step_inputs
 from ..messages.device_queue import queue_of
 from ..parameters.stage import StageModule
@@ -43,7 +43,7 @@ from ..update.gradients import GradientReducer, PlannedSums
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import StageProgram
-    from ...planner.pricing.sequence_slices import Carried
+    from ...planner.variants.sequence_slices import Carried
 
 
 Constants = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...passes.local.live_numbers import LiveNumbers, make_live
 from ...passes.local.stage_program import StageProgram
 from ...passes.programs.program import Program
-from ...planner.layout import region_slices
+from ...planner.evaluate.plan_schedule import splits_backward
+from ...planner.graph.layout import region_slices
 from ...planner.plan import Plan
-from ...planner.plan_schedule import splits_backward
-from ...planner.replicas import placed_stages
+from ...planner.variants.replicas import placed_stages
 from ..data.variants import Variant, refused_batch, stage_programs
 from ..messages.communicator import ProcessCommunicator
 from ..messages.groups import build_meshes, stages_of_rank

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import convert, local_tensor
 from ...planner.errors import UsageError
-from ...planner.layout import INVARIANT, conversion_steps
+from ...planner.graph.layout import INVARIANT, conversion_steps
 from ..data.rank_batch import ShareBatch
 from ..messages.communicator import ProcessCommunicator
 from ..messages.groups import DATA_AXIS

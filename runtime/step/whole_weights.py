@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from ...passes.local.stage_cut import stage_ranges
 from ...passes.ops.collectives import local_tensor
 from ...planner.errors import UsageError
-from ...planner.layout import region_slices
-from ...planner.replicas import placed_stages
+from ...planner.graph.layout import region_slices
+from ...planner.variants.replicas import placed_stages
 from ..messages.pending_results import arriving_tensor
 from ..messages.shared_objects import group_for, occasion_group
 from ..parameters.parameters import COMPUTE_DTYPES, MASTER_DTYPES

@@ -1,9 +1,9 @@
 """Summing gradients over the mesh axes on which a parameter is held whole.
 
 In: the local gradients of one rank. Out: these gradients, summed over each parameter's
-``reduce_axes``, in the buckets of ``planner.gradient_buckets``. Buckets whose parameters are not
-ZeRO-sharded are launched during the last backward as soon as their gradients are there, and run
-beside it; the others after it. Each bucket is summed by the algorithm that the plan names
+``reduce_axes``, in the buckets of ``planner.variants.gradient_buckets``. Buckets whose parameters
+are not ZeRO-sharded are launched during the last backward as soon as their gradients are there, and
+run beside it; the others after it. Each bucket is summed by the algorithm that the plan names
 (``all_reduces``). Every rank of a group runs the same graph, so all launch their buckets in the
 same order.
 
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.collectives.all_reduce import LIBRARY
 from ...planner.errors import PlanError
-from ...planner.gradient_buckets import HeldGradient, make_buckets
 from ...planner.plan import GradientSum, Plan, StagePlan
+from ...planner.variants.gradient_buckets import HeldGradient, make_buckets
 from ..messages.all_reduces import AllReduces
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 

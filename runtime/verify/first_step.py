@@ -20,7 +20,7 @@ from torch import Tensor
 from ...passes.ops.random_ops import step_key
 from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
-from ...planner.layout import region_slices
+from ...planner.graph.layout import region_slices
 from ...planner.plan import Plan, Precision
 from ..messages.shared_objects import on_first, share_value
 from ..parameters.parameters import StageParameter

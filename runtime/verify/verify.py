@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...planner.graph import Graph
-from ...planner.layout import Region, region_slices
+from ...planner.graph.graph import Graph
+from ...planner.graph.layout import Region, region_slices
 from ..messages.shared_objects import Pulse, gather_on_first
 from ..parameters.parameters import StageParameter
 from ..parameters.stage import StageModule

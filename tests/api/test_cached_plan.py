@@ -17,12 +17,12 @@ from autoparallel.cache.store import SqliteStore
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.placers.placement import learned_pipelines
+from autoparallel.planner.costs.basis import DEFAULT, Basis
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import plan
-from autoparallel.planner.graph import OpRule
+from autoparallel.planner.graph.graph import OpRule
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.pins import parse_pin

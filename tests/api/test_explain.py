@@ -16,7 +16,7 @@ from autoparallel.analysis.what_if import Changed, changed_cluster, what_if, why
 from autoparallel.cost_model.ops.memory import StateOptions
 from autoparallel.options.parse import parse_parallel
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.report.explanation import changed_text
 
 MODEL = """

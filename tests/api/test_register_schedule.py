@@ -18,9 +18,9 @@ from autoparallel.__main__ import run_command
 from autoparallel.cache.cached_plan import plan_key
 from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
 from autoparallel.options.plan_options import PlanOptions
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.find_plan import plan
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.schedules.catalogue import stages_of_ranks
 from autoparallel.planner.schedules.check import peak_in_flight

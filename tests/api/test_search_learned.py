@@ -13,7 +13,7 @@ from small_graphs import cluster, mlp
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.placers.placement import learned_pipelines
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
 
 SEEDS = (

@@ -13,10 +13,10 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, plan
 from autoparallel.planner.plan import Plan, SolverInfo
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers import pipelines
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.context import SearchContext

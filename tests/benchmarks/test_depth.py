@@ -14,8 +14,8 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
-from autoparallel.planner.graph import Graph
-from autoparallel.planner.pricing.stage_cost import StageCost
+from autoparallel.planner.graph.graph import Graph
+from autoparallel.planner.stage.stage_cost import StageCost
 from benchmarks.validation.depth import deeper
 from benchmarks.validation.sources import Program as Setup
 from examples.gpt import GPT, example_batch

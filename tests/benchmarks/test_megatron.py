@@ -11,7 +11,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
-from autoparallel.planner.layout import conversion_steps
+from autoparallel.planner.graph.layout import conversion_steps
 from benchmarks.validation.models import Shape
 from benchmarks.validation.pricing import Pricer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from counted_calls import num_calls
 
-from autoparallel.planner.batch import find_batch_dims, rows_apart
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.dims.batch import find_batch_dims, rows_apart
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 
 
 def spec(*shape: int, dtype: str = "float32", grad: bool = True) -> TensorSpec:

@@ -11,25 +11,25 @@ from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import Basis, CostQueries
+from autoparallel.planner.costs.choices import Restriction
+from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.evaluate import Evaluation, Evaluator, evaluate
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.evaluate.evaluate import Evaluation, Evaluator, evaluate
+from autoparallel.planner.graph.graph import Blocks, Graph
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import cost, memory_bytes
 from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.intra_op.intra_op import StageAnswer
-from autoparallel.planner.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.assembly import StageOptions, StageProblem
-from autoparallel.planner.pricing.basis import Basis, CostQueries
-from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.recompute_policy import RecomputePolicy, policies
-from autoparallel.planner.pricing.stage_cost import StageTable
-from autoparallel.planner.pricing.stage_model import StageModel
-from autoparallel.planner.pricing.structure import Run, Structure
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.report_plan import make_plan
+from autoparallel.planner.stage.assembly import StageOptions, StageProblem
+from autoparallel.planner.stage.recompute_policy import RecomputePolicy, policies
+from autoparallel.planner.stage.stage_cost import StageTable
+from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.structure import Run, Structure
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 

@@ -12,6 +12,7 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InternalError
 from autoparallel.planner.find_plan import (
     PROPOSERS,
@@ -21,10 +22,9 @@ from autoparallel.planner.find_plan import (
     plan,
     search,
 )
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.interleaved import interleaved
 from autoparallel.planner.proposers.local_search import local_search
 from autoparallel.planner.proposers.pipelines import dynamic_program, parallel_branches

@@ -10,16 +10,16 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.gradient_buckets import (
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.request import Forced, Request
+from autoparallel.planner.variants.gradient_buckets import (
     BUCKET_SIZE,
     HeldGradient,
     held_gradients,
     make_buckets,
 )
-from autoparallel.planner.plan import Plan
-from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.requests.request import Forced, Request
 
 LAYERS, ROWS = 3, 8
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 
 
 def _graph(dtype: str = "float32", batch: int = 2) -> Graph:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from autoparallel.planner.layout import (
+from autoparallel.planner.graph.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATE,

@@ -12,7 +12,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import SearchMethod, plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads

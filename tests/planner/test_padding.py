@@ -13,8 +13,8 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner.dims.padding import Padding, find_padding
 from autoparallel.planner.errors import PlanError, UsageError
-from autoparallel.planner.padding import Padding, find_padding
 from autoparallel.runtime.data.variants import SequencePadding
 
 ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11

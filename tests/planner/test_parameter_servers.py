@@ -12,11 +12,11 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.parameter_servers import server_plan
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.summary import plan_summary
+from autoparallel.planner.variants.parameter_servers import server_plan
 from autoparallel.planning.plan import plan_program
 
 

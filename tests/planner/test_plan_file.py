@@ -14,7 +14,7 @@ from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, NodeLayout, shard
+from autoparallel.planner.graph.layout import INVARIANT, PARTIAL, REPLICATE, NodeLayout, shard
 from autoparallel.planner.plan import Plan, ProfileUse
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request

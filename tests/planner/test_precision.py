@@ -1,9 +1,9 @@
 import pytest
 
 from autoparallel.cost_model.cluster.shorthand import resolve_cluster
+from autoparallel.planner.costs.precision import EIGHT_BITS, check_precision, with_precision
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph import Graph, Node, Ref
-from autoparallel.planner.precision import EIGHT_BITS, check_precision, with_precision
+from autoparallel.planner.graph.graph import Graph, Node, Ref
 
 
 def test_a_gpu_without_units_for_bf16_is_refused_and_may_have_fp16():

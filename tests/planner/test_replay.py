@@ -8,9 +8,9 @@ import pytest
 from small_graphs import leaf, op, weight
 
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Block, Graph, Node, Ref
+from autoparallel.planner.graph.graph import Block, Graph, Node, Ref
+from autoparallel.planner.kernels.recompute import RECOMPUTE_MODES, Replay, find_replay
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.replay import RECOMPUTE_MODES, Replay, find_replay
 
 ROWS, WIDTH, INNER = 8, 16, 64
 

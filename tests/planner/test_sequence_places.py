@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from small_graphs import op, weight
 
+from autoparallel.planner.dims.sequence_places import SeqDim, find_places
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.sequence_places import SeqDim, find_places
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 
 ROWS, LENGTH, WIDTH = 2, 6, 4
 HEADS = (ROWS, 2, LENGTH, WIDTH)

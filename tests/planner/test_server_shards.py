@@ -8,7 +8,12 @@ from itertools import pairwise
 import pytest
 from random_suites import seeds
 
-from autoparallel.planner.server_shards import LEAST_ELEMENTS, PIECES, elements_of, shards_of
+from autoparallel.planner.variants.server_shards import (
+    LEAST_ELEMENTS,
+    PIECES,
+    elements_of,
+    shards_of,
+)
 
 
 def loads(sizes: dict[str, int], servers: int) -> list[int]:

@@ -12,12 +12,12 @@ from random_suites import seeds
 from small_graphs import mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.graph import Accumulation, Graph
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.graph.graph import Accumulation, Graph
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
-from autoparallel.planner.shares import best_shares, share_of, why_not
+from autoparallel.planner.variants.shares import best_shares, share_of, why_not
 
 WIRE = Link("wire", alpha_seconds=1e-9, bytes_per_second=1e15)
 

@@ -15,12 +15,12 @@ from autoparallel.cost_model.profile.database import Database
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
+from autoparallel.planner.configured.profiling_targets import ProfilingTargets, asked_cases
+from autoparallel.planner.costs.basis import Basis, CostQueries
+from autoparallel.planner.costs.update import LEVEL, LIBRARY, update_kind
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import Basis, CostQueries
-from autoparallel.planner.pricing.update import LEVEL, LIBRARY, update_kind
-from autoparallel.planner.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planner.requests.request import Forced, Request
 
 HERE = Environment("toy", "", "2.13.0", 1)

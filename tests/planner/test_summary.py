@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from handmade import flat_plan, pipeline_plan
 
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import (
     SCHEDULE_TITLES,

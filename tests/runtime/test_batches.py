@@ -22,7 +22,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.batch import Example
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph import Blocks, Graph, Ref
+from autoparallel.planner.graph.graph import Blocks, Graph, Ref
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.data.batches import RankInputs, named_inputs

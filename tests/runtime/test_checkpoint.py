@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.runtime.checkpoint.checkpoint import (
     Slot,
     TrainingState,

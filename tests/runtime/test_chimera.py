@@ -16,10 +16,10 @@ from torch import nn
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.graph import Graph, Ref
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.graph import Graph, Ref
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.replicas import check_replicas, placed_stages
+from autoparallel.planner.variants.replicas import check_replicas, placed_stages
 from autoparallel.runtime.messages.groups import stages_of_rank
 from autoparallel.runtime.step.trainer import Trainer
 

@@ -19,9 +19,9 @@ from autoparallel.passes.local.stage_cut import boundaries
 from autoparallel.passes.local.stage_program import build_stage
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.evaluate.plan_schedule import schedule_of, splits_backward
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.plan_schedule import schedule_of, splits_backward
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.exchange import Exchange
 from autoparallel.runtime.messages.groups import build_meshes, stages_of_rank

@@ -21,7 +21,7 @@ from autoparallel.passes.ops.eight_bits import eight_bit_linear
 from autoparallel.passes.ops.random_ops import Draws
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import RunError
-from autoparallel.planner.evaluate import at_microbatch
+from autoparallel.planner.evaluate.evaluate import at_microbatch
 from autoparallel.planner.plan import Recompute
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.runtime.parameters.compiling import BlockCompiler

@@ -11,8 +11,8 @@ from processes import RankError, run_processes
 
 from autoparallel.cost_model.simulator.actions import Schedule, format_table, parse_table
 from autoparallel.passes.local.stage_cut import Boundary
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import INVARIANT, Mesh
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, Mesh
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.messages.exchange import Exchange
 from autoparallel.runtime.messages.ordered_channels import check_lanes

@@ -13,8 +13,8 @@ from stages import whole as gathered
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import Layout, Mesh, Region, parse_layout
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import Layout, Mesh, Region, parse_layout
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.parameters import shard_region

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel.passes.local.localize import MADE_BY
-from autoparallel.planner.graph import Node
+from autoparallel.planner.graph.graph import Node
 from autoparallel.runtime.step.diagnosis import Found, OpCheck
 
 

@@ -103,7 +103,7 @@ def test_a_rank_without_parameters_gets_the_groups_of_the_others() -> None:
 def _strange() -> str:
     from test_stage import device_mesh_of, make_stage
 
-    from autoparallel.planner.layout import Mesh
+    from autoparallel.planner.graph.layout import Mesh
 
     mesh = Mesh(("dp",), (2,))
     stage = make_stage(mesh, [0, 1], zero=0, device_mesh=device_mesh_of(mesh, [0, 1]))

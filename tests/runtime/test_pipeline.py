@@ -14,8 +14,8 @@ from torch import Tensor
 
 from autoparallel.cost_model.simulator.actions import COMPUTE, Schedule, parse_table
 from autoparallel.passes.local.stage_cut import Boundary
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import (
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import (
     INVARIANT,
     Layout,
     Mesh,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.layout import Region
+from autoparallel.planner.graph.layout import Region
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.capture import capture_program, record_target
 from autoparallel.runtime.checkpoint.weight_files import WeightFiles

@@ -24,7 +24,7 @@ from autoparallel.passes.local.stage_program import build_stage
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.planner.schedules.schedules import build_schedule
 from autoparallel.runtime.messages.communicator import ProcessCommunicator

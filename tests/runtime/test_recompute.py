@@ -21,11 +21,11 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.stage_program import BlockProgram, build_stage
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
-from autoparallel.planner.evaluate import at_microbatch
-from autoparallel.planner.layout import Mesh, local_shape
+from autoparallel.planner.costs.kept_bytes import kept_parts, replay
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.evaluate.evaluate import at_microbatch
+from autoparallel.planner.graph.layout import Mesh, local_shape
 from autoparallel.planner.plan import Plan, Recompute
-from autoparallel.planner.pricing.kept_bytes import kept_parts, replay
-from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT, example_batch
 

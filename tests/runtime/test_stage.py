@@ -22,8 +22,8 @@ from stages import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.runtime.data.rank_batch import microbatch_rows
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.messages.shared_objects import gather_values

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import Plan, Recompute
 from autoparallel.runtime.step.trainer import Trainer
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.layout import whole_region
+from autoparallel.planner.graph.layout import whole_region
 from autoparallel.runtime.checkpoint.weight_files import open_weights
 
 TENSORS = {

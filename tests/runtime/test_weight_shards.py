@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoparallel.planner.layout import whole_region
+from autoparallel.planner.graph.layout import whole_region
 from autoparallel.runtime.checkpoint.weight_files import open_weights, write_shards
 
 TENSORS = {f"t{number}": torch.full((number + 1, 3), float(number)) for number in range(6)}

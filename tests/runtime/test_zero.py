@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from autoparallel.planner.layout import Layout, Mesh, shard
+from autoparallel.planner.graph.layout import Layout, Mesh, shard
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.parameters import zero as zero_stages
 from autoparallel.runtime.parameters.initial_values import materialize

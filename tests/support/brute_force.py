@@ -38,8 +38,12 @@ from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.simulator.simulator import simulate
 from autoparallel.cost_model.simulator.stage_costs import StageCosts
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.costs.precision import with_precision
+from autoparallel.planner.costs.price_cache import PriceCache
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.evaluate.step import message_seconds
+from autoparallel.planner.graph.graph import Blocks, Graph
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import (
     BlockPlan,
     ModelInfo,
@@ -49,10 +53,6 @@ from autoparallel.planner.plan import (
     StagePlan,
     StagePrediction,
 )
-from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.price_cache import PriceCache
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.step import message_seconds
 from autoparallel.planner.requests.request import SCHEDULES, Request
 from autoparallel.planner.schedules.schedules import build_schedule
 

@@ -18,7 +18,7 @@ from one_stage import plan
 from random_cases import Case
 from recut import recut
 
-from autoparallel.planner.evaluate import Evaluator
+from autoparallel.planner.evaluate.evaluate import Evaluator
 from autoparallel.planner.plan import Plan, Recompute, StagePlan
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (

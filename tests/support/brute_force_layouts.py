@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Blocks, Graph, Node, Ref
-from autoparallel.planner.layout import (
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import Blocks, Graph, Node, Ref
+from autoparallel.planner.graph.layout import (
     INVARIANT,
     REPLICATE,
     AxisStrategy,
@@ -28,7 +29,6 @@ from autoparallel.planner.layout import (
     divides,
     shard,
 )
-from autoparallel.planner.pricing.prices import Prices
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -21,11 +21,11 @@ from brute_force_layouts import Floats, Ints, Option
 from brute_force_stage import Modes, Stage
 
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Ref
-from autoparallel.planner.layout import Layout, Mesh, shard
-from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.price_cache import PriceCache
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.precision import with_precision
+from autoparallel.planner.costs.price_cache import PriceCache
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import Ref
+from autoparallel.planner.graph.layout import Layout, Mesh, shard
 
 ALONE = ((1, 0),)
 """What one stage holds: one micro-batch."""

@@ -25,10 +25,7 @@ from brute_force_sums import OF_STATES, new_only, of_states
 
 from autoparallel.cost_model.ops.memory import reserve_bytes
 from autoparallel.cost_model.simulator.stage_costs import Buckets
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
-from autoparallel.planner.layout import INVARIANT, Layout, NodeLayout, boundary_layout
-from autoparallel.planner.plan import Recompute
-from autoparallel.planner.pricing.kept_bytes import (
+from autoparallel.planner.costs.kept_bytes import (
     RECOMPUTE_MODES,
     Part,
     Replay,
@@ -38,7 +35,10 @@ from autoparallel.planner.pricing.kept_bytes import (
     saved_parts,
     working_bytes,
 )
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref
+from autoparallel.planner.graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout
+from autoparallel.planner.plan import Recompute
 
 LEAVES = ("input", "constant", "buffer")
 PASSES = (

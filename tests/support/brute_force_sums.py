@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from brute_force_layouts import Floats
 
-from autoparallel.planner.pricing.seconds import Seconds
+from autoparallel.planner.costs.seconds import Seconds
 
 OF_STATES = (
     "forward_states",

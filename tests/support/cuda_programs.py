@@ -95,8 +95,8 @@ from autoparallel.passes.ops.local_loss import cross_entropy  # noqa: E402
 from autoparallel.passes.ops.random_ops import random_bits  # noqa: E402
 from autoparallel.passes.programs.constants import evaluate_constants  # noqa: E402
 from autoparallel.passes.programs.program import Program  # noqa: E402
-from autoparallel.planner.graph import Node, TensorSpec  # noqa: E402
-from autoparallel.planner.layout import Layout, Mesh, local_shape  # noqa: E402
+from autoparallel.planner.graph.graph import Node, TensorSpec  # noqa: E402
+from autoparallel.planner.graph.layout import Layout, Mesh, local_shape  # noqa: E402
 from autoparallel.planner.plan import Plan  # noqa: E402
 from autoparallel.planning.capture import capture_target  # noqa: E402
 from autoparallel.planning.plan import plan_program  # noqa: E402

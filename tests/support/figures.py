@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from autoparallel.cost_model.simulator.actions import chain
 from autoparallel.cost_model.simulator.simulator import step_seconds
 from autoparallel.cost_model.simulator.stage_costs import StageCosts
-from autoparallel.planner.pricing.branches import WeightedEdges
 from autoparallel.planner.schedules.schedules import build_schedule
+from autoparallel.planner.stage.branches import WeightedEdges
 
 
 def simulate_figures(

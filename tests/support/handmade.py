@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
-from autoparallel.planner.layout import (
+from autoparallel.planner.graph.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATE,

@@ -14,11 +14,11 @@ from schedule_cases import Case, Models
 
 from autoparallel.passes.memory.stage_memory import with_stage_memory
 from autoparallel.passes.programs.inputs import random_batch
-from autoparallel.planner.evaluate import TRANSIENT
+from autoparallel.planner.evaluate.evaluate import TRANSIENT
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import loads
-from autoparallel.planner.pricing.stage_cost import combine_bytes
-from autoparallel.planner.replicas import stages_of_ranks
+from autoparallel.planner.stage.stage_cost import combine_bytes
+from autoparallel.planner.variants.replicas import stages_of_ranks
 from autoparallel.runtime.profile.memory_counter import measure_step
 from autoparallel.runtime.step.trainer import Trainer
 

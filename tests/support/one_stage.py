@@ -6,10 +6,10 @@ from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import find_plan, rules
+from autoparallel.planner.costs.basis import DEFAULT, Basis
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, run_proposers
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.context import SearchContext

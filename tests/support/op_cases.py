@@ -16,7 +16,7 @@ from op_tensors import below, distinct, f, fixed, labels, mask, positive, single
 from torch import Tensor
 
 from autoparallel.passes.ops.torch_ops import resolve
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 
 
 @dataclass(frozen=True)

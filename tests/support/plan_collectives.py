@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Block, Blocks, Graph, Ref
-from autoparallel.planner.layout import (
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Ref
+from autoparallel.planner.graph.layout import (
     BALANCED,
     INVARIANT,
     Layout,

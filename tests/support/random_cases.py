@@ -9,7 +9,7 @@ from math import prod
 from small_graphs import leaf, op, weight, with_batch
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.rules import axis_strategies
 

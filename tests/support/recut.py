@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.layout import Layout, NodeLayout, boundary_layout
+from autoparallel.planner.evaluate.step import known_schedule
+from autoparallel.planner.graph.graph import Blocks, Graph
+from autoparallel.planner.graph.layout import Layout, NodeLayout, boundary_layout
 from autoparallel.planner.plan import BlockPlan, Plan, Recompute, StagePlan, StagePrediction
-from autoparallel.planner.pricing.step import known_schedule
 from autoparallel.planner.proposers.balanced import balanced, block_flops
 from autoparallel.planner.schedules.schedules import find_schedule
 from autoparallel.planner.search.report_plan import leaf_layout

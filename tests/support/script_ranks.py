@@ -10,7 +10,7 @@ import torch.distributed as dist
 from communicator import ThreadCommunicator, run_ranks
 from torch import Tensor
 
-from autoparallel.planner import layout
+from autoparallel.planner.graph import layout
 from autoparallel.runtime.script_parts.mesh import Mesh
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
-from autoparallel.planner.batch import find_batch_dims
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.dims.batch import find_batch_dims
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 
 
 def cluster(

@@ -12,7 +12,7 @@ from brute_force_shares import Shared, best_shared
 from random_cases import Case
 
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.layout import NodeLayout
+from autoparallel.planner.graph.layout import NodeLayout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.proposers.refined import WORTH_IT
 from autoparallel.planner.requests.features import features_of

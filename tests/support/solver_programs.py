@@ -18,7 +18,10 @@ from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.costs.choices import Restriction
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import Blocks, Graph
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import (
     Alternative,
     Coupling,
@@ -29,13 +32,10 @@ from autoparallel.planner.integer_programs.ilp import (
     memory_bytes,
     optimize,
 )
-from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.assembly import StageOptions, StageProblem
-from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.recompute_policy import NO_RECOMPUTE, uniform_policy
-from autoparallel.planner.pricing.stage_model import StageModel
-from autoparallel.planner.pricing.structure import Structure
+from autoparallel.planner.stage.assembly import StageOptions, StageProblem
+from autoparallel.planner.stage.recompute_policy import NO_RECOMPUTE, uniform_policy
+from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.structure import Structure
 
 MODELS = Models(
     {

@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from autoparallel.cost_model.cluster.cluster import Cluster, Link
 from autoparallel.passes.local.stage_cut import Boundary
 from autoparallel.passes.local.stage_program import StageProgram, build_stage
-from autoparallel.planner.graph import Blocks, Graph, Node
-from autoparallel.planner.layout import Layout, Mesh, NodeLayout, combine, divides, local_region
+from autoparallel.planner.graph.graph import Blocks, Graph, Node
+from autoparallel.planner.graph.layout import (
+    Layout,
+    Mesh,
+    NodeLayout,
+    combine,
+    divides,
+    local_region,
+)
 from autoparallel.planner.plan import (
     BlockPlan,
     ModelInfo,

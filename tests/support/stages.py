@@ -29,14 +29,8 @@ from autoparallel.passes.ops.collectives import (
     apply_steps,
     local_tensor,
 )
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import (
-    INVARIANT,
-    REPLICATE,
-    Layout,
-    Mesh,
-    shard,
-)
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, shard
 from autoparallel.runtime.step.executor import ReadConstants
 
 aten = torch.ops.aten

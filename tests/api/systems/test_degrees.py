@@ -8,7 +8,7 @@ import pytest
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plan_of
 from marks import slow
 
-from autoparallel.planner.layout import Mesh, NodeLayout, shard
+from autoparallel.planner.graph.layout import Mesh, NodeLayout, shard
 from autoparallel.planner.plan import Plan, ServerPlan
 from autoparallel.systems.degrees import axis_roles, configuration_of, layers_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from exported_plans import BATCH, NUM_DEVICES, SYSTEMS, case, system_of, written
 
-from autoparallel.planner.layout import REPLICATE, Mesh, NodeLayout, shard
+from autoparallel.planner.graph.layout import REPLICATE, Mesh, NodeLayout, shard
 from autoparallel.planner.plan import GradientSum, Plan, ServerPlan
 from autoparallel.systems.features import FEATURES, features_of
 

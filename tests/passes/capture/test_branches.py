@@ -6,8 +6,8 @@ import pytest
 
 from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.pricing.branches import Section, find_sections
-from autoparallel.planner.pricing.structure import Structure
+from autoparallel.planner.stage.branches import Section, find_sections
+from autoparallel.planner.stage.structure import Structure
 from autoparallel.planning.capture import capture_model
 from autoparallel.target.load import load_target
 

@@ -19,7 +19,7 @@ from autoparallel.passes.capture.retrace import (
 from autoparallel.passes.programs.interpret import LITERAL
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.call_trace import CallTrace, traced_if_wanted, tracing_calls
-from autoparallel.planner.graph import Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Blocks, Graph, Node, Ref, TensorSpec
 
 X = torch.arange(4.0)
 

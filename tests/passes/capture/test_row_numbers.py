@@ -16,7 +16,7 @@ from autoparallel.passes.capture.lower import Lowered
 from autoparallel.passes.capture.row_numbers import with_numbers
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import LITERAL, run
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 
 ROWS, WIDTH = 12, 6
 

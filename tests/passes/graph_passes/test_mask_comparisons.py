@@ -13,7 +13,7 @@ from autoparallel.passes.graph_passes import masks
 from autoparallel.passes.graph_passes.mask_comparisons import COMPARISONS, _comparison_meaning
 from autoparallel.passes.graph_passes.masks import SDPA, _meaning
 from autoparallel.passes.initialization.deferred_init import record_build
-from autoparallel.planner.graph import Ref
+from autoparallel.planner.graph.graph import Ref
 
 POSITIONS = torch.arange(5)
 

@@ -9,7 +9,7 @@ from autoparallel.passes.graph_passes.masks import SDPA
 from autoparallel.passes.initialization.deferred_init import record_build
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
-from autoparallel.planner.graph import Node
+from autoparallel.planner.graph.graph import Node
 
 
 class Attention(nn.Module):

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from autoparallel.passes.graph_passes.runner import BrokenGraphError, run_passes
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 
 X = Ref("x")
 SCALAR = (TensorSpec((), "float32"),)

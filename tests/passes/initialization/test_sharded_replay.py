@@ -18,7 +18,7 @@ from autoparallel.passes.initialization.deferred_init import (
     plain_build,
     record_build,
 )
-from autoparallel.planner.layout import Region
+from autoparallel.planner.graph.layout import Region
 
 
 class Chains(nn.Module):

@@ -21,8 +21,8 @@ from autoparallel.passes.local.localize import (
 from autoparallel.passes.ops.collectives import Rank
 from autoparallel.passes.programs.interpret import run
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.layout import INVARIANT, Layout, Mesh, NodeLayout, parse_layout
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, Layout, Mesh, NodeLayout, parse_layout
 
 TP = Mesh(("tp",), (2,))
 DP_TP = Mesh(("dp", "tp"), (2, 2))

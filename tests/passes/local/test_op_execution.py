@@ -20,7 +20,7 @@ from random_suites import sample_size
 from torch import Tensor
 
 from autoparallel.passes.local.prove import describe, node_layouts, prove
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 
 CASES = cases()
 MESHES = {

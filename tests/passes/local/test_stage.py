@@ -19,7 +19,7 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 
 VOCABULARY, WIDTH, HEADS, SEQ = 24, 16, 4, 8
 ROWS = 4

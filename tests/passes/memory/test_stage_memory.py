@@ -31,13 +31,13 @@ from autoparallel.passes.memory.storages import LiveBytes
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
+from autoparallel.planner.costs.kept_bytes import saved_parts
+from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import InfeasibleError
-from autoparallel.planner.evaluate import TRANSIENT
+from autoparallel.planner.evaluate.evaluate import TRANSIENT
 from autoparallel.planner.find_plan import plan
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan, Precision
-from autoparallel.planner.pricing.kept_bytes import saved_parts
-from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import plan_program

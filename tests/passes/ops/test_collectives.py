@@ -18,7 +18,7 @@ from autoparallel.passes.ops.collectives import (
     local_tensor,
     parse_steps,
 )
-from autoparallel.planner.layout import (
+from autoparallel.planner.graph.layout import (
     CONVERSIONS,
     INVARIANT,
     PARTIAL,

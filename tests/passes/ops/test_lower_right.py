@@ -20,7 +20,7 @@ from autoparallel.passes.local.local_functions import (
 from autoparallel.passes.local.simulated import ThreadCommunicator, run_ranks
 from autoparallel.passes.memory.saved_tensors import FakeRanks
 from autoparallel.passes.ops.collectives import Rank
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 
 SEQ, HEADS = 12, 4
 

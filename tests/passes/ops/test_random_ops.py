@@ -20,7 +20,7 @@ from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.tracing.counter_random import batch_dims, counter_random
 from autoparallel.passes.tracing.modes import promote_to_float64
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.graph.layout import Mesh
 
 dropout = torch.ops.autoparallel.counter_dropout
 uniform = torch.ops.autoparallel.counter_uniform

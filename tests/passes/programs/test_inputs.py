@@ -9,7 +9,7 @@ import torch
 
 from autoparallel.passes.programs.inputs import integer_bounds, random_batch
 from autoparallel.passes.programs.interpret import run
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 
 
 def graph_of(path: str, args: tuple[Any, ...], made: tuple[int, ...]) -> Graph:

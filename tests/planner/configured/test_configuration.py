@@ -25,13 +25,13 @@ from autoparallel.planner.configured.configuration import (
     stage_bounds,
 )
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
+from autoparallel.planner.costs.basis import DEFAULT, Basis, CostAssumptions
+from autoparallel.planner.costs.choices import Restriction, input_specs
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.graph import Block, Blocks, Ref
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.graph.graph import Block, Blocks, Ref
+from autoparallel.planner.graph.positions import position_dims
 from autoparallel.planner.inter_op.submesh import mesh_of, restriction
-from autoparallel.planner.positions import position_dims
-from autoparallel.planner.pricing.basis import DEFAULT, Basis, CostAssumptions
-from autoparallel.planner.pricing.choices import Restriction, input_specs
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies
 from examples.gpt import GPT, example_batch

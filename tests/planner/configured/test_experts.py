@@ -14,17 +14,17 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
+from autoparallel.planner.costs.basis import Basis, CostAssumptions
+from autoparallel.planner.costs.choices import inner_collectives, input_specs
+from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.expert_dims import (
+from autoparallel.planner.graph.expert_dims import (
     FIRST_WEIGHT,
     is_expert_layer,
     joins_tokens,
     token_nodes,
 )
-from autoparallel.planner.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
-from autoparallel.planner.pricing.basis import Basis, CostAssumptions
-from autoparallel.planner.pricing.choices import inner_collectives, input_specs
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
 from autoparallel.planner.rules.dispatch import as_received
 from autoparallel.planner.rules.saved import expert_pairs
 from autoparallel.planning.capture import capture_target

@@ -14,6 +14,7 @@ from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 from solver_programs import assembly, random_problem
 
+from autoparallel.planner.graph.layout import Mesh, NodeLayout, format_layout
 from autoparallel.planner.integer_programs.ilp import (
     Memory,
     Problem,
@@ -22,8 +23,7 @@ from autoparallel.planner.integer_programs.ilp import (
     merge_classes,
     optimize,
 )
-from autoparallel.planner.layout import Mesh, NodeLayout, format_layout
-from autoparallel.planner.pricing.assembly import StageOptions, StageProblem
+from autoparallel.planner.stage.assembly import StageOptions, StageProblem
 
 
 def chosen(found: StageProblem, choices: tuple[int, ...]) -> dict[str, NodeLayout]:

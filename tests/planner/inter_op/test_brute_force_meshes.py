@@ -14,9 +14,9 @@ from brute_force import BruteForce
 from one_stage import plan
 from small_graphs import cluster, leaf, op, weight, with_batch
 
-from autoparallel.planner.graph import Block, Blocks, Graph, Ref
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Ref
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.inter_op.submesh import mesh_of
-from autoparallel.planner.layout import Mesh
 from autoparallel.planner.requests.request import Request, divisors
 
 SAME = 1e-9

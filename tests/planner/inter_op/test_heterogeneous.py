@@ -13,7 +13,7 @@ from small_graphs import mlp
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.inter_op.heterogeneous import (
     MOST_ORDERS,
     host_orders,

@@ -10,6 +10,7 @@ from random_cases import random_case
 from random_suites import seeds
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.intra_op.elimination import (
     Eliminated,
     Factor,
@@ -19,7 +20,6 @@ from autoparallel.planner.intra_op.elimination import (
     find_order,
 )
 from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, conversion_table
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.search.context import SearchContext
 
 SIZES = (2, 3, 2, 4, 2)

@@ -9,15 +9,15 @@ from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.choices import Restriction
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.intra_op.pool import Pool
-from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.assembly import Solution, StageOptions, StageProblem
-from autoparallel.planner.pricing.choices import Restriction
-from autoparallel.planner.pricing.decisions import ZEROS
-from autoparallel.planner.pricing.kind_model import KEPT, STATES
-from autoparallel.planner.pricing.prices import Prices
-from autoparallel.planner.pricing.stage_model import StageModel
-from autoparallel.planner.pricing.structure import Run, Structure
+from autoparallel.planner.stage.assembly import Solution, StageOptions, StageProblem
+from autoparallel.planner.stage.decisions import ZEROS
+from autoparallel.planner.stage.kind_model import KEPT, STATES
+from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.structure import Run, Structure
 
 COUNT = 4
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

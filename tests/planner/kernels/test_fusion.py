@@ -7,12 +7,12 @@ import pytest
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.costs.choices import input_specs
+from autoparallel.planner.costs.kept_bytes import working_bytes
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, Mesh, NodeLayout
 from autoparallel.planner.kernels.fusion import with_fusion
-from autoparallel.planner.layout import INVARIANT, Mesh, NodeLayout
-from autoparallel.planner.pricing.choices import input_specs
-from autoparallel.planner.pricing.kept_bytes import working_bytes
-from autoparallel.planner.pricing.prices import Prices
 from autoparallel.planner.rules.work import Work
 
 ROWS, WIDTH = 64, 32

@@ -11,10 +11,10 @@ import pytest
 from random_suites import seeds
 from small_graphs import cluster, op, weight, with_batch
 
-from autoparallel.planner.graph import Block, Blocks, Graph, Node, Ref
+from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref
 from autoparallel.planner.inter_op.branches_search import BOUND_STEP, branch_pipelines
 from autoparallel.planner.inter_op.inter_op import Floats, StageChoice, Table
-from autoparallel.planner.pricing.branches import (
+from autoparallel.planner.stage.branches import (
     Section,
     StagePlacement,
     find_sections,
@@ -23,7 +23,7 @@ from autoparallel.planner.pricing.branches import (
     stage_depths,
     stage_edges,
 )
-from autoparallel.planner.pricing.structure import Structure
+from autoparallel.planner.stage.structure import Structure
 
 ROWS, WIDTH = 4, 8
 

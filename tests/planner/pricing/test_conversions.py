@@ -9,10 +9,10 @@ import pytest
 
 from autoparallel.cost_model.cluster.cluster_file import load_cluster
 from autoparallel.planner import rules
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import INVARIANT, PARTIAL, REPLICATE, Mesh, shard
-from autoparallel.planner.pricing.conversions import conversion_seconds
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.conversions import conversion_seconds
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, PARTIAL, REPLICATE, Mesh, shard
 
 PLACEMENTS = (shard(0), shard(1), REPLICATE, INVARIANT, PARTIAL)
 MESHES = (Mesh(("dp",), (4,)), Mesh(("dp", "tp"), (2, 4)), Mesh(("dp", "cp", "tp"), (2, 2, 2)))

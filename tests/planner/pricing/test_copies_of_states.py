@@ -12,10 +12,10 @@ from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import overlapped
 from autoparallel.planner import rules
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import INVARIANT, Mesh
-from autoparallel.planner.pricing.basis import CostAssumptions
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.basis import CostAssumptions
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import INVARIANT, Mesh
 
 NUMEL = 1 << 20
 SHARE = 1 - 1 / 1.189

@@ -16,11 +16,11 @@ from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.layout import Mesh
+from autoparallel.planner.costs.kept_bytes import storages
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.kept_bytes import storages
-from autoparallel.planner.pricing.prices import Prices
 
 SPLIT = ("zb-h1", "zb-h2")
 FACTORS = (1.3, 5.0, 20.0)

@@ -14,9 +14,9 @@ from small_graphs import mlp
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.cost_model.profile.case import OpCase
 from autoparallel.passes.local.prove import node_layouts
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.layout import Mesh, local_shape
-from autoparallel.planner.pricing.op_case import op_case
+from autoparallel.planner.costs.op_case import op_case
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.layout import Mesh, local_shape
 from autoparallel.planner.rules.work import work
 
 MESHES = (Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

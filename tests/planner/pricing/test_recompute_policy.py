@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_suites import seeds
 
-from autoparallel.planner.pricing.recompute_policy import (
+from autoparallel.planner.stage.recompute_policy import (
     MOST_POLICIES,
     Policies,
     RecomputeCosts,

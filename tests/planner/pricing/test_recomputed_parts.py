@@ -15,11 +15,11 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
-from autoparallel.planner.expert_dims import is_expert_layer
-from autoparallel.planner.graph import Graph
-from autoparallel.planner.pricing.basis import Basis
-from autoparallel.planner.pricing.systems import assumptions_of
-from autoparallel.planner.replay import RecomputedPart
+from autoparallel.planner.costs.basis import Basis
+from autoparallel.planner.costs.systems import assumptions_of
+from autoparallel.planner.graph.expert_dims import is_expert_layer
+from autoparallel.planner.graph.graph import Graph
+from autoparallel.planner.kernels.recompute import RecomputedPart
 from autoparallel.planner.rules.dispatch import group_limit
 
 HEADS, NOPE, ROPE, VALUE, HIDDEN, SEQ, ROWS = 4, 16, 8, 16, 64, 32, 4

@@ -7,10 +7,10 @@ from small_graphs import cluster
 
 from autoparallel.cost_model.ops.memory import GradientDtype, StateOptions, sent_bytes
 from autoparallel.planner import rules
-from autoparallel.planner.graph import TensorSpec
-from autoparallel.planner.layout import REPLICATE, Mesh
-from autoparallel.planner.pricing.basis import CostAssumptions
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.basis import CostAssumptions
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import REPLICATE, Mesh
 
 RATE = 1e9
 SPEC = TensorSpec((1 << 12, 1 << 12), "bfloat16", requires_grad=True)

@@ -18,10 +18,10 @@ from autoparallel.passes.local.localize import reference_layouts
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run, run_nodes
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner.dims.sequence_places import SeqDim, find_places
 from autoparallel.planner.errors import PlanError
-from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.sequence_slices import sequence_slice, slice_bounds
-from autoparallel.planner.sequence_places import SeqDim, find_places
+from autoparallel.planner.graph.layout import Mesh
+from autoparallel.planner.variants.sequence_slices import sequence_slice, slice_bounds
 
 ROWS, SEQ, WIDTH, WORDS = 2, 8, 8, 11
 

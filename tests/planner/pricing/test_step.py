@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from random_suites import seeds
 
-from autoparallel.planner.pricing.prices import Seconds
-from autoparallel.planner.pricing.seconds import COLLECTIVES_OF_STATES, Groups, objective_weights
-from autoparallel.planner.pricing.stage_cost import StageCost
-from autoparallel.planner.pricing.step import (
+from autoparallel.planner.costs.prices import Seconds
+from autoparallel.planner.costs.seconds import COLLECTIVES_OF_STATES, Groups, objective_weights
+from autoparallel.planner.evaluate.step import (
     KnownSteps,
     MessageSeconds,
     Pipeline,
@@ -18,6 +17,7 @@ from autoparallel.planner.pricing.step import (
     simulated_step,
     stage_costs,
 )
+from autoparallel.planner.stage.stage_cost import StageCost
 
 
 def stage(**seconds: float) -> StageCost:

@@ -8,8 +8,8 @@ import pytest
 from random_suites import seeds
 from small_graphs import mlp, random_graph
 
-from autoparallel.planner.graph import Ref
-from autoparallel.planner.pricing.structure import Edge, Run, Structure, Use
+from autoparallel.planner.graph.graph import Ref
+from autoparallel.planner.stage.structure import Edge, Run, Structure, Use
 
 
 def edges_one_by_one(structure: Structure, start: int, stop: int) -> list[tuple[Edge, ...]]:

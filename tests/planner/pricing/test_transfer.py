@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.planner.layout import (
+from autoparallel.planner.costs.transfer import transfers
+from autoparallel.planner.graph.layout import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
@@ -19,7 +20,6 @@ from autoparallel.planner.layout import (
     region_slices,
     shard,
 )
-from autoparallel.planner.pricing.transfer import transfers
 
 DP2 = Mesh(("dp", "tp"), (2, 1))
 TP2 = Mesh(("dp", "tp"), (1, 2))

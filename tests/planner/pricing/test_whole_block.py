@@ -12,17 +12,17 @@ from autoparallel.cost_model.cluster.tf32 import with_tf32
 from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Measurement
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.plan import Plan
-from autoparallel.planner.precision import with_precision
-from autoparallel.planner.pricing.basis import Basis
-from autoparallel.planner.pricing.whole_block import (
+from autoparallel.planner.configured.profiling_targets import asked_cases
+from autoparallel.planner.costs.basis import Basis
+from autoparallel.planner.costs.precision import with_precision
+from autoparallel.planner.costs.whole_block import (
     BLOCK_OP,
     block_case,
     seconds_by_ops,
     whole_blocks,
 )
-from autoparallel.planner.profiling_targets import asked_cases
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
 
 HERE = Environment("toy", "", "2.13.0", 1)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.inter_op.submesh import mesh_of
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.alike import (
     MOST_BASES,
     alike_pipelines,

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import plan
-from autoparallel.planner.graph import Blocks, Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.graph import Blocks, Graph, Node, Ref, TensorSpec
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.slice_costs import carried_bytes
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import (
     CHUNKED_SCHEDULES,
@@ -25,6 +24,7 @@ from autoparallel.planner.requests.request import (
     Forced,
     Request,
 )
+from autoparallel.planner.variants.slice_costs import carried_bytes
 
 SAME = 1e-9
 ALL = (*SCHEDULES, *CHUNKED_SCHEDULES, *DERIVED_SCHEDULES)

@@ -11,7 +11,7 @@ from recut import recut
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError, UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import features_of

@@ -11,12 +11,12 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.evaluate import Evaluation, evaluate
+from autoparallel.planner.evaluate.evaluate import Evaluation, evaluate
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, plan, run_proposers
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.alike import alike_pipelines
 from autoparallel.planner.proposers.interleaved import Interleaving, _options
 from autoparallel.planner.requests.features import features_of

@@ -11,8 +11,8 @@ from random_cases import Case, random_case
 from random_suites import seeds
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import StageChoice
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.local_search import (
     MOST_FEW,
     bounded_below,

@@ -10,11 +10,9 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.pricing.basis import DEFAULT
-from autoparallel.planner.pricing.recompute_policy import RecomputePolicy
-from autoparallel.planner.pricing.stage_cost import TRANSIENT, combine_bytes
 from autoparallel.planner.proposers.alike import alike_pipelines
 from autoparallel.planner.proposers.interleaved import _options
 from autoparallel.planner.proposers.rank_memory import RankStage, recomputed_to_fit
@@ -22,6 +20,8 @@ from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.schedules.held import splits, stage_half_pairs
 from autoparallel.planner.search.context import SearchContext
+from autoparallel.planner.stage.recompute_policy import RecomputePolicy
+from autoparallel.planner.stage.stage_cost import TRANSIENT, combine_bytes
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 COUNT = 8

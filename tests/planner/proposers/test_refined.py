@@ -9,9 +9,9 @@ from one_stage import plan
 from random_cases import random_case
 
 from autoparallel.planner import rules
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.costs.basis import DEFAULT
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.proposers.refined import free_axes
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.context import SearchContext

@@ -15,7 +15,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Request

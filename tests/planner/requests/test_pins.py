@@ -7,8 +7,8 @@ from one_stage import plan
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.layout import format_layout
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.graph.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.pins import PENALTY_SECONDS, parse_pin
 from autoparallel.planner.requests.request import Forced, Request

@@ -17,19 +17,26 @@ from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.ops import lower_right  # noqa: F401 - registers the op
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.layout import BALANCED, AxisStrategy, Mesh, NodeLayout, combine, shard
-from autoparallel.planner.plan import Plan
-from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.pricing.choices import (
+from autoparallel.planner.costs.choices import (
     Restriction,
     inner_collectives,
     input_specs,
     node_strategies,
 )
-from autoparallel.planner.pricing.kept_bytes import saved_parts
-from autoparallel.planner.pricing.op_case import op_case
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.kept_bytes import saved_parts
+from autoparallel.planner.costs.op_case import op_case
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.layout import (
+    BALANCED,
+    AxisStrategy,
+    Mesh,
+    NodeLayout,
+    combine,
+    shard,
+)
+from autoparallel.planner.plan import Plan
+from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.rules import axis_strategies, work
 from autoparallel.planner.rules.balanced_attention import BALANCED_ATTENTION, as_run

@@ -9,8 +9,8 @@ import pytest
 from counted_calls import num_calls
 from kept_captures import capture_once
 
-from autoparallel.planner.graph import Graph, Node, Ref, TensorSpec
-from autoparallel.planner.layout import AxisStrategy
+from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.graph.layout import AxisStrategy
 from autoparallel.planner.rules import RULES, axis_strategies, has_rule, strategies_form
 from autoparallel.planner.rules.annotation import bind, parse
 from autoparallel.planner.rules.saved import saved

@@ -14,7 +14,7 @@ from op_cases import OpCase, f, graph_of, positive
 from sharding import assert_close, collect, distribute, gradient_layout
 from torch import Tensor
 
-from autoparallel.planner.layout import AxisStrategy, Mesh
+from autoparallel.planner.graph.layout import AxisStrategy, Mesh
 from autoparallel.planner.rules import axis_strategies
 
 NUM_RANKS = 2

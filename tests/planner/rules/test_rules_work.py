@@ -11,7 +11,7 @@ import torch
 from op_cases import OpCase, cases, graph_of, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.planner.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
+from autoparallel.planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
 from autoparallel.planner.rules import (
     kept_extra_bytes,
     saved,

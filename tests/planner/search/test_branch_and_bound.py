@@ -6,8 +6,8 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import PipelineSearch
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search import branch_and_bound
 from autoparallel.planner.search.bound import work_bound

@@ -16,9 +16,9 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES
 from autoparallel.planner import rules
-from autoparallel.planner.evaluate import evaluate
-from autoparallel.planner.layout import Mesh
-from autoparallel.planner.pricing.prices import Prices
+from autoparallel.planner.costs.prices import Prices
+from autoparallel.planner.evaluate.evaluate import evaluate
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.requests.request import Request
 
 

@@ -9,8 +9,8 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate, complete_simulation, is_whole
 from autoparallel.planner.search.context import SearchContext

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Dtype, Program
-from autoparallel.planner.layout import format_layout
+from autoparallel.planner.costs.basis import DEFAULT, Basis, CostAssumptions
+from autoparallel.planner.graph.layout import format_layout
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.pricing.basis import DEFAULT, Basis, CostAssumptions
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT, example_batch
 

@@ -11,7 +11,7 @@ from one_stage import plan
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.layout import conversion_steps, shard
+from autoparallel.planner.graph.layout import conversion_steps, shard
 from autoparallel.planner.plan import StagePlan
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT

@@ -10,7 +10,7 @@ import torch
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import search
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search import layout_gap

@@ -10,14 +10,14 @@ from random_cases import random_case
 from random_suites import seeds
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import run_proposers
 from autoparallel.planner.intra_op.intra_op import IntraOp
-from autoparallel.planner.pricing.assembly import context_bytes
-from autoparallel.planner.pricing.basis import DEFAULT
-from autoparallel.planner.pricing.structure import Run
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.least_bytes import LeastBytes
+from autoparallel.planner.stage.assembly import context_bytes
+from autoparallel.planner.stage.structure import Run
 
 
 def job_of(seed: int) -> SearchContext:

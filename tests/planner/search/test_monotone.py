@@ -19,7 +19,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.errors import InfeasibleError, UsageError
-from autoparallel.planner.graph import Blocks, Graph
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.requests.request import Forced, Request
 from examples.gpt import GPT, example_batch
 

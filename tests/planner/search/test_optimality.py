@@ -15,7 +15,7 @@ from brute_force_shares import Shared
 from random_cases import Case, random_case, where_compute_counts
 from solved_cases import SAME, Solved, assert_is_near, best_of_all, found_plan, with_limit
 
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 
 NUM_CASES = 200
 SAMPLE = (1, 7, 10, 15, 17)

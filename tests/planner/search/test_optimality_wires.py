@@ -21,7 +21,7 @@ from solved_cases import (
 
 from autoparallel.cost_model.cluster.cluster import Host
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.requests.request import Request
 
 SEEDS = [seed for seed in range(120) if random_case(seed).cluster.hosts[-1].num_devices >= 3]

@@ -12,7 +12,7 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Host
 from autoparallel.planner.errors import InfeasibleError, TimeLimitError, UsageError
-from autoparallel.planner.layout import format_layout
+from autoparallel.planner.graph.layout import format_layout
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request

@@ -10,11 +10,11 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner import rules
+from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.find_plan import plan, run_proposers
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.pricing.basis import DEFAULT
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.context import SearchContext

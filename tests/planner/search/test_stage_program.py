@@ -14,7 +14,7 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.evaluate import evaluate
+from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.integer_programs.program import HIGHS, SolveOptions
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request

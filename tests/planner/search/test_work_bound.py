@@ -12,8 +12,8 @@ from small_graphs import cluster, mlp
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.planner import rules
-from autoparallel.planner.graph import Blocks, Graph
-from autoparallel.planner.pricing.basis import DEFAULT, Basis
+from autoparallel.planner.costs.basis import DEFAULT, Basis
+from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.requests.options import microbatch_rows
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.bound import work_bound

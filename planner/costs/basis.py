@@ -1,0 +1,217 @@
+"""Basis of prices beside the cluster's figures: measurements, and assumptions about the program.
+
+A search records its queries in ``CostQueries``: ops and collectives, each with the source of its
+time and the predicted time that depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...cost_model.cluster.cluster import Source
+from ...cost_model.collectives.collectives import CollectiveKind, Group
+from ...cost_model.collectives.dispatch import Dispatcher, Routing
+from ...cost_model.ops.memory import PrecisionPolicy
+from ...cost_model.profile.case import OpCase
+from ...cost_model.profile.lookup import Profile
+from ..graph.graph import Blocks
+from ..kernels.recompute import RecomputedPart
+from ..plan import Mode
+from ..rules.expert_traffic import ExpertKernels
+from .precision import EIGHT_BITS
+
+Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
+Partition = tuple[tuple[int, ...], ...]
+"""Groups of cluster ranks that run a collective at the same time."""
+
+
+@dataclass(slots=True)
+class QueriedOp:
+    """An op whose price was queried: predicted ``seconds`` of all uses, relative ``error``."""
+
+    case: OpCase
+    source: Source
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(slots=True)
+class QueriedTransfer:
+    """A collective or message whose price was queried on a group, with its least and most bytes."""
+
+    kind: Kind
+    group: Group
+    partition: Partition
+    least_bytes: float
+    most_bytes: float
+    sources: dict[Source, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
+class CostQueries:
+    """Record of all price queries. ``uses`` maps a node to its number of uses in the model."""
+
+    uses: Mapping[str, int] = field(default_factory=dict)
+    num_microbatches: int = 1
+    ops: dict[OpCase, QueriedOp] = field(default_factory=dict)
+    transfers: dict[tuple[Kind, Group], QueriedTransfer] = field(default_factory=dict)
+    unwritten: set[str] = field(default_factory=set)
+    """Ops with work that a profile cannot measure alone, as it cannot express an argument."""
+
+    def of(self, num_microbatches: int) -> CostQueries:
+        """Return the same record, for prices of one of ``num_microbatches`` micro-batches."""
+        return CostQueries(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
+
+    def op(self, name: str, found: QueriedOp, seconds: float) -> None:
+        """Record a query of node ``name``'s op; ``seconds`` is the time of one use."""
+        found = self.ops.setdefault(found.case, found)
+        found.seconds += seconds * self.uses.get(name, 1) * self.num_microbatches
+
+    def transfer(
+        self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
+    ) -> None:
+        """Record a query of a collective or message, (kind, group, partition), of ``num_bytes``."""
+        kind, group, partition = what
+        entry = self.transfers.get((kind, group))
+        if entry is None:
+            entry = QueriedTransfer(kind, group, partition, num_bytes, num_bytes)
+            self.transfers[kind, group] = entry
+        entry.least_bytes = min(entry.least_bytes, num_bytes)
+        entry.most_bytes = max(entry.most_bytes, num_bytes)
+        entry.sources[source] = entry.sources.get(source, 0) + 1
+        entry.seconds += seconds
+
+    def add(self, other: CostQueries) -> None:
+        """Add the entries of ``other`` that are missing here."""
+        for case, op in other.ops.items():
+            self.ops.setdefault(case, op)
+        for key, transfer in other.transfers.items():
+            self.transfers.setdefault(key, transfer)
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Return the ops and collectives that are not measured, as texts with their counts."""
+        counts: dict[str, int] = {}
+        for op in self.ops.values():
+            if op.source != "measured":
+                counts[op.case.op] = counts.get(op.case.op, 0) + 1
+        for name in self.unwritten:
+            counts[name] = counts.get(name, 0) + 1
+        for transfer in self.transfers.values():
+            if "spec" in transfer.sources:
+                name = f"{transfer.kind} of {transfer.group.num_ranks} ranks"
+                counts[name] = counts.get(name, 0) + transfer.sources["spec"]
+        return [f"{name} ({count})" for name, count in sorted(counts.items())]
+
+
+def uses_of(blocks: Blocks) -> dict[str, int]:
+    """Map each template node to the number of blocks of its kind."""
+    counts: dict[str, int] = {}
+    for block in blocks.blocks:
+        counts[block.kind] = counts.get(block.kind, 0) + 1
+    return {name: counts[kind] for kind, block in blocks.kinds.items() for name in block.nodes}
+
+
+AttentionKernel = Literal["flash", "cudnn"]
+"""Kernel of fused attention: PyTorch's FlashAttention-2, or cuDNN's (TransformerEngine, Hopper)."""
+
+Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
+"""Unit of 8-bit and 4-bit scaling: a tensor, a row, 32 elements (MXFP8), 16 of 4 bits (NVFP4)."""
+
+SCALINGS: Mapping[Scaling, tuple[str, float]] = {
+    "tensorwise": (EIGHT_BITS, 1.0),
+    "rowwise": ("float8_rowwise", 1.0),
+    "mxfp8": ("mxfp8", 1 + 1 / 32),
+    "nvfp4": ("nvfp4", 0.5 + 1 / 16),
+}
+"""Format of a product's factors by scaling, as named in ``cost_model.ops.compute``, and bytes of a
+cast element with its share of the scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostAssumptions:
+    """Assumptions about the training program whose cost is predicted.
+
+    ``policy``: bytes per parameter, if precision and optimizer do not determine them.
+    ``recomputed``: the parts of a layer that selective recomputation reruns
+    (``costs.recomputed_parts``); by default this package's own selection. ``joint_states``: one
+    collective shards a parameter's states, or sums its gradient, over all data-, expert- and
+    context-parallel ranks that hold it whole, as in Megatron-LM's distributed optimizer and
+    torchtitan's FSDP. ``slowdown``: factor of compute beside collectives of states, if not the
+    device's; infinite if they do not overlap compute. ``cast_bytes``: memory traffic of casting an
+    element of a product's factor to 8 bits: the largest value is found (2 bytes read) to scale by,
+    then the tensor is cast in both layouts (2 read, 1 written twice), as torchao does with one
+    scale per tensor. ``scaling``: the scaling of 8-bit products, from ``SCALINGS``.
+    ``keeps_casts``: an 8-bit product keeps the cast of its input for its backward instead of the
+    input, as in TransformerEngine. ``regathers``: a linear layer whose weight is split by rows
+    keeps the rank's part of its input from before the gather, and gathers it again beside the
+    gradient of the input (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2).
+    ``casts_experts``: in fp8 the products of experts are 8-bit, too. ``expert_kernels``: the
+    kernels of experts (``planner.rules.expert_traffic``); unless separate, experts keep only the
+    inputs of their products and activations. ``dispatcher``: transport of tokens to experts.
+    ``imbalance``: tokens of the fullest rank of experts divided by the mean; ``routing``: the
+    experts that a token may visit. ``copies_states``: parameters and gradients pass through buffers
+    in ZeRO 2 and 3; XLA exchanges the tensors themselves. ``attention``: the kernel of fused
+    attention, if a device has an efficiency for it.
+    """
+
+    policy: PrecisionPolicy | None = None
+    recomputed: tuple[RecomputedPart, ...] = ()
+    joint_states: bool = False
+    slowdown: float | None = None
+    cast_bytes: float = 6.0
+    scaling: Scaling = "tensorwise"
+    keeps_casts: bool = False
+    regathers: bool = False
+    casts_experts: bool = False
+    expert_kernels: ExpertKernels = "separate"
+    dispatcher: Dispatcher = "gather"
+    imbalance: float = 1.0
+    routing: Routing = "any"
+    copies_states: bool = True
+    attention: AttentionKernel = "flash"
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Return whether the backward repeats collectives only of ops that it reruns.
+
+        This package's own backward may repeat them: it reruns the kernels of attention over several
+        ranks, with their collectives, for the tensors that autograd keeps.
+        """
+        return bool(self.recomputed)
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Return whether expert-parallel ranks hold different tokens and send them to experts."""
+        return self.dispatcher != "gather"
+
+
+RUNTIME = CostAssumptions()
+"""Assumptions that hold for this package's own runtime."""
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """Measurements and their use in prices. ``asked`` records every query.
+
+    With ``only``, seconds from other sources count as zero. ``assumptions``: facts about the
+    program that trains.
+    """
+
+    profile: Profile | None = None
+    mode: Mode = "auto"
+    asked: CostQueries | None = None
+    only: Source | None = None
+    assumptions: CostAssumptions = RUNTIME
+
+    @property
+    def used(self) -> Profile | None:
+        """Profile that prices are taken from; None if there is none, or in mode "analytic"."""
+        return None if self.mode == "analytic" else self.profile
+
+
+DEFAULT = Basis()
+"""Basis without measurements."""

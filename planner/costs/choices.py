@@ -1,0 +1,456 @@
+"""Strategies of a node on a whole mesh: a strategy per axis, combined and pruned.
+
+In: a node, the rules, a mesh, and restrictions of its axes. Out: the node's layouts with the
+collectives they need inside. Only combinations whose splits divide every tensor are offered; of two
+with equal layouts the first in the rules' order is kept, but causal attention is offered both
+balanced and not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import TypeVar
+
+from ..dims.batch import rows_apart
+from ..graph.expert_dims import ExpertDims, by_experts, expert_dims, token_nodes
+from ..graph.graph import Graph, Node, TensorSpec
+from ..graph.layout import (
+    BALANCED,
+    INVARIANT,
+    REPLICATE,
+    AxisStrategy,
+    InnerCollective,
+    Layout,
+    Mesh,
+    NodeLayout,
+    Placement,
+    balanced_axes,
+    combine,
+    divides,
+    keeps_groups,
+    shard,
+)
+from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
+from ..requests.features import Features, allowed
+from ..requests.pins import Pins, keep_pinned
+from ..rules.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
+from .price_cache import find
+from .prices import Prices
+from .split_values import batch_split, batch_whole, parameters_split, positions_split
+
+T = TypeVar("T")
+Inner = tuple[tuple[int, InnerCollective], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStrategy:
+    """Strategy of a node on a mesh: its layouts, and its strategy's number on each mesh axis.
+
+    ``num_inner`` is the number of collectives inside the node: see ``inner_of``.
+    """
+
+    layout: NodeLayout
+    strategies: tuple[int, ...] = ()
+    num_inner: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """Permitted uses of the axes of a mesh.
+
+    On axes of ``split_batch`` every value that counts the batch is split along it, and parameters
+    are replicated. On axes of ``split_parameters`` no value is split along the batch; every
+    parameter of two or more dimensions that the axis divides is split, and used split if the op
+    can; ``sequence_parallel`` says whether values outside such ops are split along positions there,
+    as in Megatron-LM with and without sequence parallelism (None: the solver decides). On axes of
+    ``split_positions`` every value that counts positions is split along them, and parameters are
+    replicated (context parallelism); on axes of ``split_experts`` the weights of experts are split
+    by expert and all other values as on ``split_batch`` (expert parallelism). ``pins`` are the
+    layouts that the user requires, by template node, ``features`` the allowed features. On axes of
+    ``gathers`` a parameter that is used whole may be stored split along its first dimension, and
+    gathered. On axes of ``tokens`` each rank has its own tokens at layers of experts; the ranks
+    have different experts if the axis is in ``folded``, and slices of the same experts if it is in
+    ``sliced``.
+    """
+
+    split_batch: tuple[int, ...] = ()
+    split_parameters: tuple[int, ...] = ()
+    sequence_parallel: bool | None = None
+    split_positions: tuple[int, ...] = ()
+    pins: Pins = field(default_factory=dict)
+    features: Features = field(default_factory=Features)
+    split_experts: tuple[int, ...] = ()
+    gathers: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    folded: tuple[int, ...] = ()
+    sliced: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return a key that is equal for equal restrictions."""
+        return (
+            self.split_batch,
+            self.split_parameters,
+            self.sequence_parallel,
+            self.split_positions,
+            tuple(self.pins.items()),
+            self.features,
+            self.split_experts,
+            self.gathers,
+            self.tokens,
+            self.folded,
+            self.sliced,
+        )
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Return the axes whose use is fixed for every value."""
+        return (*self.split_batch, *self.split_positions, *self.split_experts)
+
+
+def node_strategies(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> tuple[NodeStrategy, ...]:
+    """Return every strategy of an op on the mesh.
+
+    Each of two axes may divide an op but not both together: of 6 flattened samples, one axis splits
+    off 3, which the other cannot split by 2. Then the restriction is lifted on the axes of
+    positions; if this is not enough, on all axes.
+    """
+    every_axis = range(len(prices.mesh.shape))
+    for free in ((), restriction.split_positions, every_axis):
+        found = _matching_strategies(node, graph, prices, restriction, free)
+        if found:
+            break
+    return _as_pinned(node, found, prices, restriction)
+
+
+def _matching_strategies(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
+) -> tuple[NodeStrategy, ...]:
+    """Return the strategies of an op if mesh axes ``free`` have no restriction."""
+    specs, sizes = input_specs(node, graph), prices.mesh.shape
+    loose = Restriction(features=restriction.features)
+    per_axis = [
+        _numbered(node, graph, axis, prices, loose if axis in free else restriction)
+        for axis in range(len(sizes))
+    ]
+    found: dict[tuple[object, ...], NodeStrategy] = {}
+    for chosen in product(*per_axis):
+        strategies = tuple(strategy for _, strategy in chosen)
+        if not keeps_groups(strategies, sizes):
+            continue
+        layout = combine(strategies)
+        if not specs:
+            layout = NodeLayout((), layout.outputs, layout.labels)
+        if not _divides(layout, specs, node.outputs, sizes):
+            continue
+        num_inner = sum(len(each.collectives) for each in strategies)
+        key = (layout.inputs, layout.outputs, balanced_axes(layout))
+        if key not in found or num_inner < found[key].num_inner:
+            found[key] = NodeStrategy(layout, tuple(number for number, _ in chosen), num_inner)
+    return tuple(found.values())
+
+
+def _numbered(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> list[tuple[int, AxisStrategy]]:
+    """Return an axis's allowed strategies, with their numbers in all strategies of the node."""
+    allowed_here = _axis_strategies(node, graph, axis, prices, restriction)
+    if prices.mesh.shape[axis] == 1:
+        return list(enumerate(allowed_here))
+    every = strategies_of(node, graph, prices.mesh.shape[axis], prices)
+    numbers = {id(strategy): number for number, strategy in enumerate(every)}
+    return [(numbers[id(strategy)], strategy) for strategy in allowed_here]
+
+
+def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -> Inner:
+    """Return (axis, collective) for all collectives inside a node under ``strategy``."""
+    return tuple(
+        (axis, item)
+        for axis, (number, size) in enumerate(
+            zip(strategy.strategies, prices.mesh.shape, strict=True)
+        )
+        if size > 1
+        for item in strategies_of(node, graph, size, prices)[number].collectives
+    )
+
+
+def _as_pinned(
+    node: Node, found: tuple[NodeStrategy, ...], prices: Prices, restriction: Restriction
+) -> tuple[NodeStrategy, ...]:
+    """Return the strategies that satisfy the node's pins, or all if none does."""
+    pins = restriction.pins.get(node.name, ())
+    if not pins:
+        return found
+    made = set(keep_pinned([strategy.layout.outputs[0] for strategy in found], pins, prices.mesh))
+    return tuple(strategy for strategy in found if strategy.layout.outputs[0] in made)
+
+
+def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
+    """Return the specs of a node's inputs, in call order."""
+    return tuple(graph.spec(ref) for ref in node.inputs)
+
+
+def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
+    """Return (axis, collective) for all collectives inside a node with layout ``layout``."""
+    found: list[tuple[int, InnerCollective]] = []
+    balanced = balanced_axes(layout)
+    for axis, size in enumerate(prices.mesh.shape):
+        inputs = tuple(each[axis] for each in layout.inputs)
+        outputs = tuple(each[axis] for each in layout.outputs)
+        matching = [
+            strategy
+            for strategy in strategies_of(node, graph, size, prices)
+            if (strategy.inputs, strategy.outputs) == (inputs, outputs)
+            and (strategy.label == BALANCED) == (axis in balanced)
+        ]
+        if matching:
+            best = min(matching, key=lambda strategy: len(strategy.collectives))
+            found += [(axis, item) for item in best.collectives]
+    return tuple(found)
+
+
+def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+    """Return every strategy of a node on an axis of ``size`` ranks, shared by equal nodes."""
+    form, sends = _form(node, graph, prices), prices.assumptions.sends_tokens
+    limit = group_limit(node, graph) if sends else (1, 1)
+
+    def make() -> tuple[AxisStrategy, ...]:
+        found = prices.rules.axis_strategies(node, graph, size)
+        if not sends:
+            return found
+        return (*sent_strategies(node, input_specs(node, graph), size, limit), *found)
+
+    return find(prices.cache.strategies, (form, size, limit), make)
+
+
+def _form(node: Node, graph: Graph, prices: Prices) -> int:
+    """Return the number of the node's form, from 1; nodes of one form have equal strategies."""
+    numbers = prices.cache.form_numbers
+    return find(
+        prices.cache.forms,
+        (node.name, graph.batch_size),
+        lambda: numbers.setdefault(prices.rules.strategies_form(node, graph), len(numbers) + 1),
+    )
+
+
+def _axis_strategies(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> tuple[AxisStrategy, ...]:
+    size = prices.mesh.shape[axis]
+    if size == 1:
+        num_inputs, num_outputs = len(node.inputs), len(node.outputs)
+        return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
+    strategies = strategies_of(node, graph, size, prices)
+    if prices.assumptions.sends_tokens:
+        if axis in restriction.tokens and node.name in tokens_of(graph, prices):
+            return _tokens_split(node, graph, axis, prices, restriction)
+        strategies = tuple(each for each in strategies if each.label not in (SLICED, TOKENS))
+    if axis not in restriction.given:
+        dims = partial(dims_on, graph, size, prices)
+        strategies = allowed(node, graph, strategies, dims, restriction.features)
+    if axis in restriction.split_batch and (graph.batch_dims or graph.batch_size % size == 0):
+        return batch_split(node, batch_dims(graph, prices), strategies)
+    if axis in restriction.split_experts:
+        by_rows = batch_split(node, batch_dims(graph, prices), strategies)
+        found = by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
+        return tuple(each for each in found if each.label == SENT) or found
+    if axis in restriction.split_parameters:
+        fitting = batch_whole(node, graph, strategies)
+        if restriction.sequence_parallel is None:
+            return parameters_split(node, graph, fitting)
+        return _as_megatron(node, graph, fitting, dims_on(graph, size, prices), restriction)
+    if axis in restriction.split_positions:
+        whole = batch_whole(node, graph, strategies)
+        return positions_split(node, whole, dims_on(graph, size, prices))
+    return strategies
+
+
+def _tokens_split(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> tuple[AxisStrategy, ...]:
+    """Return the strategies of a node that split tokens on an axis: for an expert layer, with whole
+    experts per rank or slices of the same experts, as the restriction says."""
+    strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
+    label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
+    own = tuple(each for each in strategies if each.label in (label, TOKENS))
+    rest = tuple(each for each in strategies if each.label not in (SENT, SLICED))
+    return own or batch_split(node, batch_dims(graph, prices), rest)
+
+
+def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
+    """Return the names of nodes on tokens (rows and positions joined). Cached per batch size."""
+    return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
+
+
+def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
+    """Return the batch dimensions by node, as far as rows are not mixed."""
+    if graph.batch_dims:
+        return graph.batch_dims
+    return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
+
+
+def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
+    """Return each value's dimensions of rows and positions. Cached by batch and axis size."""
+    return find(
+        prices.cache.position_dims,
+        (size, graph.batch_size),
+        lambda: position_dims(graph, lambda node: _descending(node, graph, size, prices)),
+    )
+
+
+def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
+    """Return the strategies by which dimensions of positions are followed from input to output.
+    Views that join rows and positions are followed only around expert layers."""
+    strategies = strategies_of(node, graph, size, prices)
+    if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
+        return strategies
+    return tuple(each for each in strategies if each.label != TOKENS)
+
+
+def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
+    """Return the dimensions that index experts, for an axis of ``size`` ranks. Cached."""
+    return find(
+        prices.cache.expert_dims,
+        (size, graph.batch_size),
+        lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
+    )
+
+
+def _as_megatron(
+    node: Node,
+    graph: Graph,
+    strategies: tuple[AxisStrategy, ...],
+    dims: Dims,
+    restriction: Restriction,
+) -> tuple[AxisStrategy, ...]:
+    """Return the strategies that Megatron-LM's tensor parallelism has: split parameters are
+    computed with as split, embedding tables are split by entries, and other values are split along
+    positions if ``restriction.sequence_parallel``."""
+    if restriction.sequence_parallel:
+        fitting = positions_where_whole(node, strategies, dims)
+    else:
+        fitting = features_only(node, strategies, dims)
+    return by_entries(node, parameters_split(node, graph, fitting), dims)
+
+
+def _divides(
+    layout: NodeLayout,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    mesh_shape: Sequence[int],
+) -> bool:
+    return all(
+        divides(spec.shape, each, mesh_shape)
+        for spec, each in zip((*inputs, *outputs), (*layout.inputs, *layout.outputs), strict=True)
+    )
+
+
+def held_layouts(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> tuple[Layout, ...]:
+    """Return the layouts that a parameter may be stored in: split or replicated on each axis.
+
+    If positions stay whole (``sequence_parallel`` False) its gradient is the same on all ranks of
+    the axis, so it may be ``I``.
+    """
+    shape = node.spec.shape
+    same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
+    options: list[list[Placement]] = []
+    for axis, size in enumerate(prices.mesh.shape):
+        experts = _split_weights(graph, axis, prices, restriction)
+        splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
+        if node.name in experts:
+            options.append([shard(0)])
+        elif axis in restriction.tokens and node.name in tokens_of(graph, prices):
+            options.append([REPLICATE])
+        elif axis in restriction.gathers and size > 1:
+            options.append([*(each for each in splits if each.dim == 0), REPLICATE])
+        elif axis in restriction.given or size == 1:
+            options.append([REPLICATE])
+        elif axis in restriction.split_parameters and len(shape) >= 2 and splits:
+            options.append(list(splits))
+        elif axis in restriction.split_parameters:
+            options.append([*splits, same])
+        else:
+            options.append([*splits, REPLICATE])
+    found = [each for each in product(*options) if divides(shape, each, prices.mesh.shape)]
+    return keep_pinned(found, restriction.pins.get(node.name, ()), prices.mesh)
+
+
+def _split_weights(
+    graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> Mapping[str, int]:
+    """Map the expert weights that an axis must split by expert to their number of experts."""
+    size = prices.mesh.shape[axis]
+    is_split = axis in restriction.split_experts or axis in restriction.folded
+    if not is_split or axis in restriction.gathers or size == 1:
+        return {}
+    return experts_on(graph, size, prices).weights
+
+
+def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return the layouts that are worth storing a parameter in for one use with layout ``wanted``.
+
+    A parameter used split is stored split; one used whole is stored whole or, on any axis, split
+    along the first possible dimension and gathered. Other layouts cost more time and bytes.
+    """
+    serving = [layout for layout in held if _serves(wanted, layout)]
+    if not serving:
+        return tuple(held)
+    first: dict[tuple[bool, ...], Layout] = {}
+    for layout in serving:
+        first.setdefault(tuple(placement.is_shard for placement in layout), layout)
+    return tuple(first.values())
+
+
+def _serves(wanted: Layout, held: Layout) -> bool:
+    """Return whether layout ``held`` equals ``wanted`` on every axis that ``wanted`` splits."""
+    return all(own == want for want, own in zip(wanted, held, strict=True) if want.is_shard)
+
+
+def unsharded_ops(
+    graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
+) -> tuple[str, ...]:
+    """Describe matrix products and attention ops that every rank of an axis computes whole, because
+    the axis size does not divide their dimensions.
+
+    There is a line per op and axis; ``nodes`` are names of template nodes.
+    """
+    found = []
+    for name in nodes:
+        node = graph[name]
+        for axis, size in enumerate(prices.mesh.shape):
+            if (
+                size > 1
+                and _is_whole_on(layouts[name], axis)
+                and _is_kept_whole_by(node, graph, size, prices)
+            ):
+                found.append(_describe_undivided(node, graph, prices.mesh, axis))
+    return tuple(found)
+
+
+def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
+    return not any(each[axis].is_shard for each in (*layout.inputs, *layout.outputs))
+
+
+def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
+    """Return whether an op could be split if the axis size divided its dimensions."""
+    work = prices.rules.work(node, input_specs(node, graph), node.outputs)
+    if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
+        return False
+    anyhow, divided = (
+        {each.label for each in prices.rules.axis_strategies(node, graph, of)} for of in (1, size)
+    )
+    return bool(anyhow - divided)
+
+
+def _describe_undivided(node: Node, graph: Graph, mesh: Mesh, axis: int) -> str:
+    shapes = ", ".join("×".join(map(str, graph.spec(ref).shape)) for ref in node.inputs)
+    op = node.op.split(".")[1]
+    where = f"{mesh.axes[axis]}={mesh.shape[axis]}"
+    return f"{op} of {node.module or node.name} is whole on {where}, which does not divide {shapes}"

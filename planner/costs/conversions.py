@@ -1,0 +1,157 @@
+"""Conversions between two lists of layouts, computed together as arrays.
+
+In: a tensor's spec, two lists of layouts, prices. Out: seconds of forward and backward from each
+layout of the first to each of the second, equal to ``Prices.conversion`` of every pair.
+
+The collectives of a conversion depend on the two layouts alone, so they are derived once per pair
+of layouts, for all tensors and all meshes with the same number of axes. A price is queried once per
+tensor, kind of collective, axis and set of other axes that split the tensor meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph.graph import TensorSpec
+from ..graph.layout import Layout, conversion_steps, held_layout
+from .price_cache import find
+from .prices import CONVERSION_SECONDS, Prices
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Sent = tuple[str, int, tuple[int, ...]]
+"""A conversion's collective: kind, its mesh axis, and the other axes that split the tensor."""
+
+_Steps = tuple[tuple[int, int], ...]
+"""Numbers of each step's collectives in forward and backward; 0 for none."""
+
+
+@dataclass
+class Changes:
+    """Collectives of all layout conversions queried so far, on meshes with the same number of axes.
+
+    ``pairs[source, target]`` is the number of a pair of layouts, -1 if unknown; ``there`` and
+    ``back`` have the numbers of a pair's collectives in forward and backward, ``[step, pair]``;
+    ``steps`` is its number of steps.
+    """
+
+    sent: dict[Sent, int] = field(default_factory=dict)
+    numbers: dict[Layout, int] = field(default_factory=dict)
+    layouts: list[Layout] = field(default_factory=list)
+    pairs: Ints = field(default_factory=lambda: np.full((0, 0), -1))
+    there: Ints = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    back: Ints = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    steps: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _found: list[_Steps] = field(default_factory=list)
+
+    def number(self, layouts: Sequence[Layout]) -> Ints:
+        """Return the numbers of ``layouts``; a new layout gets the next number."""
+        for layout in layouts:
+            if layout not in self.numbers:
+                self.numbers[layout] = len(self.layouts)
+                self.layouts.append(layout)
+        return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
+
+    def between(self, sources: Ints, targets: Ints) -> Ints:
+        """Return ``[source, target]``: the number of each pair of layouts."""
+        missing = len(self.layouts) - len(self.pairs)
+        if missing:
+            self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)
+        found = self.pairs[sources[:, None], targets[None, :]]
+        if (found < 0).any():
+            for row, column in zip(*np.nonzero(found < 0), strict=True):
+                self._add(int(sources[row]), int(targets[column]))
+            self._stack()
+            found = self.pairs[sources[:, None], targets[None, :]]
+        return found
+
+    def _add(self, source: int, target: int) -> None:
+        if self.pairs[source, target] < 0:
+            self.pairs[source, target] = len(self._found)
+            self._found.append(self._steps(self.layouts[source], self.layouts[target]))
+
+    def _steps(self, source: Layout, target: Layout) -> _Steps:
+        current, found = list(source), []
+        for step in conversion_steps(source, target):
+            others = tuple(
+                axis
+                for axis, placement in enumerate(current)
+                if axis != step.axis and placement.is_shard
+            )
+            there, back = (
+                0 if kind is None else self._sent((kind, step.axis, others))
+                for kind in step.collectives
+            )
+            found.append((there, back))
+            current[step.axis] = step.target
+        return tuple(found)
+
+    def _sent(self, sent: Sent) -> int:
+        return self.sent.setdefault(sent, len(self.sent) + 1)
+
+    def _stack(self) -> None:
+        self.steps = np.array([len(each) for each in self._found])
+        self.there, self.back = (
+            np.zeros((max(self.steps.max(), 1), len(self._found)), dtype=np.int64) for _ in range(2)
+        )
+        for pair, steps in enumerate(self._found):
+            for number, (there, back) in enumerate(steps):
+                self.there[number, pair], self.back[number, pair] = there, back
+
+
+def changes_of(prices: Prices) -> Changes:
+    """Return the layout conversions shared by all meshes with the same number of axes."""
+    return find(prices.cache.changes, len(prices.mesh.shape), Changes)
+
+
+def conversion_seconds(
+    prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
+) -> tuple[Floats, Floats]:
+    """Return the seconds of layout conversions, forward and backward, each ``[source, target]``.
+
+    The lists must not change afterwards, as the numbers of their layouts are cached by identity.
+    """
+    changes = changes_of(prices)
+    has_gradient = spec.requires_grad
+
+    def numbers(layouts: Sequence[Layout]) -> Ints:
+        def make() -> Ints:
+            own = layouts if has_gradient else [held_layout(each) for each in layouts]
+            return changes.number(own)
+
+        return prices.cache.layout_numbers.find((has_gradient,), (layouts,), make)
+
+    pairs = changes.between(numbers(sources), numbers(targets))
+    there, back = changes.there[:, pairs], changes.back[:, pairs]
+    if not spec.requires_grad:
+        back = np.zeros_like(back)
+    seconds = _seconds(prices, spec, changes, np.union1d(there, back))
+    forward, backward = np.zeros(pairs.shape), np.zeros(pairs.shape)
+    local = CONVERSION_SECONDS * prices.has_spec
+    for number, (own, own_back) in enumerate(zip(there, back, strict=True)):
+        forward += (changes.steps[pairs] > number) * local
+        forward += seconds[own]
+        backward += seconds[own_back]
+    return forward, backward
+
+
+def _seconds(prices: Prices, spec: TensorSpec, changes: Changes, used: Ints) -> Floats:
+    """Return the seconds of the collectives with the numbers ``used``, by number."""
+    found = np.zeros(len(changes.sent) + 1)
+    every: list[Any] = [None, *changes.sent]
+    sizes = prices.mesh.shape
+    for number in used.tolist():
+        if number:
+            kind, axis, others = every[number]
+            num_bytes = spec.num_bytes // prod(sizes[other] for other in others)
+            if kind == "all_to_all":
+                num_bytes //= sizes[axis]
+            found[number] = prices.collective(kind, num_bytes, axis)
+    return found

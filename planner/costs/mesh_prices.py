@@ -1,0 +1,325 @@
+"""Prices of collectives and parameters on one stage's mesh.
+
+In: a mesh on ranks of a cluster; the bytes of a collective, or a parameter with its layout and ZeRO
+stage. Out: seconds, and bytes per device. The seconds of a parameter are the sum of its gradient
+synchronization, its gathers and its optimizer step.
+
+A parameter that is whole on an axis has a partial gradient there, summed once per step (once per
+micro-batch under ZeRO 2 and 3). This package's runtime shards states over axis "dp" alone, and sums
+over the other axes separately. Other programs do both in one collective over all data-, expert- and
+context-parallel ranks (``CostAssumptions.joint_states``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from ...cost_model.cluster.cluster import Cluster, Device, Source
+from ...cost_model.collectives.collectives import (
+    CollectiveKind,
+    Group,
+    collective_seconds,
+    group_of,
+)
+from ...cost_model.ops.compute import with_attention
+from ...cost_model.ops.memory import (
+    DEFAULT,
+    PrecisionPolicy,
+    StateOptions,
+    exchange_bytes,
+    policy,
+    policy_on,
+    state_bytes,
+)
+from ...cost_model.profile.lookup import Profile
+from ..graph.graph import TensorSpec
+from ..graph.layout import Layout, Mesh
+from ..plan import Precision
+from ..rules.rules_protocol import Rules
+from .basis import RUNTIME, CostAssumptions, CostQueries
+from .price_cache import ConversionCache, PriceCache, find
+from .seconds import Priced, Seconds, StateBytes
+from .update import host_update_seconds, step_bytes, update_curve
+
+JOINT_AXES = ("dp", "ep", "cp")
+"""Axes whose ranks hold parameters whole (except weights of experts), the data axis first."""
+
+STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
+"""ZeRO's collectives by their names in a profile, which include copies to and from buffers."""
+
+
+@dataclass(frozen=True)
+class MeshPrices:
+    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
+
+    ``cache`` may be shared by all uses with one cluster and one graph. ``asked`` records every new
+    query. With ``only``, seconds from other sources count as zero. ``own``: the ranks that compute,
+    if ranks differ in their compute.
+    """
+
+    mesh: Mesh
+    cluster: Cluster
+    ranks: tuple[int, ...]
+    precision: Precision
+    optimizer: str
+    rules: Rules
+    cache: PriceCache = field(default_factory=PriceCache, repr=False)
+    profile: Profile | None = None
+    asked: CostQueries | None = field(default=None, repr=False)
+    only: Source | None = None
+    own: tuple[int, ...] = ()
+    assumptions: CostAssumptions = RUNTIME
+    states: StateOptions = DEFAULT
+    device: Device = field(init=False)
+    groups: tuple[Group, ...] = field(init=False)
+    policy: PrecisionPolicy = field(init=False)
+    speed: str = field(init=False, repr=False)
+    converted: ConversionCache = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        slowest = self.cluster.slowest_device(self.own or self.ranks)
+        set_field(self, "device", with_attention(slowest, self.assumptions.attention))
+        set_field(self, "speed", self.device.speed)
+        axes = range(len(self.mesh.axes))
+        set_field(self, "groups", tuple(self._slowest_group(axis) for axis in axes))
+        given = self.assumptions.policy
+        rules = given or policy(self.precision, self.optimizer, self.states)
+        set_field(self, "policy", policy_on(self.device.kind, rules))
+        key = (self.mesh, self.groups, self.profile, self.only)
+        set_field(self, "converted", find(self.cache.conversions, key, ConversionCache))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return a key of all prices, except of transfers between stages, within one ``cache``."""
+        return (
+            type(self),
+            self.mesh,
+            self.groups,
+            self.speed,
+            self.precision,
+            self.optimizer,
+            self.policy,
+            self.profile,
+            self.only,
+            self.assumptions,
+        )
+
+    def group(self, *axes: int) -> Group:
+        """Return the slowest group of ranks that differ only in their coordinates on ``axes``."""
+        return self.groups[axes[0]] if len(axes) == 1 else self._slowest_group(*axes)
+
+    def _slowest_group(self, *axes: int) -> Group:
+        """Find the slowest group, once per cluster and ranks, as a large mesh has many groups."""
+
+        def find_slowest() -> tuple[Cluster, Group]:
+            groups = [
+                group_of(self.cluster, tuple(self.ranks[index] for index in members))
+                for members in self.mesh.groups(*axes)
+            ]
+            slowest = max(
+                groups, key=lambda group: collective_seconds("all_reduce", 1 << 20, group)
+            )
+            return self.cluster, slowest
+
+        # The cluster stays alive beside its group, so that its id stays unique.
+        key = (id(self.cluster), self.mesh, self.ranks, axes)
+        return find(self.cache.groups, key, find_slowest)[1]
+
+    def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
+        """Return the seconds of a collective over all ranks of ``axes``.
+
+        ``num_bytes`` is the size of the whole tensor. ``measured_as`` is the kind's name in a
+        profile, if it differs.
+        """
+        group, name = self.group(*axes), measured_as or kind
+        key = (name, num_bytes, group, self.profile)
+        found = self.cache.collectives.get(key)
+        if found is None:
+            known = self.profile.collective(name, num_bytes, group) if self.profile else None
+            seconds, source = known or (collective_seconds(kind, int(num_bytes), group), "spec")
+            found = self.cache.collectives[key] = Priced(seconds, 0.0, source)
+            if self.asked is not None and group.num_ranks > 1 and num_bytes > 0:
+                what = (name, group, self._partition(axes))
+                self.asked.transfer(what, num_bytes, seconds, source)
+        return self._counted(found).forward
+
+    def _partition(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.ranks[i] for i in members) for members in self.mesh.groups(*axes))
+
+    def _counted(self, found: Priced) -> Priced:
+        if self.only is None:
+            return found
+        counts = self.only == found.source
+        return Priced(found.forward * counts, found.backward * counts, found.source)
+
+    @property
+    def has_spec(self) -> bool:
+        """Return whether prices computed from device specifications count (see ``only``)."""
+        return self.only in (None, "spec")
+
+    def num_parts(self, layout: Layout) -> int:
+        """Return the number of different parts that a layout splits a tensor into."""
+        return prod(
+            size
+            for placement, size in zip(layout, self.mesh.shape, strict=True)
+            if placement.is_shard
+        )
+
+    @cached_property
+    def state_axes(self) -> tuple[int, ...]:
+        """Return the mesh axes over which ZeRO shards states and gradients are summed."""
+        names = JOINT_AXES if self.assumptions.joint_states else JOINT_AXES[:1]
+        sizes = zip(self.mesh.axes, self.mesh.shape, strict=True)
+        found = [axis for axis, (name, size) in enumerate(sizes) if name in names and size > 1]
+        return tuple(found)
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks that ZeRO shards a replicated parameter over."""
+        return self._size(self.state_axes)
+
+    def _size(self, axes: tuple[int, ...]) -> int:
+        return prod(self.mesh.shape[axis] for axis in axes)
+
+    def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
+        """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes.
+
+        Over ``state_axes`` the latency of collectives is not included, as a block's parameters
+        travel together; ``block_sync`` has it once per block.
+        """
+        numel = spec.numel // self.num_parts(held)
+        gradient_bytes = numel * self.policy.gradient_bytes
+        axes = tuple(axis for axis in self.state_axes if not held[axis].is_shard)
+        shards = self._size(axes)
+        if not spec.requires_grad:
+            return self._frozen(numel, zero if shards > 1 else 0, axes)
+        seconds = Seconds()
+        if shards > 1:
+            gather = self._streamed("all_gather", numel * self.policy.gathered_bytes, axes)
+            sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
+            seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes, axes))
+            seconds = seconds.plus(self._copies(zero, numel, numel))
+        sharded = shards if zero else 1
+        runs_beside = shards == 1
+        for axis, placement in enumerate(held):
+            if not placement.is_shard and axis not in axes and self.mesh.shape[axis] > 1:
+                summed = self.collective("all_reduce", gradient_bytes // sharded, axis)
+                share = self._slowed_share("all_reduce") if runs_beside else 1.0
+                seconds = seconds.plus(Seconds(gradient_sync=summed, sync_slowed=share * summed))
+                runs_beside = False
+        states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
+        seconds = seconds._replace(optimizer=self._update(numel / sharded))
+        gathered = exchange_bytes(numel, self.policy, zero, shards)
+        return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
+
+    def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
+        """Return the seconds of gathers and gradient sums, repeated as the ZeRO stage requires."""
+        summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
+        if zero == 0:
+            return Seconds(gradient_sync=sync, sync_slowed=summed)
+        gathered = self._slowed_share("all_gather") * gather
+        if zero == 3:
+            return Seconds(
+                forward_states=gather,
+                forward_slowed=gathered,
+                backward_states=gather + sync,
+                backward_slowed=gathered + summed,
+            )
+        once = Seconds(parameter_gather=gather, gather_slowed=gathered)
+        if zero == 1:
+            return once._replace(gradient_sync=sync, sync_slowed=summed)
+        return once._replace(backward_states=sync, backward_slowed=summed)
+
+    def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
+        """Return the seconds that copies around ZeRO's collectives add to them and to compute.
+
+        Parameters are copied out of the buffer they were gathered in, and gradients are cast into
+        the buffer that is reduced (``fully_shard``). The device moves these bytes while it
+        computes. A profile measures the collectives with their copies.
+        """
+        is_measured = self.profile is not None or not self.has_spec
+        if zero < 2 or is_measured or not self.assumptions.copies_states:
+            return Seconds()
+        rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
+        out = 2 * gathered * self.policy.gathered_bytes / rate if zero == 3 else 0.0
+        into = reduced * (self.policy.gathered_bytes + self.policy.gradient_bytes) / rate
+        both = out + into
+        return Seconds(
+            forward_states=out, forward_slowed=out, backward_states=both, backward_slowed=both
+        )
+
+    def _slowed_share(self, kind: CollectiveKind) -> float:
+        """Return the fraction of compute that a device loses during a collective of ZeRO's
+        states."""
+        given = self.assumptions.slowdown
+        if given is not None:
+            return 1 - 1 / given
+        known = None
+        if self.profile is not None and kind not in self.device.slowdown:
+            known = self.profile.slowed_share(kind, self._state_group)
+        return self.device.slowed_share(kind) if known is None else known
+
+    @property
+    def _state_group(self) -> Group:
+        return self.group(*(self.state_axes or (0,)))
+
+    @property
+    def shares_links(self) -> bool:
+        """Return whether collectives of states share links with the stage's other collectives.
+
+        Collectives over several hosts are limited by the links between hosts.
+        """
+        own = self.state_axes or (0,)
+        sizes = enumerate(self.mesh.shape)
+        others = [self.groups[axis] for axis, size in sizes if axis not in own and size > 1]
+        crosses = self._state_group.num_hosts > 1
+        return any((group.num_hosts > 1) == crosses for group in others)
+
+    def _update(self, numel: float) -> float:
+        """Return the seconds of the optimizer's step on ``numel`` elements of a parameter."""
+        key = (numel, self.optimizer, self.policy, self.speed, self.profile)
+        return self._counted(find(self.cache.updates, key, lambda: self._step(numel))).forward
+
+    def _step(self, numel: float) -> Priced:
+        if self.policy.host_bytes and self.device.kind != "cpu":
+            return Priced(host_update_seconds(numel, self.policy, self.device), 0.0, "spec")
+        curve = update_curve(self.profile, self.optimizer) if self.profile else None
+        if curve is not None:
+            seconds, source = curve.at(numel * self.policy.parameter_bytes)
+            return Priced(seconds, 0.0, source)
+        if self.asked is not None:
+            self.asked.unwritten.add("the optimizer's step")
+        rate = self.device.memory_bytes_per_second * self.device.efficiency.get("copy", 1.0)
+        return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
+
+    def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
+        """Return the price of a frozen parameter: whole on every rank, or gathered under ZeRO 3."""
+        gathered_bytes = numel * self.policy.gathered_bytes
+        if zero < 3:
+            return Seconds(), StateBytes(parameters=gathered_bytes)
+        held = state_bytes(numel, self.policy.frozen, zero, self._size(axes))
+        gather = self._streamed("all_gather", gathered_bytes, axes)
+        seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
+        return seconds, StateBytes(parameters=held.parameters, gathered=gathered_bytes)
+
+    def _streamed(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+        return max(0.0, self._states(kind, num_bytes, axes) - self._states(kind, 1, axes))
+
+    def _states(self, kind: str, num_bytes: float, axes: tuple[int, ...]) -> float:
+        """Return the seconds of ZeRO's collective ``kind``, with its copies if measured."""
+        return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
+
+    def block_sync(self, zero: int) -> Seconds:
+        """Return the latencies of a block's gradient and parameter collectives, which ``parameter``
+        leaves out."""
+        axes = self.state_axes
+        if not axes:
+            return Seconds()
+        sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"
+        return self._states_of(
+            zero, self._states("all_gather", 1, axes), self._states(sync, 1, axes)
+        )

@@ -1,0 +1,122 @@
+"""Caches of prices and tables that all meshes of one graph share.
+
+In: a key, and a function that makes its value. Out: the value, made on first use. Every cache has
+its own type; one ``PriceCache`` may serve all meshes, micro-batch sizes and searches of one graph
+and one cluster, whatever the order of its hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ...cost_model.cluster.cluster import Cluster, Source
+from ...cost_model.collectives.collectives import Group
+from ...cost_model.collectives.dispatch import GroupLimit
+from ...cost_model.profile.lookup import Profile
+from ..graph.expert_dims import ExpertDims
+from ..graph.graph import TensorSpec
+from ..graph.layout import AxisStrategy, Layout, Mesh
+from ..graph.positions import Dims
+from ..integer_programs.program import Floats, Ints
+from ..kernels.recompute import Replay
+from .seconds import Priced
+
+if TYPE_CHECKING:
+    from ..intra_op.elimination import Order
+    from ..intra_op.kind_tables import KindTables
+    from ..stage.kind_model import KindModel, SavedTensors
+    from ..stage.outline import Choice, DecisionSpace
+    from ..stage.stage_model import Options, Targets
+    from .conversions import Changes
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
+    """Return the value of ``key`` in ``table``, made on first use."""
+    value = table.get(key)
+    if value is None:
+        value = table[key] = make()
+    return value
+
+
+@dataclass
+class ByIdentity(Generic[T]):
+    """Cache keyed by the identity of objects that are slow to compare.
+
+    The objects are kept with the value, so that their ids stay unique.
+    """
+
+    _values: dict[tuple[object, ...], tuple[tuple[Any, ...], T]] = field(default_factory=dict)
+
+    def find(self, key: tuple[object, ...], given: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Return the value for ``key`` and the objects ``given``, made on first use."""
+        own = (*key, *map(id, given))
+        kept = self._values.get(own)
+        if kept is None:
+            kept = self._values[own] = given, make()
+        return kept[1]
+
+
+@dataclass
+class ConversionCache:
+    """Cache of layout conversions for meshes with equal axes and rank groups."""
+
+    seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
+        default_factory=dict
+    )
+    matrices: ByIdentity[tuple[Floats, Floats]] = field(default_factory=ByIdentity)
+    merged: ByIdentity[tuple[Ints, Ints, Floats]] = field(default_factory=ByIdentity)
+
+
+MeshKey = tuple[Mesh, tuple[Group, ...], Profile | None, Source | None]
+
+
+@dataclass
+class PriceCache:
+    """All price caches of a graph; an ``int`` in a key is a batch size or the size of an axis."""
+
+    groups: dict[tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, Group]] = field(
+        default_factory=dict
+    )
+    token_nodes: dict[int, frozenset[str]] = field(default_factory=dict)
+    ops: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    collectives: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    messages: dict[tuple[int, Group, Profile | None], Priced] = field(default_factory=dict)
+    updates: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    conversions: dict[MeshKey, ConversionCache] = field(default_factory=dict)
+    changes: dict[int, Changes] = field(default_factory=dict)
+    layout_numbers: ByIdentity[Ints] = field(default_factory=ByIdentity)
+
+    forms: dict[tuple[str, int], int] = field(default_factory=dict)
+    form_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    strategies: dict[tuple[int, int, GroupLimit], tuple[AxisStrategy, ...]] = field(
+        default_factory=dict
+    )
+    rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
+    position_dims: dict[tuple[int, int], Dims] = field(default_factory=dict)
+    expert_dims: dict[tuple[int, int], ExpertDims] = field(default_factory=dict)
+    storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
+    from_parameters: dict[str, bool] = field(default_factory=dict)
+    replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
+
+    spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
+    traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
+        default_factory=dict
+    )
+    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], SavedTensors]] = field(
+        default_factory=dict
+    )
+    kinds: ByIdentity[KindModel] = field(default_factory=ByIdentity)
+    layouts: dict[tuple[Layout, ...], tuple[Layout, ...]] = field(default_factory=dict)
+    options: ByIdentity[Options] = field(default_factory=ByIdentity)
+    targets: ByIdentity[Targets] = field(default_factory=ByIdentity)
+
+    kind_tables: ByIdentity[KindTables] = field(default_factory=ByIdentity)
+    orders: dict[tuple[object, ...], Order] = field(default_factory=dict)
+    block_seconds: ByIdentity[Any] = field(default_factory=ByIdentity)

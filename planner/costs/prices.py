@@ -1,0 +1,299 @@
+"""Prices of conversions and ops on one stage's mesh, in addition to ``mesh_prices``.
+
+In: a mesh on ranks of a cluster, a number format, an optimizer. Out: seconds and bytes per device.
+The solver's tables and ``evaluate`` both use these prices, but walk over the graph separately.
+
+A conversion is the sum of its single-axis steps; a step on an axis moves the tensor that is whole
+on that axis and local on the others. An op's time is its forward and backward work at local shapes
+plus the collectives that its strategy needs inside.
+
+Times come from the profile if it has them (measured, or interpolated from measurements), else from
+the figures of devices and links ("spec").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ...cost_model.cluster.cluster import Link, Source
+from ...cost_model.cluster.tf32 import TFLOAT32, product_dtype
+from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
+from ...cost_model.collectives.dispatch import ROW_COPIES, dispatch_seconds
+from ...cost_model.ops.compute import OpWork, eight_bit_seconds, host_seconds, rate, work_seconds
+from ...cost_model.profile.lookup import Profile, level_of
+from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
+from ..graph.graph import Node, TensorSpec
+from ..graph.layout import (
+    InnerCollective,
+    Layout,
+    NodeLayout,
+    balanced_axes,
+    conversion_steps,
+    held_layout,
+    local_shape,
+)
+from ..rules.balanced_attention import as_run
+from ..rules.expert_traffic import expert_traffic
+from ..rules.rules_protocol import Rules as Rules
+from .basis import SCALINGS, QueriedOp
+from .mesh_prices import MeshPrices
+from .op_case import op_case
+from .precision import EIGHT_BITS
+from .price_cache import find
+from .seconds import Priced
+from .seconds import Seconds as Seconds
+from .seconds import StateBytes as StateBytes
+
+CONVERSION_SECONDS = 1e-8
+"""Seconds added to each single-axis step, so that fewer steps win among otherwise equal plans."""
+
+
+class Prices(MeshPrices):
+    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order."""
+
+    def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
+        """Return the seconds, forward and backward, of converting a value between two layouts."""
+        if not spec.requires_grad:
+            source, target = held_layout(source), held_layout(target)
+        if source == target:
+            return 0.0, 0.0
+        key = (spec, source, target)
+        return find(self.converted.seconds, key, lambda: self._conversion(spec, source, target))
+
+    def _conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
+        forward = backward = 0.0
+        current = list(source)
+        for step in conversion_steps(source, target):
+            others = prod(
+                size
+                for axis, size in enumerate(self.mesh.shape)
+                if axis != step.axis and current[axis].is_shard
+            )
+            num_bytes = spec.num_bytes // others
+            there, back = step.collectives
+            if there == "all_to_all":
+                num_bytes //= self.mesh.shape[step.axis]
+            forward += CONVERSION_SECONDS * self.has_spec
+            if there is not None:
+                forward += self.collective(there, num_bytes, step.axis)
+            if back is not None and spec.requires_grad:
+                backward += self.collective(back, num_bytes, step.axis)
+            current[step.axis] = step.target
+        return forward, backward
+
+    def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
+        """Return the spec of a rank's part of a tensor."""
+        shape = local_shape(spec.shape, layout, self.mesh.shape)
+        return TensorSpec(shape, spec.dtype, spec.requires_grad)
+
+    def local_bytes(self, spec: TensorSpec, layout: Layout) -> int:
+        return spec.num_bytes // self.num_parts(layout)
+
+    def compute(
+        self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
+    ) -> tuple[float, float]:
+        """Return the seconds (forward, backward) of local work; ``inputs`` are global specs."""
+        return self._priced(node, inputs, layout)[:2]
+
+    def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
+        sizes = self.mesh.shape
+        key = (
+            node.name,
+            self.speed,
+            self.profile,
+            balanced_axes(layout),
+            tuple(
+                [
+                    local_shape(spec.shape, each, sizes)
+                    for spec, each in zip(
+                        (*inputs, *node.outputs), (*layout.inputs, *layout.outputs), strict=True
+                    )
+                ]
+            ),
+        )
+        found = self.cache.ops.get(key)
+        if found is None:
+            local_inputs = tuple(
+                self.local(spec, each) for spec, each in zip(inputs, layout.inputs, strict=True)
+            )
+            local_outputs = tuple(
+                self.local(spec, each)
+                for spec, each in zip(node.outputs, layout.outputs, strict=True)
+            )
+            run = as_run(node, layout, sizes)
+            found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
+            self.cache.ops[key] = found
+        return self._counted(found)
+
+    def _compute(
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        is_sent: bool,
+    ) -> Priced:
+        work = self.rules.work(node, inputs, outputs)
+        issue = host_seconds(self.device, work)
+        forward, backward = self._analytic(node, work)
+        if is_expert_layer(node):
+            around = self._around_experts(node, inputs, is_sent=is_sent)
+            more = self.assumptions.imbalance
+            forward = more * (forward + around[0])
+            backward = more * (backward + around[1]) if backward else 0.0
+        analytic = Priced(forward, backward, "spec", *issue)
+        has_no_case = node.fused is not None or node.product_dtype
+        if (self.profile is None and self.asked is None) or has_no_case:
+            return analytic
+        in_tf32 = product_dtype(self.device, work.family, node.spec.dtype) == TFLOAT32
+        case = op_case(node, inputs, outputs, work, in_tf32=in_tf32)
+        known = self.profile.op(case) if self.profile is not None and case is not None else None
+        bare = analytic
+        if known is not None:
+            bare = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+        num_bytes = sum(spec.num_bytes for spec in (*inputs, *outputs))
+        found = bare if self.profile is None else _scaled(bare, self.profile, node.name, num_bytes)
+        if case is None:
+            if self.asked is not None and found.forward + found.backward > 0:
+                self.asked.unwritten.add(node.op)
+        elif self.asked is not None:
+            op = QueriedOp(case, bare.source, error=known.error if known is not None else 0.0)
+            self.asked.op(node.name, op, found.forward + found.backward)
+        return found
+
+    @property
+    def casts_experts(self) -> bool:
+        """Return whether the products of experts run in 8 bits."""
+        return self.assumptions.casts_experts and self.precision == "fp8"
+
+    @property
+    def cast_element_bytes(self) -> float:
+        """Return the bytes per element cast for an 8-bit product, with its share of scales."""
+        return SCALINGS[self.assumptions.scaling][1]
+
+    def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
+        is_cast = self.casts_experts and is_expert_layer(node)
+        product_dtype = EIGHT_BITS if is_cast else node.product_dtype
+        if not product_dtype:
+            in_kernel = node.fused.product_dtype if node.fused is not None else ""
+            return work_seconds(self.device, work, in_kernel or node.spec.dtype)
+        own, form = self.assumptions, product_dtype
+        form = SCALINGS[own.scaling][0] if form == EIGHT_BITS else form
+        return eight_bit_seconds(self.device, work, node.spec.dtype, form, own.cast_bytes)
+
+    def _around_experts(
+        self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
+    ) -> tuple[float, float]:
+        """Return the seconds (forward, backward) of memory traffic around the experts' products."""
+        own = self.assumptions
+        copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
+        per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
+        forward, backward = expert_traffic(node, inputs, own.expert_kernels, copies)
+        return forward * per_byte, backward * per_byte
+
+    def op(
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+        inner: Sequence[tuple[int, InnerCollective]] = (),
+    ) -> Seconds:
+        """Return the seconds of an op; ``inner`` are the collectives inside it, with their axes."""
+        own = self._priced(node, inputs, layout)
+        sent = [0.0, 0.0]
+        whole = (*layout.inputs, *layout.outputs)
+        dispatching = sorted({axis for axis, item in inner if item.kind == "dispatch"})
+        for axis, item in inner:
+            others = prod(
+                size
+                for other, size in enumerate(self.mesh.shape)
+                if other != axis and any(each[other].is_shard for each in whole)
+            )
+            num_bytes = item.num_bytes // others
+            if item.kind == "dispatch":
+                if axis == dispatching[0]:  # one message over all of these axes
+                    sent[item.backward] += self._dispatch(item, inputs, layout, dispatching)
+                continue
+            sent[item.backward] += (
+                self._swap(num_bytes, self.groups[axis])
+                if item.kind == "swap"
+                else self.collective(item.kind, num_bytes, axis)
+            )
+        return Seconds(
+            own.forward,
+            sent[0],
+            own.backward,
+            sent[1],
+            forward_issue=own.forward_issue,
+            backward_issue=own.backward_issue,
+        )
+
+    def _dispatch(
+        self,
+        item: InnerCollective,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+        axes: Sequence[int],
+    ) -> float:
+        """Return the seconds of sending tokens to their experts over ``axes``, or back."""
+        own = self.assumptions
+        parts = self.num_parts(layout.inputs[0])
+        num_experts = inputs[FIRST_WEIGHT].shape[0]
+        seconds = dispatch_seconds(
+            item.num_bytes / parts,
+            item.copies,
+            num_experts,
+            self.group(*axes),
+            own.dispatcher,
+            own.routing,
+            item.limit,
+        )
+        return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
+
+    def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
+        """Return the seconds, forward and backward, for a rank to receive its part of a value."""
+        forward = self._message(self.local_bytes(spec, layout), link)
+        return forward, forward if spec.requires_grad else 0.0
+
+    def _swap(self, num_bytes: int, group: Group) -> float:
+        """Return the seconds in which ranks r and n - 1 - r of a group exchange ``num_bytes``.
+
+        Messages of both directions travel at the same time; over several hosts most pairs cross
+        hosts.
+        """
+        return self._message(num_bytes, group.inter if group.num_hosts > 1 else group.intra)
+
+    def _message(self, num_bytes: int, link: Link) -> float:
+        is_inter = self.cluster.joins_hosts(link)
+        library: Library = "nccl" if self.device.kind == "cuda" else "gloo"
+        per_host, hosts = (1, 2) if is_inter else (2, 1)
+        group = Group(2, per_host, hosts, link, link, library=library)
+        key = (num_bytes, group, self.profile)
+        found = self.cache.messages.get(key)
+        if found is None:
+            known = self.profile.p2p(num_bytes, level_of(group), library) if self.profile else None
+            seconds, source = known or (p2p_seconds(num_bytes, link), "spec")
+            found = self.cache.messages[key] = Priced(seconds, 0.0, source)
+            if self.asked is not None and num_bytes > 0:
+                self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
+        return self._counted(found).forward
+
+
+def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
+    """Scale an op's seconds by its block's factor (seconds of the whole block / sum over its ops),
+    if the block was measured as a whole.
+
+    If the op has as many bytes as in the measured block, the result counts as measured.
+    """
+    own = profile.factors.get(name)
+    if own is None:
+        forward, backward = profile.rest if bare.source == "spec" else (1.0, 1.0)
+        source: Source = bare.source
+    else:
+        forward, backward = own.forward, own.backward
+        source = "interpolated" if bare.source == "spec" else bare.source
+        source = "measured" if num_bytes == own.num_bytes else source
+    return bare._replace(
+        forward=bare.forward * forward, backward=bare.backward * backward, source=source
+    )

@@ -1,0 +1,1 @@
+"""Meanings of dimensions through a graph: samples, positions, padding, written-out attention."""

@@ -1,0 +1,375 @@
+"""Find the dimension of every tensor that counts the batch.
+
+In: a graph captured at a small batch size b. Out: per node and output the dimension that scales
+with b. A virtual mesh axis of b ranks is laid over the graph, the inputs split on their first
+dimension, and the split is carried through the op rules with no conversion: a value that comes out
+as ``S(d)`` counts the batch in dimension d. The loss must come out as a partial sum, so each row of
+the batch enters it by its own share; a model that mixes rows in any other way has no batch
+dimension to scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..graph.graph import Accumulation, Graph, Node, Ref
+from ..graph.layout import PARTIAL, AxisStrategy, Placement, shard
+from ..rules.annotation import FLOATS
+from ..rules.case import argument
+from ..rules.strategies import op_form, op_strategies
+from ..rules.table import LOSSES, packet
+
+BatchDims = dict[str, tuple[int | None, ...]]
+_Labels = dict[Ref, Placement]
+
+CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
+_MEAN = 1
+
+_FILLS = frozenset(
+    (
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+    )
+)
+
+
+def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
+    """Return the batch dimension of each output of each node; None if the batch cannot be followed.
+
+    Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant gets a
+    batch dimension only if its rows along it are provably equal, so that repeating a row gives it
+    any batch size. Returns None if rows are mixed before the loss, or if ``batch_size`` is below 2.
+    """
+    found = find_batch(graph)
+    return None if found is None else found[0]
+
+
+def find_batch(
+    graph: Graph,
+) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
+    """Return the batch dimensions of ``find_batch_dims``, and the rules by which the losses of
+    micro-batches add up.
+
+    A sum over rows that depends on no parameter (a count) may be used like a value without rows: it
+    becomes one of ``Accumulation.totals``. Returns None like ``find_batch_dims``.
+    """
+    if graph.batch_size < 2:
+        return None
+    propagation = _Propagation(graph)
+    labels = propagation.run()
+    if labels is None or labels.get(graph.loss) != PARTIAL:
+        return None
+    dims = {node.name: _dims(node, labels) for node in graph}
+    return dims, _accumulation(graph, labels, tuple(propagation.totals))
+
+
+def rows_apart(graph: Graph) -> BatchDims:
+    """Return the batch dimensions of all nodes before rows are mixed, as in a contrastive loss.
+
+    Nodes that depend on several rows are omitted: their outputs may be split along any dimension.
+    """
+    propagation = _Propagation(graph)
+    met = propagation.run_apart() if graph.batch_size > 1 else set(graph.by_name)
+    return {node.name: _dims(node, propagation.labels) for node in graph if node.name not in met}
+
+
+def _dims(node: Node, labels: _Labels) -> tuple[int | None, ...]:
+    """Return the batch dimension of each output of ``node``; None for outputs without one."""
+    own = [labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
+    return tuple(each.dim if each is not None and each.is_shard else None for each in own)
+
+
+def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Accumulation:
+    sums: list[str] = []
+    counted: list[str] = []
+    mixing = [ref.name for ref in graph.updates.values() if not is_steady(graph, ref)]
+    for node in graph:
+        if node.kind != "op":
+            continue
+        is_reduced = labels.get(Ref(node.name)) == PARTIAL
+        name = packet(node.op)
+        if not is_reduced and name not in BATCH_NORMS:
+            continue
+        held = [label for ref in node.inputs if (label := labels.get(ref)) and label.is_shard]
+        if held and is_reduced and not is_mean(node):
+            sums.append(node.name)
+        elif held and is_reduced and name in CLASS_LOSSES and _has_classes(graph, node):
+            group = counted if all(is_data(graph, ref) for ref in node.inputs[1:]) else mixing
+            group.append(node.name)
+        elif held and name in BATCH_NORMS and argument(node, 5, "training"):
+            mixing.append(node.name)
+    return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)))
+
+
+def is_mean(node: Node) -> bool:
+    """Return whether a reduction divides by the number of elements that it reduces."""
+    name = packet(node.op)
+    if name in CLASS_LOSSES:
+        return bool(argument(node, 3, "reduction", _MEAN) == _MEAN)
+    if name in LOSSES:
+        return bool(argument(node, LOSSES[name], "reduction", _MEAN) == _MEAN)
+    return name == "mean"
+
+
+def _has_classes(graph: Graph, node: Node) -> bool:
+    """Return whether the targets of a class loss are class indices; some may then be ignored."""
+    return graph.spec(node.inputs[1]).dtype not in FLOATS
+
+
+def is_data(graph: Graph, ref: Ref) -> bool:
+    """Return whether a value depends only on the batch, constants and counter-based random numbers,
+    and has no gradient."""
+    return not any(
+        node.kind == "parameter"
+        or node.name in graph.updates
+        or any(spec.requires_grad for spec in node.outputs)
+        for node in _sources(graph, ref)
+    )
+
+
+def is_steady(graph: Graph, ref: Ref) -> bool:
+    """Return whether the new value of a buffer is the same in every micro-batch of a step (a
+    counter, a power iteration): it depends on parameters, constants and such buffers alone."""
+    return not any(
+        node.kind == "input" or packet(node.op).startswith("counter_")
+        for node in _sources(graph, ref)
+    )
+
+
+def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
+    """Iterate over the nodes that a value depends on, also through new values of buffers."""
+    pending, seen = [ref.name], set[str]()
+    while pending:
+        node = graph[pending.pop()]
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        yield node
+        if node.name in graph.updates:
+            pending.append(graph.updates[node.name].name)
+        pending.extend(source.name for source in node.inputs)
+
+
+class _Propagation:
+    """Propagation of the batch dimension through a graph, as if a mesh axis split the batch.
+    ``labels``: placement of each value on this axis; values without a label have equal rows."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.labels: _Labels = {}
+        self.totals: dict[Ref, None] = {}
+        self._forms: dict[str, int] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._strategies: list[tuple[AxisStrategy, ...]] = []
+        self._candidates: dict[tuple[Any, ...], list[AxisStrategy]] = {}
+        self._verdicts: dict[tuple[Any, ...], bool] = {}
+        self._equal_rows: dict[tuple[Ref, int], bool] = {}
+
+    def run(self) -> _Labels | None:
+        operations = [node for node in self.graph if node.kind == "op"]
+        self._start()
+        position = 0
+        while position < len(operations):
+            if self._advance(operations[position]):
+                position += 1
+            elif self._add_total(operations[position]):
+                self._start()
+                position = 0
+            else:
+                return None
+        return self.labels if all(self._holds(node) for node in operations) else None
+
+    def run_apart(self) -> set[str]:
+        """Label as many nodes as possible; return the other nodes, which depend on several rows."""
+        operations = [node for node in self.graph if node.kind == "op"]
+        met: set[str] = set()
+        self._start()
+        for node in operations:
+            if any(ref.name in met for ref in node.inputs) or not self._advance(node):
+                met.add(node.name)
+        for node in operations:
+            if any(ref.name in met for ref in node.inputs) or not self._holds(node):
+                met.add(node.name)
+        return met
+
+    def _start(self) -> None:
+        self.labels = {
+            Ref(node.name): shard(0)
+            for node in self.graph.inputs
+            if node.spec.shape[:1] == (self.graph.batch_size,)
+        }
+
+    def _used(self, ref: Ref) -> Placement | None:
+        """Return the placement label with which other nodes use ``ref``; None for a total."""
+        return None if ref in self.totals else self.labels.get(ref)
+
+    def _add_total(self, node: Node) -> bool:
+        """Record an input of ``node`` that is a sum over rows as a total; return whether any is."""
+        for ref in node.inputs:
+            if self._used(ref) == PARTIAL and is_data(self.graph, ref):
+                self.totals[ref] = None
+                return True
+        return False
+
+    def strategies(self, node: Node) -> tuple[AxisStrategy, ...]:
+        return self._strategies[self._form(node)]
+
+    def _form(self, node: Node) -> int:
+        """Return the number of the node's form: nodes of one form have equal strategies."""
+        number = self._forms.get(node.name)
+        if number is None:
+            found = len(self._strategies)
+            number = self._numbers.setdefault(op_form(node, self.graph), found)
+            self._forms[node.name] = number
+            if number == found:
+                size = self.graph.batch_size
+                self._strategies.append(op_strategies(node, self.graph, size))
+        return number
+
+    def _advance(self, node: Node) -> bool:
+        """Label a node's outputs from its inputs; return False when no strategy fits."""
+        refs = node.inputs
+        held = [self._used(ref) for ref in refs]
+        if not any(held) or (node.outputs and Ref(node.name) in self.labels):
+            return True
+        key = (self._form(node), *held)
+        if key not in self._candidates:
+            candidates = [each for each in self.strategies(node) if _continues(each, held)]
+            self._candidates[key] = sorted(candidates, key=lambda each: _num_demands(each, held))
+        for strategy in self._candidates[key]:
+            found: _Labels = {}
+            if self._demand_inputs(refs, strategy, found):
+                self.labels |= found
+                self._label(node, strategy, self.labels)
+                return True
+        return False
+
+    def _label(self, node: Node, strategy: AxisStrategy, labels: _Labels) -> None:
+        for index, placement in enumerate(strategy.outputs):
+            if placement.is_shard or placement == PARTIAL:
+                labels[Ref(node.name, index)] = placement
+
+    def _demand_inputs(self, refs: tuple[Ref, ...], strategy: AxisStrategy, found: _Labels) -> bool:
+        """Return whether every input that ``strategy`` splits has, or can get, the needed label."""
+        return all(
+            self._demand(ref, placement, found)
+            for ref, placement in zip(refs, strategy.inputs, strict=True)
+            if placement.is_shard
+        )
+
+    def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
+        """Return whether ``ref`` has or can get the label ``placement``; extend ``found``."""
+        held = None if ref in self.totals else self.labels.get(ref, found.get(ref))
+        if held is not None:
+            return held == placement
+        node = self.graph[ref.name]
+        if node.kind == "constant":
+            if self.has_equal_rows(ref, placement.dim):
+                found[ref] = placement
+                return True
+            return False
+        if node.kind != "op":
+            return False
+        for strategy in self.strategies(node):
+            attempt = dict(found)
+            if strategy.outputs[ref.index] == placement and self._demand_inputs(
+                node.inputs, strategy, attempt
+            ):
+                found |= attempt
+                self._label(node, strategy, found)
+                return True
+        return False
+
+    def _holds(self, node: Node) -> bool:
+        """Return whether some strategy agrees with the labels of the node's inputs and outputs."""
+        held = [self._used(ref) for ref in node.inputs]
+        made = [self.labels.get(Ref(node.name, index)) for index in range(len(node.outputs))]
+        if not any(held) and not any(made):
+            return True
+        key = (self._form(node), *held, *made)
+        if key not in self._verdicts:
+            self._verdicts[key] = any(
+                all(_agrees(p, label) for p, label in zip(s.inputs, held, strict=True))
+                and all(_equals(p, label) for p, label in zip(s.outputs, made, strict=True))
+                for s in self.strategies(node)
+            )
+        return self._verdicts[key]
+
+    def has_equal_rows(self, ref: Ref, dim: int) -> bool:
+        """Return whether a constant's ``batch_size`` parts along ``dim`` are provably equal."""
+        key = (ref, dim)
+        if key not in self._equal_rows:
+            self._equal_rows[key] = self._prove_equal_rows(ref, dim)
+        return self._equal_rows[key]
+
+    def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
+        """Prove that a constant's parts are equal: filled, repeated, or made of equal parts."""
+        node = self.graph[ref.name]
+        if node.kind != "constant" or not node.op:
+            return False
+        if packet(node.op) in _FILLS or self._repeats(node, dim):
+            return True
+        return any(
+            strategy.outputs[ref.index] == shard(dim)
+            and all(
+                self.has_equal_rows(source, placement.dim) or self._looks_up_equal_rows(node, at)
+                for at, (source, placement) in enumerate(
+                    zip(node.inputs, strategy.inputs, strict=True)
+                )
+                if placement.is_shard
+            )
+            for strategy in self.strategies(node)
+        )
+
+    def _repeats(self, node: Node, dim: int) -> bool:
+        """Return whether an op repeats its input along ``dim``, a whole number of times per row."""
+        if packet(node.op) not in ("repeat", "tile"):
+            return False
+        missing = len(node.spec.shape) - len(node.args[1])
+        times = node.args[1][dim - missing] if dim >= missing else 1
+        return isinstance(times, int) and times % self.graph.batch_size == 0
+
+    def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
+        """Return whether input ``position`` is an index into equal rows: its values do not
+        matter."""
+        if packet(node.op) != "index" or position == 0:
+            return False
+        indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]
+        source = node.inputs[0]
+        dim = indexed[position - 1]
+        is_row = self.graph.spec(source).shape[dim] == self.graph.batch_size
+        return is_row and self.has_equal_rows(source, dim)
+
+
+def _continues(strategy: AxisStrategy, held: list[Placement | None]) -> bool:
+    return all(
+        label is None or placement == label
+        for placement, label in zip(strategy.inputs, held, strict=True)
+    )
+
+
+def _num_demands(strategy: AxisStrategy, held: list[Placement | None]) -> int:
+    return sum(
+        placement.is_shard and label is None
+        for placement, label in zip(strategy.inputs, held, strict=True)
+    )
+
+
+def _agrees(placement: Placement, label: Placement | None) -> bool:
+    return not placement.is_shard if label is None else placement == label
+
+
+def _equals(placement: Placement, label: Placement | None) -> bool:
+    return placement.kind in "RI" if label is None else placement == label

@@ -1,0 +1,326 @@
+"""Positions of the sequence in each value, for training on slices of sequences (TeraPipe).
+
+In: a graph. Out: for each value computed by position, the dimension that counts positions; the
+inputs of ops that must be cut; the results that are sums over positions. An op may run on a slice
+if one of its strategies splits its values along positions without communication: then it computes
+each position independently. Only causal attention may read earlier positions (Li et al. 2021,
+TeraPipe, arXiv:2102.07988, section 3.2); a loss may add up positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from ..errors import PlanError
+from ..graph.graph import Graph, Node, Ref
+from ..graph.layout import AxisStrategy, shard
+from ..graph.positions import Dims, position_dims
+from ..rules import axis_strategies
+from ..rules.case import argument
+from .written_attention import WrittenAttention, find_written
+
+ATTENTION = "aten.scaled_dot_product_attention"
+COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
+"""Random ops (``passes.ops.random_ops``) in which the index of an element in the whole tensor
+determines its number."""
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "view_copy",
+        "squeeze",
+        "unsqueeze",
+        "flatten",
+        "unflatten",
+    )
+)
+CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
+_NONE, MEAN = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SeqDim:
+    """Sequence positions in a value: dimension ``dim`` has ``count`` of them, from position
+    ``first`` on.
+
+    If positions are merged with other dimensions, ``dim`` has ``outer`` runs of positions, and
+    ``inner`` entries for each position.
+
+    >>> SeqDim(1, first=0, count=8).rows(4, 8), SeqDim(1, first=1, count=7).rows(4, 8)
+    ((4, 8), (3, 7))
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    first: int = 0
+    count: int = 0
+
+    def rows(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the indices at which the value has positions ``start`` to ``stop``."""
+        low, high = (min(max(at - self.first, 0), self.count) for at in (start, stop))
+        return low, high
+
+    def shape(self, whole: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+        """Return the shape of a value of shape ``whole`` cut to positions ``start`` to ``stop``."""
+        low, high = self.rows(start, stop)
+        size = self.outer * (high - low) * self.inner
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+
+@dataclass(slots=True)
+class SeqDims:
+    """Sequence positions in the values of a graph. ``length`` is the number of positions.
+
+    ``places``: values that are computed slice by slice; ``cut``: inputs, by node and argument
+    position, that are computed whole and cut to the slice; ``sums``: ops whose results add up over
+    the slices; ``means``: the ``sums`` that divide by their rows; ``attention``: causal attention
+    ops; ``written``: attentions of several ops, by each of their nodes.
+    """
+
+    length: int = 0
+    places: dict[Ref, SeqDim] = field(default_factory=dict)
+    cut: dict[tuple[str, int], SeqDim] = field(default_factory=dict)
+    sums: set[str] = field(default_factory=set)
+    means: dict[str, SeqDim] = field(default_factory=dict)
+    attention: list[str] = field(default_factory=list)
+    written: dict[str, WrittenAttention] = field(default_factory=dict)
+
+
+def find_places(graph: Graph) -> SeqDims:
+    """Find the sequence positions in all values of a graph. Raises PlanError AP548 if computing the
+    sequence in slices would change the result."""
+    found = SeqDims()
+    if graph.updates:
+        raise _mixes(graph[next(iter(graph.updates.values())).name], "it changes a buffer")
+    for each in find_written(graph):
+        found.written.update(dict.fromkeys((*each.columns, each.product), each))
+    dims = position_dims(graph, lambda node: axis_strategies(node, graph, 1))
+    for node in graph:
+        if node.kind == "op":
+            _follow(found, graph, node, dims)
+    if graph.loss.name not in found.sums:
+        raise _mixes(graph[graph.loss.name], "the loss is no sum over positions")
+    return found
+
+
+def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
+    """Add the positions of a node's outputs to ``found``, or record that they are sums over
+    positions."""
+    refs = node.inputs
+    places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
+    if any(ref.name in found.sums for ref in refs):
+        _follow_sum(found, graph, node, places)
+        return
+    if not places:
+        start = _entry(found, graph, node, dims)
+        if start is None:
+            return
+        places = {start[0]: start[1]}
+        found.cut[node.name, start[0]] = start[1]
+    packet = node.op.rpartition(".")[0]
+    written = found.written.get(node.name)
+    if written is not None and node.name in (written.scores, written.masked, written.product):
+        _follow_written(found, graph, node, places)
+    elif packet in COUNTED:
+        _follow_counted(found, graph, node, places)
+    elif packet == ATTENTION:
+        _follow_attention(found, node, places)
+    elif packet in _VIEWS:
+        found.places[Ref(node.name)] = _viewed(graph, node, places[0])
+    elif packet == "aten.cat" and _is_alone(graph, node, places):
+        found.places[Ref(node.name)] = next(iter(places.values()))
+    elif packet == "aten.slice" and argument(node, 1, "dim", 0) == places[0].dim:
+        found.places[Ref(node.name)] = _sliced(graph, node, places[0])
+    elif packet in CLASS_LOSSES and argument(node, 3, "reduction", MEAN) != _NONE:
+        _follow_loss(found, graph, node, places)
+    else:
+        _follow_strategy(found, graph, node, places)
+
+
+def _is_alone(graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> bool:
+    """Return whether all but one input of a concatenation are empty, as an unused cache is."""
+    empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
+    return len(places) == 1 and empty == len(node.inputs) - 1
+
+
+def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, SeqDim] | None:
+    """Return (input, its positions) by which positions enter a trained op; else None."""
+    if not any(spec.requires_grad for spec in node.outputs):
+        return None
+    for index, ref in enumerate(node.inputs):
+        batch = graph.batch_dims.get(ref.name)
+        own = dims.get(ref, frozenset()) - {batch[ref.index] if batch else None}
+        if not own:
+            continue
+        if len(own) > 1:
+            raise _mixes(node, "which of its dimensions counts positions is not known")
+        (dim,) = own
+        size = graph.spec(ref).shape[dim]
+        if found.length not in (0, size):
+            raise _mixes(node, f"it has {size} positions, others {found.length}")
+        found.length = size
+        return index, SeqDim(dim, count=size)
+    return None
+
+
+def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
+    """Add an op on sums over positions to ``found.sums``; raise PlanError unless linear in them."""
+    for strategy in () if places else axis_strategies(node, graph, 1):
+        held = zip(node.inputs, strategy.inputs, strict=True)
+        fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
+        if fits and all(made.kind == "P" for made in strategy.outputs):
+            found.sums.add(node.name)
+            return
+    raise _mixes(node, "it is not linear in a sum over positions")
+
+
+def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) -> None:
+    if argument(node, 3, "attn_mask", None) is not None or not argument(
+        node, 5, "is_causal", False
+    ):
+        raise _mixes(node, "its attention is not causal: positions see later ones")
+    if argument(node, 4, "dropout_p", 0.0):
+        raise _mixes(node, "its random numbers are not counted")
+    dim = len(node.spec.shape) - 2
+    whole = SeqDim(dim, count=found.length)
+    if any(places.get(index) != whole for index in range(3)):
+        raise _mixes(node, "its queries, keys and values are not along the same positions")
+    found.attention.append(node.name)
+    found.places[Ref(node.name)] = whole
+
+
+def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
+    """Add an op of written-out attention, whose rows are query and columns key positions."""
+    written = found.written[node.name]
+    rows = len(node.spec.shape) - 2
+    whole = SeqDim(rows, count=found.length)
+    if node.name == written.masked:
+        mask = graph.spec(node.inputs[1]).shape
+        wanted, given = {0: whole}, {i: p for i, p in places.items() if i == 0}
+        if 1 in places or mask != (found.length, found.length):
+            raise _mixes(node, "its mask is not of all pairs of positions")
+        found.cut[node.name, 1] = SeqDim(0, count=found.length)
+    else:
+        columns = rows + (node.name == written.scores)
+        wanted, given = {0: whole, 1: SeqDim(columns, count=found.length)}, dict(places)
+    if given != wanted:
+        raise _mixes(node, "its queries, keys and values are not along the same positions")
+    found.places[Ref(node.name)] = whole
+
+
+def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
+    """Add a random op; raise PlanError if positions and rows are merged in one dimension."""
+    _follow_strategy(found, graph, node, places)
+    place = found.places[Ref(node.name)]
+    if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
+        raise _mixes(node, "its random numbers are of rows and positions in one dimension")
+
+
+def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
+    """Return the positions of a view (``SeqDim``), which keeps the order of elements in memory.
+
+    Raises PlanError AP548 if a new dimension cuts through positions.
+    """
+    shape, made = graph.spec(node.inputs[0]).shape, node.spec.shape
+    before = prod(shape[: place.dim]) * place.outer
+    after = place.inner * prod(shape[place.dim + 1 :])
+    for dim in range(len(made)):
+        outer, outer_rest = divmod(before, max(prod(made[:dim]), 1))
+        inner, inner_rest = divmod(after, max(prod(made[dim + 1 :]), 1))
+        is_whole = outer and inner and not outer_rest and not inner_rest
+        if is_whole and made[dim] == outer * place.count * inner:
+            return replace(place, dim=dim, outer=outer, inner=inner)
+    raise _mixes(node, "its dimensions cut through positions")
+
+
+def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
+    """Return the positions that a slice of consecutive positions has (``SeqDim``)."""
+    if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
+        raise _mixes(node, "it takes positions that are not consecutive")
+    size = graph.spec(node.inputs[0]).shape[place.dim]
+    start = argument(node, 2, "start", None) or 0
+    start = min(max(start + size if start < 0 else start, 0), size)
+    return replace(place, first=place.first + start, count=node.spec.shape[place.dim])
+
+
+def _follow_loss(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
+    """Add a loss to the sums; a mean must divide by all rows (``Graph.accumulation``)."""
+    classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
+    place = places.get(0)
+    if place is None or place.dim == classes:
+        raise _mixes(node, "its scores are not along positions")
+    is_mean = argument(node, 3, "reduction", MEAN) == MEAN
+    targets = graph.spec(node.inputs[1])
+    if (is_mean and node.name not in graph.accumulation.counted) or targets.dtype[0] in "fb":
+        raise _mixes(node, "its rows are not counted")
+    wanted = replace(place, dim=place.dim - (place.dim > classes))
+    _bring(found, graph, node, 1, wanted)
+    found.sums.add(node.name)
+
+
+def _follow_strategy(
+    found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]
+) -> None:
+    for strategy in axis_strategies(node, graph, 1):
+        if _fits(strategy, places):
+            break
+    else:
+        raise _mixes(node, "what it computes for a position depends on others")
+    place = next(iter(places.values()))
+    for index, placement in enumerate(strategy.inputs):
+        if placement.is_shard:
+            _bring(found, graph, node, index, replace(place, dim=placement.dim))
+    if strategy.outputs[0].kind == "P":
+        _add_sum(found, node, place)
+        return
+    for index, made in enumerate(strategy.outputs):
+        own = replace(place, dim=made.dim)
+        if node.outputs[index].shape[made.dim] != place.outer * place.count * place.inner:
+            raise _mixes(node, "it makes another number of positions")
+        found.places[Ref(node.name, index)] = own
+
+
+def _fits(strategy: AxisStrategy, places: Mapping[int, SeqDim]) -> bool:
+    """Return whether a strategy splits exactly the given positions, without communication."""
+    outputs = strategy.outputs
+    return (
+        not strategy.collectives
+        and all(strategy.inputs[index] == shard(place.dim) for index, place in places.items())
+        and all(placement.kind != "P" for placement in strategy.inputs)
+        and (all(o.is_shard for o in outputs) or all(o.kind == "P" for o in outputs))
+    )
+
+
+def _add_sum(found: SeqDims, node: Node, place: SeqDim) -> None:
+    packet = node.op.rpartition(".")[0]
+    if packet == "aten.mean":
+        found.means[node.name] = place
+    elif packet != "aten.sum":
+        raise _mixes(node, "its rows are not counted")
+    found.sums.add(node.name)
+
+
+def _bring(found: SeqDims, graph: Graph, node: Node, index: int, wanted: SeqDim) -> None:
+    """Check that an input has the positions ``wanted``; mark it to be cut if it is whole."""
+    ref = node.inputs[index]
+    if found.places.get(ref, wanted) != wanted:
+        raise _mixes(node, "it meets values of different positions")
+    if graph.spec(ref).shape[wanted.dim] != wanted.outer * wanted.count * wanted.inner:
+        raise _mixes(node, "it meets another number of positions")
+    if ref not in found.places:
+        found.cut[node.name, index] = wanted
+
+
+def _mixes(node: Node, why: str) -> PlanError:
+    return PlanError(
+        "AP548",
+        f"{node.op or node.name} of {node.module or node.name} cannot run on slices of sequences",
+        why=why,
+        where=node.source or node.module,
+        fix="a schedule without sequence slices, such as 1f1b",
+    )

@@ -1,0 +1,242 @@
+"""Simulated step of a pipeline, from the costs of its stages.
+
+In: a schedule, the number of micro-batches, the cost of each stage. Out: the timeline of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...cost_model.cluster.cluster import Cluster
+from ...cost_model.simulator.actions import Edges, Schedule, chain
+from ...cost_model.simulator.simulator import simulate, step_and_bubble
+from ...cost_model.simulator.stage_costs import StageCosts
+from ...cost_model.simulator.timeline import Timeline
+from ..plan import StagePrediction
+from ..schedules.schedules import build_schedule
+from ..stage.branches import WeightedEdges
+from ..stage.stage_cost import StageCost
+from ..variants.slice_costs import SliceShares
+
+_UNSIMULATED = frozenset(
+    {
+        "activation_bytes",
+        "static_bytes",
+        "forward_communication_seconds",
+        "backward_communication_seconds",
+        "forward_states_seconds",
+        "backward_states_seconds",
+    }
+)
+_SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULATED)
+"""Fields that determine a step's time and bubble; other fields only add data to a timeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Schedule by name, with the number of micro-batches and the dependences of stages.
+
+    ``edges`` are (earlier stage, later stage, fraction of the values that the later stage
+    receives); without them each stage depends on the stage before. ``slices``: shares of sequence
+    slices, if any.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int = 1
+    edges: WeightedEdges | None = None
+    slices: SliceShares | None = None
+
+
+class MessageSeconds(NamedTuple):
+    """Seconds that any message takes besides the transfer of its bytes.
+
+    ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is the
+    time that the sending and the receiving host each spend on it, during which their devices wait.
+    """
+
+    latency: float = 0.0
+    call: float = 0.0
+
+
+NO_SECONDS = MessageSeconds()
+
+
+def simulate_stages(
+    pipeline: Pipeline,
+    costs: Sequence[StageCost],
+    *,
+    message: MessageSeconds = NO_SECONDS,
+) -> Timeline:
+    """Simulate the step of a pipeline of stages with these costs."""
+    own = _own_costs(pipeline, costs, message)
+    return simulate(pipeline_table(pipeline, len(costs)), own)
+
+
+class Step(NamedTuple):
+    """Seconds of a simulated step, and the fraction of them in which ranks wait (the bubble)."""
+
+    seconds: float
+    bubble_fraction: float
+
+
+KnownSteps = dict[tuple[object, ...], Step]
+"""Cache of simulated steps, keyed by all facts that determine them."""
+
+
+def simulated_step(
+    pipeline: Pipeline,
+    costs: Sequence[StageCost],
+    *,
+    message: MessageSeconds = NO_SECONDS,
+    known: KnownSteps | None = None,
+) -> Step:
+    """Simulate the step of a pipeline of stages with these costs, without its timeline.
+
+    ``known`` caches steps of earlier calls.
+    """
+    own = _own_costs(pipeline, costs, message)
+    key = (
+        pipeline.schedule,
+        pipeline.num_microbatches,
+        pipeline.num_chunks,
+        pipeline.slices,
+        *(_figures(getattr(own, name)) for name in _SIMULATED),
+    )
+    known = {} if known is None else known
+    if key not in known:
+        known[key] = Step(*step_and_bubble(pipeline_table(pipeline, len(costs)), own))
+    return known[key]
+
+
+def _figures(values: Sequence[object] | None) -> object:
+    return None if values is None else tuple(values)
+
+
+def _own_costs(
+    pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
+) -> StageCosts:
+    """Return the input of the simulator, without edges if they form a chain."""
+    edges, slices = pipeline.edges, pipeline.slices
+    if edges is not None and _pairs(edges) == chain(len(costs)):
+        edges = None
+    own = stage_costs(costs, edges, message=message)
+    if slices is None:
+        return own
+    return replace(own, slice_forward_shares=slices.forward, slice_backward_shares=slices.backward)
+
+
+def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
+    """Return a pipeline's action table for ``num_stages`` stages (in Chimera, model parts)."""
+    number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
+    edges = None if pipeline.edges is None else _pairs(pipeline.edges)
+    if slices is None and edges in (None, chain(num_stages)):
+        return known_schedule(pipeline.schedule, num_stages, number, chunks)
+    return build_schedule(
+        pipeline.schedule,
+        num_stages,
+        number,
+        num_chunks=chunks,
+        edges=edges,
+        slices=slices.lengths if slices is not None else (),
+    )
+
+
+def _pairs(edges: WeightedEdges) -> Edges:
+    return tuple((source, target) for source, target, _ in edges)
+
+
+@lru_cache(maxsize=16)
+def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Return the schedule of a chain of stages, cached as it serves many costs."""
+    return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
+
+
+def message_seconds(cluster: Cluster) -> MessageSeconds:
+    """Return the least seconds of any message between devices of the cluster."""
+    links = [host.link for host in cluster.hosts if host.num_devices > 1]
+    links += [host.detour for host in cluster.hosts if host.detour is not None]
+    links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
+    latency = min((link.base_seconds + link.alpha_seconds for link in links), default=0.0)
+    return MessageSeconds(latency, max(host.device.message_seconds for host in cluster.hosts))
+
+
+def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
+    """Return, for each stage, the forward seconds of a micro-batch's messages to later stages."""
+    found = [0.0] * len(costs)
+    chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
+    for source, target, share in chained if edges is None else edges:
+        found[source] += share * costs[target].receive_seconds[0]
+    return found
+
+
+def stage_costs(
+    costs: Sequence[StageCost],
+    edges: WeightedEdges | None = None,
+    *,
+    message: MessageSeconds = NO_SECONDS,
+) -> StageCosts:
+    """Convert costs of stages to the simulator's input; ``edges`` are the stages' dependences."""
+    received = [(target, 1.0) for target in range(1, len(costs))]
+    if edges is not None:
+        received = [(target, share) for _, target, share in edges]
+    receives = [
+        tuple(seconds * share for seconds in costs[target].receive_seconds)
+        for target, share in received
+    ]
+    own = [cost.seconds for cost in costs]
+    late = [cost.late_seconds for cost in costs if cost.late_seconds is not None]
+    return StageCosts(
+        forward_seconds=[cost.forward_seconds for cost in costs],
+        backward_seconds=[cost.backward_seconds for cost in costs],
+        send_seconds=[forward for forward, _ in receives],
+        send_backward_seconds=[backward for _, backward in receives],
+        gather_seconds=[each.parameter_gather for each in own],
+        gradient_sync_seconds=[each.gradient_sync for each in own],
+        forward_states_seconds=[each.forward_states for each in own],
+        backward_states_seconds=[each.backward_states for each in own],
+        slowed_share=[cost.slowed_share for cost in costs],
+        buckets=[cost.buckets for cost in costs],
+        step_seconds=[each.optimizer for each in own],
+        activation_bytes=[int(cost.activation_bytes) for cost in costs],
+        forward_communication_seconds=[
+            cost.seconds.forward_communication + cost.exposed_states[0] for cost in costs
+        ],
+        backward_communication_seconds=[
+            cost.seconds.backward_communication + cost.exposed_states[1] for cost in costs
+        ],
+        weight_backward_seconds=late if len(late) == len(costs) else (),
+        edges=None if edges is None else _pairs(edges),
+        send_latency_seconds=(message.latency,) * len(received),
+        send_call_seconds=(message.call,) * len(received),
+        receive_call_seconds=(message.call,) * len(received),
+    )
+
+
+def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
+    """Convert a stage's cost to a prediction; ``send_seconds`` of the forward, to later stages."""
+    own = cost.seconds
+    exposed = sum(cost.exposed_states)
+    late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}
+    return StagePrediction(
+        seconds={
+            "forward": cost.forward_seconds,
+            "backward": cost.backward_seconds,
+            "compute": sum(cost.compute_seconds),
+            "communication": own.forward_communication + own.backward_communication + exposed,
+            "states": own.forward_states + own.backward_states,
+            "hidden_states": max(0.0, own.forward_states + own.backward_states - exposed),
+            "parameter_gather": own.parameter_gather,
+            "gradient_sync": own.gradient_sync,
+            "slowed_share": cost.slowed_share,
+            "exposed_sync": cost.step_seconds - own.optimizer,
+            "optimizer": own.optimizer,
+            "send": send_seconds,
+            "receive": sum(cost.receive_seconds),
+            **late,
+        },
+        memory_bytes={name: round(value) for name, value in cost.memory_bytes.items()},
+    )

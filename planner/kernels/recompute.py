@@ -1,0 +1,264 @@
+"""Recomputation in the backward: the ops that run again, and the values kept until then.
+
+``full`` keeps only the values that a block reads from outside, and reruns its forward up to the
+last op that saves a tensor. ``selective`` also keeps the results of matrix products, convolutions
+and attention, which are expensive for their size, and reruns the other ops with their collectives
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", drop
+cheap results instead).
+
+Values that no gradient reads are not kept, recomputed or converted again. The last product of a
+block that ends in a residual sum is neither kept nor rerun. If a product is only an operand of a
+sum, the sum is kept instead: it is as large, and no op before it is rerun; if the product is a
+partial sum on every rank (row-parallel), the kept sum is reduced, so its collective is not rerun.
+
+``passes.backward.recomputing`` executes it with ``torch.utils.checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
+
+from ..graph.graph import Block, Graph, Node, Ref
+from ..plan import Recompute
+from ..rules.rules_protocol import Rules
+from ..rules.table import packet
+
+RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
+"""Recomputation modes, in the order of arrays that are indexed by mode."""
+
+RecomputedPart = Literal[
+    "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "ssm"
+]
+"""Parts of a layer that can be recomputed. ``core_attn``: scores, softmax and their product with
+values. ``layernorm``: the norms of a layer. ``mla_up_proj``: queries, keys and values from their
+latent forms. ``mlp``: a dense feed-forward. ``moe``: router, experts and shared experts.
+``moe_act``: the experts' activation function, taken as free. ``shared_experts``: shared experts
+alone. ``ssm``: a state-space layer between its projections, always recomputed by mamba_ssm."""
+
+RECOMPUTED_PARTS: tuple[RecomputedPart, ...] = get_args(RecomputedPart)
+
+_COSTLY = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "convolution"),
+        *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+        "scaled_dot_product_attention",
+    )
+)
+_SUMS = frozenset(("add", "sub"))
+
+
+Storages = Mapping[tuple[str, int], tuple[str, int]]
+"""Map each value, (node, output index), to the value that owns its memory: ``Rules.storage_of``."""
+
+
+def is_costly(node: Node) -> bool:
+    """Return whether selective recomputation keeps the result of an op instead of rerunning the op.
+
+    >>> [is_costly(Node("up", "op", f"aten.{op}")) for op in ("linear.default", "add.Tensor")]
+    [True, False]
+    """
+    is_inner = node.fused is not None and not node.fused.writes  # part of a kernel over products
+    return packet(node.op) in _COSTLY and not is_inner
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Ops and conversions that a recomputed block reruns in its backward.
+
+    ``kept``: the ops whose results ``selective`` keeps. By mode, ``skipped``: the ops that are not
+    rerun, including ``kept``; ``unread``: the uses (an op and the position of its input) for which
+    the value is not converted again.
+    """
+
+    kept: frozenset[str]
+    skipped: Mapping[Recompute, frozenset[str]]
+    unread: Mapping[Recompute, frozenset[tuple[str, int]]]
+
+    def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
+        """Return, by ``RECOMPUTE_MODES``, whether the backward converts a value again.
+
+        ``uses`` are all its uses in the block: an op and the position of its input.
+        """
+        uses = tuple(uses)
+        full, selective = (not self.unread[mode].issuperset(uses) for mode in RECOMPUTE_MODES)
+        return full, selective
+
+
+def find_replay(block: Block, graph: Graph, rules: Rules, storages: Storages) -> Replay:
+    """Return the ops and conversions that the backward of a recomputed block reruns."""
+    return _Replays(block, graph, rules, storages).found
+
+
+@dataclass
+class _Replays:
+    """Analysis of a block: its ops in order, the values they save, and their users in the block."""
+
+    block: Block
+    graph: Graph
+    rules: Rules
+    storages: Storages
+    nodes: dict[str, Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = {name: self.graph[name] for name in self.block.nodes}
+
+    @property
+    def found(self) -> Replay:
+        replaced: dict[str, str] = {}
+        while True:
+            again, kept = self._selective(replaced)
+            sums = dict(self._sums(again, kept))
+            if not sums:
+                break
+            replaced |= sums
+        names = list(self.nodes)
+        full = frozenset(names[: self._stop])
+        skipped: dict[Recompute, frozenset[str]] = {
+            "full": frozenset(names) - full,
+            "selective": frozenset(names) - again,
+        }
+        unread = {mode: frozenset(self._unread(own)) for mode, own in skipped.items()}
+        return Replay(frozenset(kept), skipped, unread)
+
+    @cached_property
+    def _saved(self) -> dict[str, tuple[Ref, ...]]:
+        return {name: self.rules.saved(node, self.graph) for name, node in self.nodes.items()}
+
+    @cached_property
+    def _makes(self) -> frozenset[str]:
+        """Return the ops that make saved values (results, statistics), so they must rerun."""
+        extra = self.rules.saved_extra_bytes
+        return frozenset(
+            name
+            for name, node in self.nodes.items()
+            if any(ref.name == name for ref in self._saved[name])
+            or extra(node, tuple(self.graph.spec(ref) for ref in node.inputs), node.outputs)
+        )
+
+    @cached_property
+    def _roots(self) -> frozenset[str]:
+        """Return the ops whose memory holds a value that some gradient reads."""
+        return frozenset(
+            self.storages[ref.name, ref.index][0] for refs in self._saved.values() for ref in refs
+        )
+
+    @cached_property
+    def _users(self) -> dict[str, dict[str, None]]:
+        found: dict[str, dict[str, None]] = {name: {} for name in self.nodes}
+        for name, node in self.nodes.items():
+            for ref in node.inputs:
+                if ref.name in found:
+                    found[ref.name][name] = None
+        return found
+
+    @cached_property
+    def _stop(self) -> int:
+        """Return the number of ops that ``checkpoint`` reruns, until all saved values are complete.
+
+        An op's inputs are saved before it runs; a last product that saves only these is not run.
+        """
+        if self._reached and self._reached[-1] in self._products:
+            return len(self._reached) - 1
+        return len(self._reached)
+
+    @cached_property
+    def _reached(self) -> list[str]:
+        """Return the ops of the block up to the last op that saves a tensor."""
+        last = max((at for at, name in enumerate(self.nodes) if self._keeps(name)), default=-1)
+        return list(self.nodes)[: last + 1]
+
+    @cached_property
+    def _products(self) -> frozenset[str]:
+        """Return the costly ops that save only inputs, so recomputation need not rerun them."""
+        costly = (name for name in self._reached if is_costly(self.nodes[name]))
+        return frozenset(name for name in costly if name not in self._makes)
+
+    @cached_property
+    def _called(self) -> frozenset[str]:
+        """Return the costly ops that the rerun calls because they save tensors: all their inputs
+        are needed, though the kernel's result is reused or skipped."""
+        return frozenset(
+            name for name in self._reached if is_costly(self.nodes[name]) and self._keeps(name)
+        )
+
+    @cached_property
+    def _inner(self) -> frozenset[str]:
+        """Return the ops of fused product kernels whose results never reach memory: they run as
+        part of the kernel of the last product."""
+        kernels = (
+            (name, node.fused) for name, node in self.nodes.items() if node.fused is not None
+        )
+        return frozenset(
+            name for name, fused in kernels if fused.in_product_kernel and not fused.writes
+        )
+
+    def _keeps(self, name: str) -> bool:
+        return bool(self._saved[name]) or name in self._makes
+
+    def _selective(self, replaced: Mapping[str, str]) -> tuple[set[str], set[str]]:
+        """Return the ops that selective recomputation reruns, and the ops whose results it keeps.
+
+        ``replaced`` maps each product or sum to the sum whose result is kept in its place.
+        """
+        sums = set(replaced.values())
+        again: set[str] = set()
+        kept: set[str] = set()
+        without = self._products | self._inner
+        keeping = (name for name in self._reached if self._keeps(name))
+        wanted = [name for name in keeping if name not in without]
+        wanted += [ref.name for refs in self._saved.values() for ref in refs]
+        called = (ref.name for name in self._called for ref in self.nodes[name].inputs)
+        wanted += [name for name in called if name not in self._inner]
+        while wanted:
+            name = wanted.pop()
+            if name not in self.nodes or name in again or name in kept:
+                continue
+            if (name in sums or is_costly(self.nodes[name])) and name not in replaced:
+                kept.add(name)
+            else:
+                again.add(name)
+                wanted += [ref.name for ref in self.nodes[name].inputs]
+        return again, kept
+
+    def _sums(self, again: set[str], kept: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield (kept value, sum) if recomputation needs the value only to compute the sum."""
+        for name in self.nodes:
+            found = self._sum_of(name, again) if name in kept else None
+            if found is not None:
+                yield name, found
+
+    def _sum_of(self, kept: str, again: set[str]) -> str | None:
+        """Return the only sum that recomputation needs a kept value for, else None."""
+        if kept in self._roots or len(self.nodes[kept].outputs) > 1:
+            return None
+        most, name = self.nodes[kept].spec.num_bytes, kept
+        while True:
+            users = [user for user in self._users[name] if user in again or user in self._called]
+            if len(users) != 1 or users[0] in self._called:
+                return None
+            (name,) = users
+            node = self.nodes[name]
+            if self._keeps(name) or len(node.outputs) > 1 or node.spec.num_bytes > most:
+                return None
+            if self._has_rows(name) != self._has_rows(kept):
+                return None
+            if packet(node.op) in _SUMS:
+                return name
+            if name in self._roots:
+                return None
+
+    def _has_rows(self, name: str) -> bool:
+        """Return whether an op's result has a batch dimension: if so, it grows with the batch."""
+        return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
+
+    def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
+        """Yield (op, input position) of values that recomputation does not convert again: inputs of
+        ops that are not rerun, except saved inputs and inputs of costly ops called for their saved
+        tensors."""
+        for name in skipped - self._called:
+            for position, ref in enumerate(self.nodes[name].inputs):
+                if ref not in self._saved[name]:
+                    yield name, position

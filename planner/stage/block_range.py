@@ -1,0 +1,221 @@
+"""Runs of blocks as stages: their kinds of blocks, and the values that the blocks read.
+
+In: each block's kind and its edges from other blocks (``structure`` finds them). Out: the
+occurrences of every kind and distinct edge, in recomputed and other blocks, and the classes of
+equal blocks: all facts that determine the run's price.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from ..graph.graph import Ref
+from ..plan import Recompute
+from .recompute_policy import RecomputePolicy
+
+Origin = Literal["block", "parameter", "received"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Use:
+    """Use of a value: input ``position`` of a node of a block's template (first of its kind)."""
+
+    kind: str
+    node: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edge:
+    """A value and all its uses in one block, which share its layout conversions.
+
+    ``name``/``index``: the template of a block's value; the key of a parameter; the template of a
+    received value's producer, with ``first``, the stage's first use of it. ``again``: an earlier
+    block of the stage also reads the value; under recomputation its bytes count for the first
+    reader.
+    """
+
+    origin: Origin
+    name: str
+    index: int
+    uses: tuple[Use, ...]
+    first: Use | None = None
+    again: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether a recomputed block keeps the value for itself and later readers."""
+        return self.origin != "parameter" and not self.again
+
+
+Row = str | Edge
+"""Term of a stage's cost: kind of block, parameter of several blocks (by name), or edge."""
+
+Occurrences = tuple[int, int, int]
+"""Occurrences of a row in blocks that are not, fully, and selectively recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClass:
+    """Class of equal blocks in a run: they have the same kind and equal edges from other blocks."""
+
+    kind: str
+    edges: tuple[Edge, ...]
+    count: int
+
+
+Alike = tuple[str, tuple[Edge, ...]]
+"""Key of a class of equal blocks: (kind, edges from other blocks)."""
+
+
+def _class_key(own: Alike) -> Any:
+    kind, edges = own
+    return kind, [
+        (e.origin, e.name, e.index, e.uses, [e.first] if e.first else [], e.again) for e in edges
+    ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive blocks ``start`` to ``stop`` (exclusive) of the model as a stage.
+
+    ``kinds`` and ``edges_of`` list each block's kind and edges from other blocks; ``counts`` and
+    ``edges`` count them. ``leaves`` are the inputs, constants and buffers that the run reads. Runs
+    with equal ``key`` cost the same; runs of one ``family`` have the same kinds, and so the same
+    decisions. ``received`` has each received value with its first use, ``sent`` counts, by
+    template, the values that later stages read. ``shared`` are the parameters that several blocks
+    use.
+    """
+
+    start: int
+    stop: int
+    kinds: tuple[str, ...]
+    edges_of: tuple[tuple[Edge, ...], ...]
+    received: tuple[tuple[Ref, Use], ...]
+    sent: Mapping[tuple[str, int], int]
+    shared: tuple[str, ...]
+    leaves: tuple[str, ...]
+    has_loss: bool
+    key: int = -1
+    family: int = -1
+    _occurrences: dict[RecomputePolicy, Mapping[Row, Occurrences]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        return Counter(self.kinds)
+
+    @cached_property
+    def _alike(self) -> tuple[Alike, ...]:
+        """Return each block's key, which is the same object for equal blocks.
+
+        Most equal tuples of edges already are the same object, which is hashed only once.
+        """
+        marks = [*zip(self.kinds, map(id, self.edges_of), strict=True)]
+        every = dict(zip(marks, zip(self.kinds, self.edges_of, strict=True), strict=True))
+        known: dict[Alike, Alike] = {}
+        one = {mark: known.setdefault(each, each) for mark, each in every.items()}
+        return tuple([one[mark] for mark in marks])
+
+    @cached_property
+    def _distinct(self) -> list[tuple[Alike, int]]:
+        """Return (key, number of blocks) for every distinct key of blocks, in order."""
+        counts = Counter(map(id, self._alike))
+        every = dict(zip(map(id, self._alike), self._alike, strict=True))
+        return [(own, counts[mark]) for mark, own in every.items()]
+
+    @cached_property
+    def block_classes(self) -> tuple[BlockClass, ...]:
+        """Return the classes of equal blocks."""
+        own = sorted(self._distinct, key=lambda each: _class_key(each[0]))
+        return tuple(BlockClass(kind, edges, count) for (kind, edges), count in own)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[BlockClass, ...], tuple[int, ...]]:
+        """Return the classes of equal blocks, and the class number of each block."""
+        found = self.block_classes
+        numbers = {(each.kind, each.edges): number for number, each in enumerate(found)}
+        one = {id(own): numbers[own] for own, _ in self._distinct}
+        return found, tuple([one[id(own)] for own in self._alike])
+
+    @cached_property
+    def class_counts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return the number of blocks and the kind of each class."""
+        classes = self.block_classes
+        return tuple(each.count for each in classes), tuple(each.kind for each in classes)
+
+    def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
+        """Return each block's recomputation mode: full for the first of a class, then selective."""
+        if not policy.num_blocks:
+            return tuple("none" for _ in self.kinds)
+        seen: Counter[int] = Counter()
+        found: list[Recompute] = []
+        for number in self.classes[1]:
+            full, selective = policy.full[number], policy.selective[number]
+            place = seen[number]
+            seen[number] += 1
+            found.append(
+                "full" if place < full else "selective" if place < full + selective else "none"
+            )
+        return tuple(found)
+
+    def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
+        """Map each row of the cost table to its number in the run under a recomputation policy."""
+        if policy not in self._occurrences:
+            recomputed: dict[Row, list[int]] = {}
+            numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)
+            for own, full, selective in numbers if policy.num_blocks else ():
+                own_rows: tuple[Row, ...] = (own.kind, *own.edges)
+                for row in own_rows:
+                    so_far = recomputed.setdefault(row, [0, 0])
+                    so_far[0] += full
+                    so_far[1] += selective
+            rows: dict[Row, Occurrences] = {}
+            counts: list[tuple[Row, int]] = [*self.counts.items(), *self.edges.items()]
+            for row, count in counts:
+                full, selective = recomputed.get(row, (0, 0))
+                rows[row] = count - full - selective, full, selective
+            rows |= dict.fromkeys(self.shared, (1, 0, 0))
+            self._occurrences[policy] = rows
+        return self._occurrences[policy]
+
+    @cached_property
+    def edges(self) -> Counter[Edge]:
+        found: Counter[Edge] = Counter()
+        for (_, edges), count in self._distinct:
+            for edge in edges:
+                found[edge] += count
+        return found
+
+    @property
+    def num_blocks(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def full_family(self) -> object:
+        """Return the key of the run's family: runs with the same kinds of blocks and the same
+        received and sent values."""
+        return (
+            tuple(self.counts),
+            tuple(sorted(use for _, use in self.received)),
+            tuple(sorted(self.sent)),
+            self.shared,
+            self.has_loss,
+        )
+
+    @cached_property
+    def full_key(self) -> object:
+        """Return the key of all facts that determine the run's price."""
+        return (
+            self.classes,
+            tuple(sorted(self.sent.items())),
+            tuple(sorted(use for _, use in self.received)),
+            self.shared,
+            self.leaves,
+            self.has_loss,
+        )

@@ -1,0 +1,230 @@
+"""Decisions of the solver in a kind of block: merged nodes, with a price per choice.
+
+In: a block, the graph, prices. Out: decisions. A decision is a node with all its strategies,
+together with the parameters that only it uses and the views that follow it: ops without work that
+read values of this decision only, write no more than they read, and accept every layout of these
+values. So a layer of Llama, with 57 ops and 9 parameters, has 44 decisions. Inside a decision only
+parameters are converted.
+
+The candidates are a ``DecisionSpace``, made once for all prices; here they are priced, as arrays
+over all candidates of a kind, and dominated candidates are removed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..costs.choices import Restriction, held_layouts, inner_of, input_specs
+from ..costs.kept_bytes import RECOMPUTE_MODES
+from ..costs.price_cache import find
+from ..costs.prices import Prices
+from ..costs.seconds import FORWARD, Resource, State
+from ..graph.graph import Block, Graph, Node
+from ..graph.layout import Layout, NodeLayout
+from ..requests.pins import PENALTY_SECONDS, num_broken
+from .outline import Choice as Choice
+from .outline import DecisionSpace, Ints, decision_space, structure_key
+from .outline import is_own_parameter as is_own_parameter
+
+ZEROS = (0, 1, 2, 3)
+
+Floats = NDArray[np.float64]
+
+RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
+"""Resources whose forward seconds recomputation may skip: device, host, collectives of ops."""
+
+DEVICE, HOST, SENT = range(len(RECOMPUTED))
+"""Columns of the resources ``RECOMPUTED`` in ``skipped_seconds``."""
+
+MOST_COMPARED = 1 << 22
+"""Maximum number of figures that are compared at once."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Nodes whose layouts are chosen together. ``members`` are op nodes in order, then parameters.
+
+    ``seconds[zero, choice]`` and ``states[zero, choice]`` have the fields of ``Seconds`` and
+    ``StateBytes``; ``skipped_seconds[mode, choice]`` is the part of the forward (device, host,
+    collectives) that recomputation in a mode of ``RECOMPUTE_MODES`` does not rerun.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    seconds: Floats = field(repr=False)
+    states: Floats = field(repr=False)
+    skipped_seconds: Floats = field(repr=False)
+
+    @cached_property
+    def recompute_seconds(self) -> Floats:
+        """Return the device seconds that recomputation reruns, ``[mode, choice]``."""
+        skipped = self.skipped_seconds[:, :, DEVICE] + self.skipped_seconds[:, :, SENT]
+        again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
+        return again
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """The arrays of ``Decision``, over all candidate choices of a kind of block."""
+
+    seconds: Floats
+    states: Floats
+    skipped_seconds: Floats
+
+
+def decide(
+    block: Block,
+    graph: Graph,
+    prices: Prices,
+    restriction: Restriction,
+    *,
+    merge: bool = True,
+) -> tuple[Decision, ...]:
+    """Return the decisions (nodes laid out together) of a block, in the order of first nodes."""
+    own = find(
+        prices.cache.spaces,
+        (merge, structure_key(block, graph, prices, restriction)),
+        lambda: decision_space(block, graph, prices, restriction, merge=merge),
+    )
+    every = _priced(own, graph, prices)
+    rows = _undominated(own, every)
+    seconds, states = every.seconds[:, rows], every.states[:, rows]
+    skipped_seconds, decisions, start = every.skipped_seconds[:, rows], [], 0
+    for each in own.kept(rows):
+        stop = start + len(each.choices)
+        decisions.append(
+            Decision(
+                each.members[0],
+                each.members,
+                each.choices,
+                seconds[:, start:stop],
+                states[:, start:stop],
+                skipped_seconds[:, start:stop],
+            )
+        )
+        start = stop
+    return tuple(decisions)
+
+
+def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
+    ops, number = _op_seconds(own, graph, prices), len(own.broken)
+    total = np.zeros((number, len(Resource)))
+    for columns in own.rounds:
+        total += ops[columns]
+    skipped = np.zeros((len(RECOMPUTE_MODES), number, len(RECOMPUTED)))
+    for mode, rounds in enumerate(own.skipped_rounds):
+        for columns in rounds:
+            skipped[mode] += ops[columns][:, RECOMPUTED]
+    skipped[:, :, SENT] *= prices.assumptions.keeps_sent
+    seconds = np.repeat(total[None], len(ZEROS), axis=0)
+    states = np.zeros((len(ZEROS), number, len(State)))
+    if own.held_rounds:
+        converting, held, held_bytes = _holding_costs(own, graph, prices)
+        for holdings in own.held_rounds:
+            seconds += converting[holdings]
+            seconds += held[:, holdings]
+            states += held_bytes[:, holdings]
+    if own.broken.any():
+        seconds[:, :, Resource.FORWARD_COMPUTE] += own.broken * PENALTY_SECONDS
+    return _Priced(seconds, states, skipped)
+
+
+def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
+    """Return the ``Seconds`` of every strategy, ``[strategy, field]``, and a last row of zeros."""
+    computes = [
+        prices.op(graph[name], input_specs(graph[name], graph), layout)
+        for name, layout in own.computes
+    ]
+    found = np.zeros((len(own.computes_as) + 1, len(Resource)))
+    found[:-1] = np.array(computes)[own.computes_as]
+    for number, name, strategy in own.inner:
+        node = graph[name]
+        inner = inner_of(node, graph, prices, strategy)
+        found[number] = prices.op(node, input_specs(node, graph), strategy.layout, inner)
+    return found
+
+
+def _holding_costs(
+    own: DecisionSpace, graph: Graph, prices: Prices
+) -> tuple[Floats, Floats, Floats]:
+    """Price every holding (parameter stored in one layout and used in another), then zeros:
+    ``Seconds`` of its conversion ``[holding, field]``; seconds and bytes of its states, ``[zero,
+    holding, field]``."""
+    none = len(own.holdings)
+    converting = np.zeros((none + 1, len(Resource)))
+    converting[:none, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = [
+        prices.conversion(graph[each.parameter].spec, each.held, each.wanted)
+        for each in own.holdings
+    ]
+    costs = [
+        [prices.parameter(graph[name].spec, layout, zero) for name, layout in own.held]
+        for zero in ZEROS
+    ]
+    seconds = np.zeros((len(ZEROS), none + 1, len(Resource)))
+    states = np.zeros((len(ZEROS), none + 1, len(State)))
+    seconds[:, :none] = np.array([[each for each, _ in row] for row in costs])[:, own.held_as]
+    states[:, :none] = np.array([[each for _, each in row] for row in costs])[:, own.held_as]
+    return converting, seconds, states
+
+
+def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
+    """Return the candidates that are not dominated: no other with the same layouts towards other
+    decisions is at least as good in all seconds and bytes."""
+    number = len(own.broken)
+    is_kept = np.ones(number, dtype=bool)
+    if own.alike:
+        again = every.seconds[0, :, RECOMPUTED].T - every.skipped_seconds
+        figures = np.column_stack([*every.seconds, *every.states, *again])
+        figures = figures[:, (figures != figures[:1]).any(axis=0)]
+        for groups in own.alike:
+            size = groups.shape[1]
+            most = max(1, MOST_COMPARED // (size * size * max(figures.shape[1], 1)))
+            for start in range(0, len(groups), most):
+                some = groups[start : start + most]
+                is_kept[some[_is_dominated(figures[some])]] = False
+    return np.flatnonzero(is_kept)
+
+
+def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
+    """Return, as ``[group, member]``, whether another member is no worse in any of ``figures[group,
+    member, figure]``; of equal members, all but the first are dominated."""
+    at_most = np.logical_and.reduce(figures[:, :, None] <= figures[:, None], axis=3)
+    earlier = np.triu(np.ones(at_most.shape[1:], dtype=bool), 1)
+    better = at_most & (earlier | ~at_most.transpose(0, 2, 1))
+    found: NDArray[np.bool_] = np.logical_or.reduce(better, axis=1)
+    return found
+
+
+def parameter_decision(
+    node: Node, graph: Graph, prices: Prices, restriction: Restriction
+) -> Decision:
+    """Return the decision of a parameter that is used several times."""
+    layouts = held_layouts(node, graph, prices, restriction)
+    costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
+    seconds = np.array([[own for own, _ in each] for each in costs])
+    broken = [
+        num_broken(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
+    ]
+    seconds[:, :, Resource.FORWARD_COMPUTE] += np.array(broken) * PENALTY_SECONDS
+    return Decision(
+        node.name,
+        (node.name,),
+        _held_choices(node.name, layouts, prices),
+        seconds,
+        np.array([[states for _, states in each] for each in costs]),
+        np.zeros((len(RECOMPUTE_MODES), len(layouts), len(RECOMPUTED))),
+    )
+
+
+def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
+    """Return a choice per layout; equal arguments return the same objects."""
+    return find(
+        prices.cache.held_choices,
+        (name, layouts),
+        lambda: tuple(Choice({name: NodeLayout((), (layout,))}) for layout in layouts),
+    )

@@ -1,0 +1,498 @@
+"""Cost of a stage with given layouts: seconds per micro-batch and per step, and bytes.
+
+In: the decisions of a stage and the choice of each. Out: ``StageCost``, for any number of equal
+blocks, any ZeRO stage and any recomputation policy. A cost is a sum over rows (kinds of blocks,
+edges between blocks), each weighted by its occurrences in blocks that are not, that are fully and
+that are selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. The
+cost of a row is computed once per choice of layouts (``RowCost``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from ...cost_model.simulator.stage_costs import Buckets
+from ..costs.kept_bytes import RECOMPUTE_MODES
+from ..costs.seconds import (
+    FORWARD,
+    HELD,
+    Groups,
+    Resource,
+    Seconds,
+    State,
+    group_blocks,
+    seconds_of_passes,
+)
+from ..plan import Recompute
+from ..schedules.held import held_bytes
+from .assembly import GATHERED_BLOCKS, StageOptions, StageProblem, constant_bytes, context_bytes
+from .decisions import DEVICE, HOST, RECOMPUTED, SENT, ZEROS, Floats
+from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
+from .recompute_policy import (
+    MOST_POLICIES,
+    Policies,
+    RecomputeCosts,
+    efficient_policies,
+    num_policies,
+    policies,
+)
+from .stage_model import Boundary, StageModel
+from .structure import Edge, Row, Run
+
+N = TypeVar("N", int, float)
+
+TRANSIENT = ("transient", "reserve", "communicators")
+"""Memory categories that the stages of a rank use in turn, or hold once. The search counts the
+communicators of a stage's mesh in its reserve, and ignores communicators of messages."""
+
+BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
+"""Modes of a block: no recomputation, and the modes of ``RECOMPUTE_MODES``."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds and bytes of a stage. ``seconds`` per micro-batch and per step: see ``Seconds``.
+
+    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per micro-batch.
+    ``memory_bytes`` are by category, see ``StagePrediction``. ``late_seconds`` is the part of the
+    backward for deferred weight gradients; None if unknown. Collectives of states overlap the
+    compute of the blocks in ``groups``, and other collectives unless both use the same links
+    (``shares_links``; see ``seconds_of_passes``). Without groups the stage counts as one block.
+    """
+
+    seconds: Seconds
+    receive_seconds: tuple[float, float]
+    memory_bytes: Mapping[str, float]
+    activation_bytes: float
+    late_seconds: float | None = None
+    groups: Groups | None = field(default=None, compare=False)
+    shares_links: bool = True
+
+    @property
+    def compute_seconds(self) -> tuple[float, float]:
+        """Return the seconds (forward, backward) in which all blocks are computed and issued."""
+        own = self.seconds
+        forward = max(own.forward_compute, own.forward_issue)
+        return forward, max(own.backward_compute, own.backward_issue)
+
+    @property
+    def forward_seconds(self) -> float:
+        return self._passes[0]
+
+    @property
+    def backward_seconds(self) -> float:
+        return self._passes[1]
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of the optimizer, exposed parameter gathers and gradient sums."""
+        return self._passes[2] + self._passes[3]
+
+    @property
+    def end_seconds(self) -> float:
+        """Return the part of ``step_seconds`` that follows the last backward."""
+        return self._passes[3]
+
+    @cached_property
+    def _passes(self) -> tuple[float, float, float, float]:
+        forward, backward = self.compute_seconds
+        both = self.seconds._replace(forward_compute=forward, backward_compute=backward)
+        return self._with_exposed(both, self.issued_groups)
+
+    def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
+        """Return ``seconds_of_passes`` as floats: forward, backward, first gathers, end of step."""
+        found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
+        forward, backward, gather, end = map(float, found)
+        return forward, backward, gather, end
+
+    @property
+    def _groups(self) -> Groups:
+        return self.groups or Groups(np.array([self.seconds]), np.ones(1, dtype=np.int64))
+
+    @cached_property
+    def issued_groups(self) -> Groups:
+        """Return the blocks' seconds, compute at least as long as the host's launches of it."""
+        seconds = self._groups.seconds.copy()
+        for compute, issue in ISSUED:
+            seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
+        return Groups(seconds, self._groups.counts)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """Return each block's share of the stage's compute and of its collectives per step."""
+        groups = self.issued_groups
+        every = np.repeat(groups.seconds, groups.counts, axis=0)
+        return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
+
+    @property
+    def exposed_states(self) -> tuple[float, float]:
+        """Return the seconds of ZeRO's collectives not hidden by compute (forward, backward)."""
+        own = self.seconds
+        forward, backward = self.compute_seconds
+        return (
+            max(0.0, self.forward_seconds - forward - own.forward_communication),
+            max(0.0, self.backward_seconds - backward - own.backward_communication),
+        )
+
+    @property
+    def slowed_share(self) -> float:
+        """Return the fraction of compute lost during collectives that run once per step."""
+        own = self.seconds
+        collectives = own.parameter_gather + own.gradient_sync
+        slowed = own.gather_slowed + own.sync_slowed
+        return min(1.0, slowed / collectives) if collectives else 0.0
+
+    def objective(self, num_microbatches: int) -> float:
+        """Return the solvers' objective: seconds per micro-batch with a share of the step's.
+
+        It counts the device alone: the host's time to issue a pass is not a sum over ops.
+        """
+        forward, backward, gather, end = self._with_exposed(self.seconds, self._groups)
+        return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
+
+    def warmup_and_steady(self, num_microbatches: int) -> tuple[float, float]:
+        """Return (q, m): the first micro-batch's seconds, and the further seconds of a step if this
+        stage is the slowest. Messages overlap the compute of other micro-batches."""
+        micro = self.forward_seconds + self.backward_seconds
+        rest = (num_microbatches - 1) * micro + self.step_seconds
+        return micro + sum(self.receive_seconds), rest
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.memory_bytes.values())
+
+
+IN_PARTS = (
+    Resource.FORWARD_COMPUTE,
+    Resource.PARAMETER_GATHER,
+    Resource.BACKWARD_COMPUTE,
+    Resource.GRADIENT_SYNC,
+)
+"""Resources whose shares ``Buckets`` has, in the order of its fields."""
+
+ISSUED = (
+    (Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE),
+    (Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE),
+)
+"""Per direction: the resource of the device's compute, and of the host's issue of kernels."""
+
+
+def _shares(values: Floats) -> tuple[float, ...]:
+    """Return each value's fraction of the sum; equal fractions if the sum is 0."""
+    total = values.sum()
+    equal = np.full(len(values), 1 / len(values))
+    return tuple((values / total if total > 0 else equal).tolist())
+
+
+def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
+    """Add up the bytes of a rank's stages by category; of categories in ``once`` take the maximum.
+
+    >>> combine_bytes(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
+    ...          once=("transient",))
+    {'parameters': 4, 'transient': 4}
+    """
+    found: dict[str, N] = {}
+    for stage in stages:
+        for name, size in stage.items():
+            if name in found:
+                found[name] = max(found[name], size) if name in once else found[name] + size
+            else:
+                found[name] = size
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCosts:
+    """Cost that each recomputation policy adds to a stage without recomputation.
+
+    By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative for savings),
+    and total ``transient_bytes[zero, policy]``.
+    """
+
+    policies: Policies
+    seconds: Floats
+    kept_bytes: Floats
+    transient_bytes: Floats
+
+
+class StageTable:
+    """Costs of a stage's rows (terms of its cost) with given layouts, for all runs of a family.
+
+    ``choices`` are the choices of the decisions of ``assembly``.
+    """
+
+    def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
+        self.model: StageModel = assembly.model
+        self.assembly = assembly
+        self.choices = choices
+        self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
+        self.rows: dict[Row, RowCost] = {}
+        for name in assembly.run.shared:
+            self.rows[name] = self._shared(name)
+        self._policy_costs: dict[int, PolicyCosts] = {}
+        self._weight_grads: dict[str, tuple[Floats, float]] = {}
+        self._priced: dict[tuple[int, StageOptions], StageCost] = {}
+
+    def row(self, row: Row) -> RowCost:
+        """Return the cost of one occurrence of a row (block, shared parameter or edge)."""
+        if row not in self.rows:
+            self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
+        return self.rows[row]
+
+    def _choice(self, name: str) -> int:
+        return self.choices[self.assembly.position(name)]
+
+    def _kind(self, kind: str) -> RowCost:
+        model = self.model.kind(kind)
+        choices = self.choices[self.assembly.start[kind] :][: len(model.decisions)]
+        if choices not in model.costs:
+            model.costs[choices] = self._kind_cost(kind, choices)
+        return model.costs[choices]
+
+    def _kind_cost(self, kind: str, choices: tuple[int, ...]) -> RowCost:
+        model = self.model.kind(kind)
+        pairs = list(zip(model.decisions, choices, strict=True))
+        seconds = np.zeros((len(BLOCK_MODES), len(ZEROS), len(Resource)))
+        seconds[:] = sum(decision.seconds[:, choice] for decision, choice in pairs)
+        seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
+        skipped = sum(
+            (decision.skipped_seconds[:, choice] for decision, choice in pairs),
+            np.zeros((len(RECOMPUTE_MODES), len(RECOMPUTED))),
+        )
+        skipped_sent = skipped[:, SENT].copy()
+        for edge in model.edges:
+            forward, backward = self._conversion(edge)
+            seconds[:, :, Resource.FORWARD_COMMUNICATION] += forward
+            seconds[:, :, Resource.BACKWARD_COMMUNICATION] += backward
+            skipped_sent += forward * ~np.array(self.model.repeats(edge))
+        recompute = seconds[0, 0, FORWARD].sum() - (skipped[:, DEVICE] + skipped_sent)
+        again, back = seconds[1:], slice(Resource.BACKWARD_COMPUTE, Resource.FORWARD_STATES)
+        again[:, :, back] += again[:, :, FORWARD]
+        again[:, :, back] -= np.stack([skipped[:, DEVICE], skipped_sent], axis=1)[:, None]
+        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, [HOST]]
+        again[:, :, Resource.BACKWARD_ISSUE] += issued
+        held = [model.held(number, choice) for number, choice in enumerate(choices)]
+        saved = {part for own in held for part in own.saved}
+        selected = {part for own in held for part in own.selected}
+        read = {part for own in held for part in own.read}
+        states = sum((d.states[:, choice] for d, choice in pairs), NO_STATES)
+        kept = np.array([sum(size for _, size in own) for own in (saved, read, selected)], float)
+        made_again = np.array([0.0, kept[0], kept[0] - sum(size for _, size in saved & selected)])
+        return RowCost(
+            seconds,
+            recompute,
+            kept,
+            states,
+            float(max((own.working_bytes for own in held), default=0)),
+            made_again[:, None] + GATHERED_BLOCKS * states[:, State.GATHERED],
+        )
+
+    def _edge(self, edge: Edge) -> RowCost:
+        """Return the cost of an edge between blocks; a recomputed reading block keeps the value."""
+        forward, backward = self._conversion(edge)
+        recompute = forward * np.array(self.model.repeats(edge))
+        seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
+        seconds[:, :, Resource.FORWARD_COMMUNICATION] = forward
+        seconds[:, :, Resource.BACKWARD_COMMUNICATION] = backward
+        seconds[1:, :, Resource.BACKWARD_COMMUNICATION] += recompute[:, None]
+        kept = np.zeros(len(BLOCK_MODES))
+        if edge.is_held:
+            layout = self.model.source(edge).layouts[self._source_class(edge)]
+            kept[1:] = self.model.prices.local_bytes(self.model.spec(edge), layout)
+        of_zeros = np.broadcast_to(seconds, (len(BLOCK_MODES), len(ZEROS), len(Resource)))
+        return RowCost(of_zeros, recompute, kept)
+
+    def _source_class(self, edge: Edge) -> int:
+        maker = edge.name if edge.first is None else edge.first.node
+        return int(self.model.source(edge).of_choice[self._choice(maker)])
+
+    def _conversion(self, edge: Edge) -> tuple[float, float]:
+        """Return the seconds (forward, backward) to convert a value to all layouts in a block."""
+        forward, backward = self.model.conversions(edge)
+        source = self._source_class(edge)
+        _, columns = self.model.targets(edge)
+        wanted = {
+            int(column[self._choice(use.node)])
+            for use, column in zip(edge.uses, columns, strict=True)
+        }
+        return (
+            float(sum(forward[source, target] for target in sorted(wanted))),
+            float(sum(backward[source, target] for target in sorted(wanted))),
+        )
+
+    def _shared(self, name: str) -> RowCost:
+        """Return the cost of a parameter of several blocks."""
+        decision, choice = self.model.shared(name), self._choice(name)
+        seconds = np.stack([decision.seconds[:, choice]] * len(BLOCK_MODES))
+        return RowCost(
+            seconds,
+            np.zeros(len(RECOMPUTE_MODES)),
+            np.zeros(len(BLOCK_MODES)),
+            decision.states[:, choice],
+        )
+
+    def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
+        """Return the seconds (forward, backward) of layout conversions for sent values and the
+        loss, and of receiving values."""
+        both = np.zeros((2, 2))
+        for boundary, count in self.model.boundaries(run):
+            own = boundary.seconds[self._choice(boundary.node)]
+            both[int(boundary.is_received)] += count * own
+        return both[0], both[1]
+
+    def unrecomputed(self, row: Row | Boundary) -> Floats:
+        """Return the seconds and bytes of a row or boundary (see ``RowCost.unrecomputed``)."""
+        if not isinstance(row, Boundary):
+            return self.row(row).unrecomputed
+        added = np.zeros((len(ZEROS), NUM_FIGURES))
+        seconds = row.seconds[self._choice(row.node)]
+        if row.is_received:
+            added[:, RECEIVED] = seconds.sum()
+        else:
+            added[:, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = seconds
+        return added
+
+    def policy_costs(self, run: Run) -> PolicyCosts:
+        """Return the costs of a run under every policy worth trying. Cached."""
+        if run.key not in self._policy_costs:
+            costs, counts = self._recompute_costs(run), run.class_counts
+            is_short = num_policies(*counts) <= MOST_POLICIES
+            listed = policies(*counts) if is_short else efficient_policies(*counts, costs)
+            self._policy_costs[run.key] = PolicyCosts(
+                listed,
+                listed.sums(costs.seconds),
+                listed.sums(costs.kept_bytes),
+                self._transient_bytes(listed, costs),
+            )
+        return self._policy_costs[run.key]
+
+    def _recompute_costs(self, run: Run) -> RecomputeCosts:
+        """Return the additional cost of a recomputed block of each class of a run."""
+        kinds = [self.kinds[own.kind] for own in run.block_classes]
+        rows = [
+            [kind, *map(self.row, own.edges)]
+            for kind, own in zip(kinds, run.block_classes, strict=True)
+        ]
+        kept = np.array([sum(row.kept_bytes for row in own) for own in rows])
+        return RecomputeCosts(
+            np.array([sum(row.recompute_seconds for row in own) for own in rows]).T,
+            (kept[:, 1:] - kept[:, :1]).T,
+            np.array([kind.transient_bytes[1:] for kind in kinds]).transpose(1, 2, 0),
+        )
+
+    def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
+        """Return ``[zero, policy]``: bytes of largest op plus gathered weights or rerun block."""
+        largest = listed.largest(costs.transient_bytes)
+        transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
+        return transient
+
+    @property
+    def transient_bytes(self) -> Floats:
+        """Return, by ZeRO stage, bytes of the largest op plus gathered parameters."""
+        return self._working_bytes + self._gathered
+
+    @cached_property
+    def _working_bytes(self) -> float:
+        return max(kind.working_bytes for kind in self.kinds.values())
+
+    @cached_property
+    def _gathered(self) -> Floats:
+        largest: Floats = np.max([kind.transient_bytes[0] for kind in self.kinds.values()], axis=0)
+        return largest
+
+    def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
+        """Return the least seconds per byte saved by recomputing a block of any kind, and the
+        largest fraction of a block's kept bytes saved; values read from outside are ignored."""
+        rates, shares = [], []
+        for kind in self.kinds.values():
+            saved, _, selected = kind.kept_bytes.tolist()
+            for mode, saves in (("full", saved), ("selective", saved - selected)):
+                if mode in modes and saves > 0:
+                    rates.append(kind.recompute_seconds[RECOMPUTE_MODES.index(mode)] / saves)
+                    shares.append(saves / saved)
+        return min(rates, default=0.0), max(shares, default=0.0)
+
+    def price(self, run: Run, setting: StageOptions) -> StageCost:
+        """Return the cost of a run of this table's family under the options ``setting``."""
+        cost = self._priced.get((run.key, setting))
+        if cost is None:
+            cost = self._priced[run.key, setting] = self._price(run, setting)
+        return cost
+
+    def _price(self, run: Run, setting: StageOptions) -> StageCost:
+        seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
+        of_kind: dict[str, Floats] = {}
+        for row, occurrences in run.occurrences(setting.policy).items():
+            cost, weights = self.row(row), np.array(occurrences, dtype=np.float64)
+            of_modes = cost.seconds[:, setting.zero]
+            if row in self.kinds:
+                of_modes = self._issued(str(row), of_modes, splits=bool(setting.halves))
+                of_kind[str(row)] = of_modes
+            seconds += weights @ of_modes
+            states += sum(occurrences) * cost.states[setting.zero]
+            kept += float(weights @ cost.kept_bytes)
+        sent, received = self.boundary_seconds(run)
+        seconds[[Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] += sent
+        forced = Policies.of(setting.policy, len(run.block_classes))
+        transient = self._transient_bytes(forced, self._recompute_costs(run))
+        memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}
+        memory["activations"] = kept * setting.in_flight
+        late = None
+        if setting.halves:
+            late, late_bytes = self.weight_grads(run)
+            memory["activations"] = held_bytes(setting.halves, kept, late_bytes)
+        memory["transient"] = float(transient[setting.zero, 0])
+        memory["buffers"] = float(constant_bytes(self.model, run))
+        memory["reserve"] = float(context_bytes(self.model))
+        receive = float(received[0]), float(received[1])
+        return StageCost(
+            Seconds(*seconds.tolist()),
+            receive,
+            memory,
+            kept,
+            late,
+            self._groups_of(run, setting, of_kind),
+            self.model.prices.shares_links,
+        )
+
+    def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
+        """Group the run's blocks in order; a parameter of several blocks counts with the first."""
+        entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
+        seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
+        for name in run.shared:
+            seconds[0] += self.row(name).seconds[0, setting.zero]
+        return Groups(seconds, counts)
+
+    def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
+        """Return a block's ``seconds[mode, RESOURCE]`` with the issue time of each pass (or half of
+        a split backward) raised to its compute time."""
+        seconds = seconds.copy()
+        forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
+        backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
+        deferred = self._weight_grads_of(kind)[0] if splits else np.zeros(2)
+        inputs = (seconds[:, backward] - deferred).max(axis=1)
+        seconds[:, Resource.FORWARD_ISSUE] = seconds[:, forward].max(axis=1)
+        seconds[:, Resource.BACKWARD_ISSUE] = inputs + deferred.max()
+        return seconds
+
+    def weight_grads(self, run: Run) -> tuple[float, float]:
+        """Return the seconds of a run's deferred weight gradients, and the bytes kept for them."""
+        own = [(count, *self._weight_grads_of(kind)) for kind, count in run.counts.items()]
+        seconds = sum(count * float(each.max()) for count, each, _ in own)
+        return seconds, sum(count * size for count, _, size in own)
+
+    def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
+        """Return a block's weight gradients: seconds (device, host) and bytes kept for them."""
+        if kind not in self._weight_grads:
+            start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
+            choices = enumerate(self.choices[start : start + number])
+            found = [self.model.weight_grads(kind, at, choice) for at, choice in choices]
+            parts = {part for _, _, own in found for part in own}
+            seconds = np.array([own[:2] for own in found]).sum(axis=0)
+            self._weight_grads[kind] = seconds, float(sum(size for _, size in parts))
+        return self._weight_grads[kind]
