@@ -32,8 +32,8 @@ class FigureError(ValueError):
 
 
 class ClusterError(FigureError):
-    """Error in the description of a cluster. ``where`` is the file and key at fault, or the user's
-    text (such as "8xH100")."""
+    """Error in a cluster's description; ``where`` is the file and key, or the text (such as
+    "8xH100")."""
 
 
 MAX_DEVICES = 2**17
@@ -41,8 +41,7 @@ MAX_DEVICES = 2**17
 
 
 def check_size(num_hosts: int, devices_per_host: int, at: str) -> None:
-    """Raise ``ClusterError`` for a cluster of more than ``MAX_DEVICES`` devices. ``at``: location
-    that the error names."""
+    """Raise ``ClusterError``, at location ``at``, for more than ``MAX_DEVICES`` devices in all."""
     if num_hosts * devices_per_host > MAX_DEVICES:
         raise ClusterError(
             f"{num_hosts * devices_per_host} devices are more than {MAX_DEVICES}",
@@ -118,8 +117,7 @@ class Device:
 
     @property
     def speed(self) -> str:
-        """Text by which devices are compared: equal for two devices that run every op in the same
-        time."""
+        """Text that is equal for two devices if they run every op in the same time."""
         figures = (
             self.name,
             self.kind,
@@ -159,8 +157,7 @@ class Link:
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
-    """Return ``link`` restricted to ``num_links`` of a device's wires, at that share of its
-    rate."""
+    """Return ``link`` restricted to ``num_links`` wires per device, at their share of its rate."""
     if num_links == link.num_links:
         return link
     rate = link.bytes_per_second * num_links / link.num_links
@@ -216,8 +213,7 @@ class Host:
         return _part_of(self.link, used) if used else self.detour
 
     def part(self, num_devices: int) -> Host:
-        """Return a copy of this host with only its first ``num_devices`` devices and their
-        wires."""
+        """Return a host of only the first ``num_devices`` devices and the wires among them."""
         wires = wires_among(self.wires, range(num_devices)) if self.wires else ()
         return replace(self, num_devices=num_devices, wires=wires)
 
@@ -234,8 +230,7 @@ class Cluster:
 
     @cached_property
     def usable_memory_bytes(self) -> int:
-        """Bytes that a process may allocate on any device: the least among the cluster's
-        devices."""
+        """Bytes that a process may allocate on any device: the least of all devices."""
         return min(host.device.usable_memory_bytes for host in self.hosts)
 
     @cached_property
@@ -264,14 +259,12 @@ class Cluster:
         return self.hosts[self.host_of[rank]].device
 
     def with_devices(self, changed: Callable[[Device], Device]) -> Cluster:
-        """Return a copy of the cluster in which ``changed(device)`` replaces each host's kind of
-        device."""
+        """Return the cluster with each host's kind of device replaced by ``changed(device)``."""
         hosts = tuple(replace(host, device=changed(host.device)) for host in self.hosts)
         return replace(self, hosts=hosts)
 
     def link(self, first: int, second: int) -> Link:
-        """Return the link between two ranks: it is within a host, between hosts, or between
-        racks."""
+        """Return the link between two ranks: within a host, between hosts, or between racks."""
         host, other = self.host_of[first], self.host_of[second]
         if host == other:
             return self.link_within(host, (first, second))
@@ -283,17 +276,15 @@ class Cluster:
         return self.hosts[host].link_among([rank - start for rank in ranks])
 
     def entry_link(self, first: int, size: int) -> Link:
-        """Return the link over which a pipeline stage receives its inputs. The stage has ``size``
-        ranks, the first of which is ``first``; the previous stage is assumed to have the ``size``
-        ranks before."""
+        """Return the link over which the pipeline stage on ranks ``first`` … ``first`` + ``size`` −
+        1 receives its inputs, if the previous stage is on the ``size`` ranks before them."""
         before = range(max(first - size, 0), max(first, 1))
         return self.send_link(before, range(first, first + size))
 
     def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
         """Return the slowest link over which ranks ``sources`` of one pipeline stage send to ranks
-        ``targets`` of the next stage. Within a host without a switch, the i-th of the last sources
-        sends to the i-th target; otherwise the last source and the first target represent all
-        pairs."""
+        ``targets`` of the next. Within a host without a switch, each of the last sources sends to
+        one target; otherwise the last source and the first target represent all pairs."""
         hosts = {self.host_of[rank] for rank in (sources[0], sources[-1], targets[0], targets[-1])}
         if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
             return self.link(sources[-1], targets[0])
@@ -304,9 +295,8 @@ class Cluster:
         return min(links, key=lambda link: link.bytes_per_second, default=whole)
 
     def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
-        """Return the tables of wires (numbers of direct links) among ``size`` consecutive ranks,
-        the first of which is ``first``: a table for each host without a switch of which only a part
-        is used."""
+        """Return tables of the wires (numbers of direct links) among ``size`` ranks from ``first``
+        on: one for each host without a switch of which only a part is used."""
         found = []
         for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
             own, start = self.hosts[host], self.first_ranks[host]
@@ -324,9 +314,8 @@ class Cluster:
         return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
 
     def slowest_device(self, ranks: Sequence[int]) -> Device:
-        """Return a device as slow as the slowest of ``ranks`` in every figure. Devices that compute
-        an op together wait for the slowest of them, and this may be another device for another
-        op."""
+        """Return a device that is in every figure as slow as the slowest of ``ranks``: devices that
+        compute an op together wait for the slowest of them, which may differ by op."""
         hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
         devices: list[Device] = []
         for host in hosts:
@@ -372,8 +361,7 @@ def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
 
 
 def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """Return the op families whose float32 products all devices compute in TF32; None if this is
-    unknown for every device."""
+    """Return the op families that all devices compute in TF32; None if unknown for every device."""
     if all(device.tf32 is None for device in devices):
         return None
     return tuple(sorted(set.intersection(*(set(device.tf32 or ()) for device in devices))))

@@ -68,8 +68,8 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that this process may use, given its CPU affinity and its
-    container's quota."""
+    """Return the number of physical cores that this process may use by CPU affinity and container
+    quota."""
     if hasattr(os, "sched_getaffinity"):
         logical = len(os.sched_getaffinity(0))
     else:
@@ -89,8 +89,7 @@ def threads_per_device(num_devices: int) -> int:
 
 
 def busy_text() -> str:
-    """Return a warning that other programs load this machine; "" if its load average per core is
-    below ``BUSY``."""
+    """Return a warning that this machine is busy; "" if its load per core is below ``BUSY``."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return ""
@@ -172,8 +171,7 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """Measure the FLOP/s of a 512 x 512 matmul in this process for each of three dtypes; return
-    them by dtype name."""
+    """Measure the FLOP/s of a 512 x 512 matmul in this process; return them by dtype name."""
     import torch
 
     size = 512
@@ -310,8 +308,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
 
 
 def is_at_hand(cluster: Cluster) -> bool:
-    """Return true if a cluster consists of this machine's own devices: processes on its CPU, or its
-    GPUs."""
+    """Return true if a cluster is this very machine: processes on its CPU, or its GPUs."""
     if len(cluster.hosts) != 1:
         return False
     (host,) = cluster.hosts

@@ -28,8 +28,7 @@ location, for errors."""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as ``"70GB"`` or ``"70 GiB"`` states. Raises
-    ValueError.
+    """Return the bytes that a text such as ``"70GB"`` or ``"70 GiB"`` states. Raises ValueError.
 
     >>> parse_bytes("1.5 KiB")
     1536
@@ -90,8 +89,8 @@ def read_fields(table: Mapping[str, Any], known: Mapping[str, Convert], at: str)
 
 
 def check_keys(table: Mapping[str, Any], known: tuple[str, ...], at: str) -> None:
-    """Raise ``ClusterError`` if a table has a key that is not in ``known``. ``at``: the table's
-    location, for the error."""
+    """Raise ``ClusterError``, naming location ``at``, for a key of a table that is not in
+    ``known``."""
     for key in table:
         if key not in known:
             raise ClusterError(f"unknown key {key!r}", at, f"known: {', '.join(known)}")
@@ -107,8 +106,7 @@ def _check_required(values: Mapping[str, Any], kind: type[Device] | type[Link], 
 
 
 def read_table(value: Any, at: str) -> Mapping[str, Any]:
-    """Return ``value`` if it is a table (mapping), else raise ``ClusterError`` with its location
-    ``at``."""
+    """Return ``value`` if it is a mapping, else raise ``ClusterError`` with location ``at``."""
     if not isinstance(value, Mapping):
         raise ClusterError(f"expected a table, found {value!r}", at)
     return value
@@ -122,14 +120,14 @@ def read_text(value: Any, at: str) -> str:
 
 
 def read_count(value: Any, at: str) -> int:
-    """Return ``value`` if it is a whole number of at least 1, else raise ``ClusterError`` with its
-    location ``at``."""
+    """Return ``value`` if it is a whole number ≥ 1, else raise ``ClusterError`` with location
+    ``at``."""
     return _read_whole(value, at, 1, "a whole number of at least 1")
 
 
 def read_num_links(value: Any, at: str) -> int:
-    """Return ``value`` if it is a whole number of at least 0, a count of links, else raise
-    ``ClusterError`` with its location ``at``."""
+    """Return ``value`` if it is a whole number ≥ 0, else raise ``ClusterError`` with location
+    ``at``."""
     return _read_whole(value, at, 0, "a number of links")
 
 

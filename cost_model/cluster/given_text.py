@@ -85,8 +85,7 @@ def shortened(text: str, size: int = 60) -> str:
 
 
 def check_texts(value: Any) -> None:
-    """Raise ``ValueError`` if any text in ``value`` (parsed JSON or TOML) contains control
-    characters."""
+    """Raise ``ValueError`` if a text in ``value`` (JSON or TOML data) has control characters."""
     for text in _texts(value):
         if _CONTROLS.search(text):
             raise ValueError(f"{shortened(printable(text))!r} contains control characters")

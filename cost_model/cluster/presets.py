@@ -53,8 +53,8 @@ class Preset:
     """Known kind of device with the usual hosts around it. ``link`` and ``fabric`` are the names of
     the links within and between its hosts, ``host_size`` the number of devices of a host. For hosts
     without a switch, ``wires`` has pairs (largest number of devices, name of the table of wires for
-    at most so many devices) in ascending order; ``detour`` is the name of the link between devices
-    that no ring of wires joins."""
+    at most so many devices) in ascending order; ``detour`` is the link where no ring of wires joins
+    devices."""
 
     device: Device
     link: str
@@ -140,8 +140,8 @@ def dated(address: str, date: str) -> str:
 
 
 def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return ``known`` together with ``texts``, in which each ``{name}`` is replaced by the text of
-    that name."""
+    """Return ``known`` and ``texts`` joined, with each ``{name}`` in the latter replaced by its
+    text."""
     filled = dict(known)
     for name, text in texts.items():
         filled[name] = text.format_map(filled)
@@ -165,8 +165,7 @@ def _merged(base: Table, changes: Table) -> Table:
 
 
 def _link(table: Table, texts: Mapping[str, str]) -> Link:
-    """Return the link that a table of ``links.toml`` describes; ``texts`` fills names in its
-    source."""
+    """Return the link that a table of ``links.toml`` describes; ``texts`` fills in its source."""
     table["source"] = table["source"].format_map(texts)
     if "gigabits" in table:
         gigabits, fraction = table.pop("gigabits"), table.pop("fraction")

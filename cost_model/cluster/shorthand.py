@@ -55,7 +55,7 @@ def parse_cluster(text: str) -> Cluster:
     """Return the cluster that a shorthand describes: ``HOSTSxDEVICESxNAME``, or ``DEVICESxNAME``
     for a single host, or ``NAME`` for a single device; ``+`` joins different hosts. ``@LINK``
     replaces a preset's link: an NVLink or PCIe name replaces the link within the preceding hosts,
-    any other name the link between all hosts (by default the slowest of the presets' links). Raises
+    any other name the link between all hosts, by default the slowest of the presets'. Raises
     ``ClusterError``.
 
     >>> cluster = parse_cluster("4x8xA100-80GB@ethernet-100g")

@@ -42,8 +42,7 @@ def has_tf32(device: Device) -> bool:
 
 
 def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
-    """Return the cluster with TF32 turned on for exactly these op families ("conv", "matmul") on
-    every device that supports it.
+    """Return the cluster with TF32 on for these op families alone, on devices that support it.
 
     >>> from .presets import find_preset
     >>> host = find_preset("V100").host(1)
@@ -65,14 +64,13 @@ def product_dtype(device: Device, family: str, dtype: str) -> str:
 
 
 def torch_families() -> tuple[str, ...]:
-    """Return the op families ("conv", "matmul") whose float32 products torch computes in TF32 in
-    this process."""
+    """Return the op families ("conv", "matmul") whose float32 products torch now computes in
+    TF32."""
     return tuple(name for name in FAMILIES["all"] if _setting(name).fp32_precision == "tf32")
 
 
 def set_torch(families: Collection[str]) -> None:
-    """Set torch in this process to compute float32 products of ``families`` in TF32, and of no
-    others."""
+    """Set torch in this process to use TF32 for float32 products of ``families`` alone."""
     import torch
 
     now = torch_families()

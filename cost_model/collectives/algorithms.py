@@ -116,8 +116,7 @@ def two_trees(n: int) -> tuple[list[int], list[int]]:
 def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
     """Return the number of parts and the rounds of messages of the all-reduce by trees: two trees
     over the hosts for each rank of the smallest host, and a chain in each host. Each chain of a
-    host starts at another rank, which joins the host to its tree. ``num_pieces``: parts per
-    tree."""
+    host starts at another rank, which joins the host to its tree. ``num_pieces``: per tree."""
     tree_of = hosts if len(hosts) > 1 else (1,) * sum(hosts)
     num_heads = min(tree_of)
     num_trees, parallel = 2 * num_heads, []
@@ -135,9 +134,8 @@ def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _up_and_down(parents: Sequence[int], parts: Sequence[int]) -> Rounds:
-    """Return the rounds of messages that sum each of ``parts`` up a tree and copy the sum down;
-    each part follows one round after the previous part. ``parents``: each rank's parent, −1 for the
-    root."""
+    """Return the rounds of messages that sum each of ``parts`` up a tree and copy the sum down,
+    each part one round after the previous. ``parents``: each rank's parent, −1 for the root."""
     depths = [_depth(parents, rank) for rank in range(len(parents))]
     deepest = max(depths)
     rounds: list[list[Message]] = [[] for _ in range(2 * deepest + len(parts) - 1)]
@@ -236,8 +234,8 @@ def _count_direct(shape: Shape) -> Counts:
 
 
 def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
-    """Return the number of parts and the only round of messages of the all-to-all in which every
-    rank sends to all others at once."""
+    """Return the parts' number and the only round of messages of the all-to-all in which every rank
+    sends to all others at once."""
     num_parts, rounds = _make_pairwise(hosts, num_pieces)
     return num_parts, (sum(rounds, ()),)
 
@@ -281,8 +279,7 @@ def _count_bruck(shape: Shape) -> Counts:
 
 def _make_bruck(hosts: Hosts, _: int) -> Made:
     """Return the number of parts and the rounds of messages of Bruck's all-to-all: in round k = 0,
-    1, … a part moves on by 2^k ranks if bit k of the distance from its sender to its receiver is
-    set."""
+    1, … a part moves on by 2^k ranks if bit k of the distance to its receiver is set."""
     n, rounds = sum(hosts), []
     for distance in powers_below(n):
         messages = []

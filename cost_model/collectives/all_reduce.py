@@ -84,9 +84,8 @@ def all_reduce_seconds(
 
 
 def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
-    """Return the name of the cheapest all-reduce algorithm for a tensor of ``num_bytes``; for NCCL,
-    the name of the algorithm that NCCL is assumed to choose. ``hosts``: number of the group's ranks
-    on each host.
+    """Return the name of the cheapest all-reduce algorithm for ``num_bytes``; for NCCL, the
+    algorithm that NCCL is assumed to choose. ``hosts``: number of the group's ranks on each host.
 
     >>> from ..cluster.cluster import Link
     >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
@@ -104,9 +103,8 @@ def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> s
 
 
 def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
-    """Return the table of messages of an all-reduce of ``num_bytes`` by ``algorithm``. A pipelined
-    algorithm cuts the tensor into the number of parts that takes the least time. ``hosts``: number
-    of the group's ranks on each host."""
+    """Return the table of messages of an all-reduce of ``num_bytes``, cut into the best number of
+    parts if ``algorithm`` is pipelined. ``hosts``: number of the group's ranks on each host."""
     pieces = min(
         _pieces(algorithm),
         key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),

@@ -41,8 +41,8 @@ is its default for 4 and NVLS for 5 (stas00/ml-engineering@744d01e network/READM
 
 
 class Wires(NamedTuple):
-    """Latencies α1, α2 (seconds) and rates β1, β2 (bytes per second) of the links within a host (1)
-    and between hosts (2)."""
+    """Latencies α1, α2 in seconds, rates β1, β2 in bytes per second: within (1), between hosts
+    (2)."""
 
     alpha1: float
     beta1: float
@@ -53,12 +53,11 @@ class Wires(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ranks that run a collective together, over links ``intra`` within and ``inter`` between
-    hosts. ``ranks_per_host`` is the smallest number of ranks on a host; ``num_ranks`` is its
-    product with ``num_hosts`` if all hosts have equally many. Each rank has the bandwidth of its
-    link to itself. ``library`` limits the algorithms: NCCL has rings, trees, in-switch reduction
-    and, with one rank per host, recursive doubling; gloo has rings, and a reduce-scatter by an
-    all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has all
-    algorithms."""
+    hosts. ``ranks_per_host`` is the smallest number of ranks on a host. Each rank has the bandwidth
+    of its link to itself. ``library`` limits the algorithms: NCCL has rings, trees, in-switch
+    reduction and, with one rank per host, recursive doubling; gloo has rings, and a reduce-scatter
+    by an all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has
+    all algorithms."""
 
     num_ranks: int
     ranks_per_host: int
@@ -128,9 +127,8 @@ def collective_seconds(
 ) -> float:
     """Return the seconds of a collective by its cheapest algorithm; 0 for a single rank or no
     bytes. ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a
-    broadcast, the gathered result of an all-gather, one rank's local input of an all-to-all. More
-    bytes never take less time. ``protocols``: NCCL's figures by name of link; None for those in
-    ``links.toml``.
+    broadcast, the gathered result of an all-gather, one rank's local input of an all-to-all.
+    ``protocols``: NCCL's figures by name of link; None for those in ``links.toml``.
 
     >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
     >>> collective_seconds("all_gather", 4e9, Group(4, 4, 1, link, link))
@@ -203,9 +201,9 @@ all-to-all, see ``Group``."""
 def _offered(
     kind: CollectiveKind, shape: Shape, library: Library
 ) -> tuple[tuple[str, Counts], ...]:
-    """Return the (name, counts of messages and bytes) of each algorithm of a library that a group
-    of this layout on hosts can run. NCCL uses trees only between hosts, and recursive doubling only
-    with one rank per host."""
+    """Return (name, counts of messages and bytes) of each algorithm of a library that a group of
+    this layout can run. NCCL has trees only between hosts, and recursive doubling only with one
+    rank per host."""
     offered = []
     known = ALGORITHMS["all_to_all" if (kind, library) == ("reduce_scatter", "gloo") else kind]
     for name in LIBRARY_ALGORITHMS[library][kind]:

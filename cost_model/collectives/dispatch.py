@@ -93,9 +93,8 @@ def distinct_places(
     places: int, copies: int, num_experts: int, limit: GroupLimit = (1, 1)
 ) -> float:
     """Return the mean number of ranks (or hosts) that hold at least one of a token's ``copies``
-    experts. ``places`` is the number of ranks (or hosts), which hold equal parts of
-    ``num_experts``; every choice that ``limit`` (groups of experts, groups that a token may use)
-    allows is equally likely.
+    experts. ``places`` is the number of ranks (or hosts); every choice that ``limit`` (groups of
+    experts, groups that a token may use) allows is equally likely.
 
     >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
     (1.0, 8.0, 1.667)

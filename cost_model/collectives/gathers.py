@@ -25,8 +25,8 @@ def mirrored(gather: Rounds) -> Rounds:
 
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
-    """Return the reduce-scatter that reverses the all-gather ``gather``, with the same numbers of
-    messages and bytes."""
+    """Return the reduce-scatter that reverses an all-gather, with equal counts of messages and
+    bytes."""
     return _derived(gather, lambda counts: counts, mirrored)
 
 
@@ -92,9 +92,8 @@ def count_ring(shape: Shape) -> Counts:
 
 
 def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
-    """Return the rounds of messages of an all-gather around a ring of the ranks ``order``: each
-    rank passes on the parts that it received last. Rank ``order[i]`` begins with the parts
-    ``owned[i]``."""
+    """Return the rounds of messages of an all-gather around a ring ``order`` of ranks: each passes
+    on the parts that it received last. Rank ``order[i]`` begins with the parts ``owned[i]``."""
     n = len(order)
     return tuple(
         tuple(Message(order[i], order[(i + 1) % n], tuple(owned[(i - step) % n])) for i in range(n))
@@ -104,8 +103,8 @@ def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
 
 def _make_ring(hosts: Hosts, _: int) -> Made:
     """Return the number of parts and the rounds of messages of an all-gather around a ring. Over
-    several hosts there is one ring per rank of the smallest host; each leaves a host at another
-    rank."""
+    several hosts there is a ring per rank of the smallest host, each of which leaves hosts at
+    another rank."""
     n, rings = sum(hosts), min(hosts) if len(hosts) > 1 else 1
     parallel = []
     for ring in range(rings):
@@ -135,9 +134,8 @@ def _count_doubling(shape: Shape) -> Counts | None:
 
 
 def _doubling_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
-    """Return the rounds of messages in which ranks at distance 1, 2, 4, … in ``order`` exchange all
-    parts that they hold. Rank ``order[i]`` begins with the parts ``owned[i]``; the number of ranks
-    is a power of two."""
+    """Return the rounds of messages in which 2^k ranks, at distance 1, 2, 4, … in ``order``,
+    exchange all parts that they hold. Rank ``order[i]`` begins with the parts ``owned[i]``."""
     n, rounds = len(order), []
     for distance in powers_below(n):
         held = [
@@ -193,8 +191,7 @@ def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algori
 def count_butterfly(shape: Shape) -> Counts | None:
     """Count messages and bytes of an all-reduce of S bytes by recursive doubling over n ranks:
     (log2 m + f)·(α + S/β), where m is the largest power of two up to n, f is 0 if n = m and else 2,
-    α the latency and β the rate of a link (Thakur 2005, 4.5). None on several hosts of several
-    ranks."""
+    α the latency and β the rate of a link (Thakur 2005, 4.5)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps = shape.on_one_level(_log2_floor(shape.n) + _fold(shape.n))
@@ -203,7 +200,7 @@ def count_butterfly(shape: Shape) -> Counts | None:
 
 def count_halving_doubling(shape: Shape) -> Counts | None:
     """Count messages and bytes of an all-reduce of S bytes by recursive halving, then doubling
-    (Rabenseifner 2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β), with m, f, α and β as in
+    (Rabenseifner 2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β). Symbols: see
     ``count_butterfly``."""
     if not (shape.is_flat and shape.is_even):
         return None

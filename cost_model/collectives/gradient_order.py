@@ -38,8 +38,7 @@ class SumSeconds(NamedTuple):
 
     @property
     def needed_by(self) -> int:
-        """Number of the first block (layer) whose forward may read the parameters that the sum
-        updates."""
+        """First block (layer) whose forward may read the parameters that the sum updates."""
         return max(self.block, 0)
 
 
@@ -57,9 +56,8 @@ class BlockSeconds:
 
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
-    """Return the order in which to start the collectives ``sums``, as their indices. Whenever the
-    links are free, the sum is started that the next step's forward needs first, among the sums
-    whose gradients are complete.
+    """Return the indices of the collectives ``sums`` in the order of their starts. Whenever the
+    links are free, start the sum with complete gradients that the next forward needs first.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])

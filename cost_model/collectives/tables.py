@@ -67,8 +67,7 @@ class Levels(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Layout of a group of ranks on hosts: ``n`` ranks on ``h`` hosts, the smallest of which has
-    ``p`` of them."""
+    """Layout of a group: ``n`` ranks on ``h`` hosts, the smallest of which has ``p`` of them."""
 
     n: int
     p: int
@@ -76,8 +75,7 @@ class Shape(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """True if the same kind of link joins any two ranks: all are on one host, or a host has
-        only one."""
+        """True if one kind of link joins all ranks: a single host, or one rank per host."""
         return self.h == 1 or self.p == 1
 
     @property
@@ -101,8 +99,7 @@ class Counts(NamedTuple):
     the busiest rank as multiples of the tensor's bytes (``tensors``). ``at_once``: links within and
     between hosts carry bytes at the same time. ``num_posts``: number of peers beyond the first to
     which a rank sends at once. ``num_hops``: length of the chain along which a pipelined tensor is
-    sent in the best number of parts (0: not pipelined); ``messages`` then counts for the first
-    part."""
+    sent in the best number of parts (0: no pipeline); ``messages`` then counts for one part."""
 
     messages: Levels
     tensors: Levels
@@ -111,8 +108,7 @@ class Counts(NamedTuple):
     num_hops: int = 0
 
     def doubled(self) -> Counts:
-        """Return the costs of running the algorithm twice, as an all-reduce does (reduce-scatter,
-        then all-gather)."""
+        """Return the costs of two runs, as of an all-reduce (reduce-scatter, then all-gather)."""
         messages, tensors = (Levels(*(2 * count for count in each)) for each in self[:2])
         return self._replace(messages=messages, tensors=tensors)
 
@@ -129,8 +125,8 @@ class Algorithm:
     """Collective algorithm. ``count`` returns its numbers of messages and bytes for a layout of
     ranks on hosts; ``make`` returns its number of tensor parts and its rounds of messages, from the
     numbers of ranks on each host and of parts of a pipeline. Both return None if the algorithm
-    cannot run on a layout: recursive doubling of an all-gather needs 2^k ranks, a hierarchy hosts
-    of equal size."""
+    cannot run on a layout: recursive doubling of an all-gather needs 2^k ranks, a hierarchy equal
+    hosts."""
 
     count: Callable[[Shape], Counts | None]
     make: Callable[[Hosts, int], Made | None]
@@ -224,8 +220,8 @@ def bytes_in_rounds(table: Table) -> Levels:
 
 def busiest_bytes(table: Table) -> Levels:
     """Return the bytes that the busiest rank sends or receives over the whole table, within and
-    between hosts, as multiples of the tensor's bytes. They bound from below the time of a pipelined
-    algorithm with many parts."""
+    between hosts, as multiples of the tensor's bytes. They are a lower bound for a pipelined
+    algorithm."""
     return _busiest_tensors(table, (tuple(table.messages()),))
 
 
@@ -238,8 +234,7 @@ def _busiest_tensors(table: Table, rounds: Rounds) -> Levels:
 
 
 def sent_bytes(table: Table, rank: int) -> float:
-    """Return the bytes that ``rank`` sends over the whole table, as a multiple of the tensor's
-    bytes."""
+    """Return the bytes that ``rank`` sends in all, as a multiple of the tensor's bytes."""
     sent = sum(len(m.parts) for m in table.messages() if m.sender == rank)
     return sent / table.num_parts
 

@@ -56,8 +56,7 @@ with one scale per tensor. With such scales a training step of Llama 8B takes 13
 @dataclass(frozen=True, slots=True)
 class Rate:
     """Speed of a device for one dtype and one op family (kind of ops with a common efficiency, such
-    as "matmul"). ``ramp_seconds`` is the time in which a kernel of matrix products is filled and
-    drained."""
+    as "matmul"). ``ramp_seconds`` is the time to fill and drain a kernel of matrix products."""
 
     launch_seconds: float
     ramp_seconds: float
@@ -65,8 +64,8 @@ class Rate:
     seconds_per_byte: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of an op of ``flops`` FLOPs that moves ``num_bytes`` of memory; 0 if
-        both are 0 (a view)."""
+        """Return the seconds of an op with these FLOPs and bytes moved; 0 if both are 0 (a
+        view)."""
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0

@@ -33,8 +33,8 @@ GradientDtype = Literal["master", "compute"]
 @dataclass(frozen=True, slots=True)
 class StateOptions:
     """Options for training states in memory. ``gradient_dtype``: format in which gradients are
-    summed and held ("master" or "compute"). ``offload``: master weights and optimizer states are
-    kept in the host's memory."""
+    summed and held ("master" or "compute"). ``offload``: master weights and optimizer states are in
+    host memory."""
 
     gradient_dtype: GradientDtype = "master"
     offload: bool = False
@@ -66,14 +66,12 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """True if forward and backward use a copy of the weights in another format than the master
-        weights."""
+        """True if forward and backward use weights in another format than the master weights."""
         return self.gathered_bytes != self.parameter_bytes
 
     @property
     def frozen(self) -> PrecisionPolicy:
-        """Policy of parameters that are not trained: only the copy for forward and backward has
-        bytes."""
+        """Policy of parameters that are not trained: bytes for the forward's copy alone."""
         return replace(
             self,
             parameter_bytes=self.gathered_bytes,
@@ -183,8 +181,7 @@ def state_bytes(
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
     """Return half of the bytes of the buffers with which ``numel`` parameters of one block (layer)
     and their gradients are exchanged over ``shards`` ranks, in addition to the training states. It
-    is half, as the buffers serve the running block and the next one: the caller adds the halves of
-    both.
+    is half, as the buffers serve the running block and the next: the caller adds both halves.
 
     With ZeRO 3 the buffers hold the gathered parameters of the running and the next block; with
     ZeRO 2 and 3 the whole gradient of the running block, and with all stages the buffer in which
@@ -205,12 +202,11 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
 def sent_bytes(
     numel: int, policy: PrecisionPolicy, zero: int, shards: int, num_microbatches: int = 1
 ) -> float:
-    """Return the bytes that one rank sends per step to train ``numel`` parameters by data
-    parallelism over ``shards`` ranks with ZeRO stage ``zero``. An all-gather or reduce-scatter of S
-    bytes over N ranks sends S(N - 1)/N, an all-reduce twice as much. ZeRO 0 all-reduces gradients
-    once per step, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every micro-batch. ZeRO 1 and 2
-    gather parameters once per step, ZeRO 3 twice per micro-batch. Source: Rajbhandari et al. 2020,
-    section 7.
+    """Return the bytes that one rank sends per step for data parallelism of ``numel`` parameters
+    over ``shards`` ranks, with ZeRO stage ``zero``. An all-gather or reduce-scatter of S bytes over
+    N ranks sends S(N - 1)/N, an all-reduce twice as much. ZeRO 0 all-reduces gradients once per
+    step, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every micro-batch. ZeRO 1 and 2 gather
+    parameters once per step, ZeRO 3 twice per micro-batch. Source: Rajbhandari 2020, section 7.
 
     >>> half = policy("bf16", "adamw", StateOptions("compute"))
     >>> [sent_bytes(1000, half, zero, 1000) / 1998 for zero in range(4)]
@@ -223,9 +219,8 @@ def sent_bytes(
 
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
-    """Return the bytes that torch's allocator takes for a tensor of ``num_bytes``: a multiple of
-    512 on CUDA, of 64 on CPU. Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize);
-    c10/core/alignment.h.
+    """Return the bytes allocated for a tensor of ``num_bytes``: a multiple of 512 (CUDA) or 64
+    (CPU). Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
 
     >>> allocated_bytes(513, "cuda"), allocated_bytes(0, "cuda")
     (1024, 0)
@@ -242,8 +237,8 @@ def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> fl
     that are allocated and freed within a step. On CUDA this is 3 % of them, an estimate: the
     caching allocator takes memory in segments (2 MiB for tensors up to 1 MiB, 20 MiB up to 10 MiB,
     multiples of 2 MiB above; c10/core/AllocatorConfig.h) and cannot always use the rest of a
-    segment. Training states do not count, as they are allocated once. 0 on a CPU, whose malloc
-    returns pages to the system."""
+    segment. Training states, which are allocated once, do not count. 0 on a CPU, where malloc
+    returns pages."""
     return _FRAGMENTATION[kind] * moving_bytes
 
 
@@ -268,8 +263,7 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
 
 
 def communicator_bytes(kind: Literal["cuda", "cpu"], count: int) -> int:
-    """Return the bytes of a device that the buffers of ``count`` NCCL communicators take; 0 on a
-    CPU.
+    """Return the bytes of a device that buffers of ``count`` NCCL communicators take; 0 on a CPU.
 
     >>> communicator_bytes("cuda", 4), communicator_bytes("cpu", 4)
     (1000000000, 0)

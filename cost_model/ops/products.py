@@ -102,9 +102,8 @@ def product_seconds(
     aligned: float = 1.0,
 ) -> float:
     """Return the seconds of one matrix product (batch, m, n, k), without kernel launch, on a device
-    with known ``num_units`` (SMs). ``flops_per_second`` is the rate of all units together with the
-    largest output tile; ``aligned`` is the share of it that ``alignment`` returns for the
-    product."""
+    with known ``num_units`` (SMs). ``flops_per_second`` is the rate of all units with the largest
+    output tile; ``aligned`` is the share of it that ``alignment`` returns."""
     if min(product) <= 0:
         return 0.0
     flops = _wave_flops(product, device.num_units, flops_per_second / bytes_per_second)
@@ -113,8 +112,8 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Return the bytes of the two factors and the output of a product (batch, m, n, k); an output
-    element has at least 2 bytes."""
+    """Return the bytes of factors and output of a product (batch, m, n, k); an output element has ≥
+    2."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))

@@ -37,8 +37,7 @@ class MeasureError(ProfileError):
 @dataclass(frozen=True, slots=True)
 class Call:
     """Call of an op with its arguments, ready to run. ``leaves``: tensors whose gradients are
-    computed. ``written``: arguments that the op writes to, by position and by name; ``prepare``
-    copies them for each run."""
+    computed. ``written``: arguments that the op writes to, by position and by name."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -47,8 +46,7 @@ class Call:
     written: frozenset[int | str]
 
     def prepare(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return (args, kwargs) for one run, with new copies of the tensors that the op writes
-        to."""
+        """Return (args, kwargs) for one run, with new copies of tensors that the op writes to."""
         if not self.written:
             return self.args, self.kwargs
         args = [
@@ -87,8 +85,7 @@ def build_call(case: OpCase, device: str) -> Call:
 
 
 def resolve(case: OpCase) -> Any:
-    """Return torch's op of the name ``case.op``. Raises ``MeasureError`` if torch has no such
-    op."""
+    """Return torch's op named ``case.op``. Raises ``MeasureError`` if torch has no such op."""
     import torch
 
     parts = case.op.split(".")
@@ -119,9 +116,8 @@ def _tensor_index(value: Any) -> int | None:
 
 
 def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """Return for each index in ``OpCase.tensors`` the name of the op's argument that the tensor
-    belongs to, and its index within it if the argument is a list. ``values``: JSON arguments by
-    name."""
+    """Return for each index in ``OpCase.tensors`` the name of the tensor's argument, and its index
+    there if the argument is a list. ``values``: JSON arguments by name."""
     roles: dict[int, tuple[str, int]] = {}
     for name, value in values.items():
         for at, item in enumerate(value if isinstance(value, list) else [value]):
@@ -200,8 +196,7 @@ class _Limits:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """Return the exclusive upper bound of the integers in the op's tensor number ``index``;
-        None if they are no indices."""
+        """Return the exclusive upper bound of a tensor's integers; None if they are no indices."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":

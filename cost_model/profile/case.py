@@ -26,8 +26,8 @@ class ProfileError(FigureError):
 
 @dataclass(frozen=True, slots=True)
 class TensorCase:
-    """Tensor argument of an op: its shape on one rank, the name of its dtype, and whether its
-    gradient is computed."""
+    """Tensor argument of an op: shape on one rank, name of the dtype, and whether it gets a
+    gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -85,17 +85,15 @@ class OpCase:
 
 
 def is_floating(dtype: str) -> bool:
-    """Return true if ``dtype`` (a name) is floating or complex, so that its tensors can have
-    gradients."""
+    """Return true if a dtype of this name is floating or complex, so that it can have gradients."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def canonical(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return an op's arguments as one line of JSON, equal for equal calls. A tensor argument is
-    given as ``{"tensor": i}``, where i is its index in ``OpCase.tensors``. Values of torch's own
-    types become ``{"dtype": "float32"}``, ``{"device": ""}`` (filled in when the op is run),
-    ``{"memory_format": …}``, ``{"layout": …}``; infinity and NaN become ``{"float": "inf"}`` and
-    ``{"float": "nan"}``.
+    """Return an op's arguments as one line of JSON, equal for equal calls. A tensor is written as
+    ``{"tensor": i}``, its index in ``OpCase.tensors``. Values of torch's own types become
+    ``{"dtype": "float32"}``, ``{"device": ""}`` (filled in when the op is run), ``{"memory_format":
+    …}``, ``{"layout": …}``; infinity and NaN become ``{"float": "inf"}`` and ``{"float": "nan"}``.
 
     >>> canonical(({"tensor": 0}, (1, 2)), {"p": float("inf")})
     '[[{"tensor":0},[1,2]],{"p":{"float":"inf"}}]'

@@ -41,8 +41,7 @@ def backward_of(call: Call) -> Backward | None:
 
 
 def flat(value: Any) -> list[Tensor]:
-    """Return all tensors in ``value``, an op's result: a tensor, or nested tuples and lists of
-    tensors."""
+    """Return all tensors in an op's result: a tensor, or nested tuples and lists of tensors."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -54,8 +53,8 @@ def flat(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward pass of an op. ``gradients`` are its inputs: pairs (index of an output of the op,
-    gradient of this output)."""
+    """Backward pass of an op. ``gradients``: (index of an output, its gradient) for the op's
+    outputs."""
 
     gradients: tuple[tuple[int, Tensor], ...]
 
@@ -87,8 +86,8 @@ class CpuClock:
         self.engine_seconds = _engine_seconds() if backward is not None else 0.0
 
     def samples(self, count: int) -> list[tuple[float, float]]:
-        """Run the op ``count`` times (at most ``most``); return (forward seconds, backward seconds)
-        of each run."""
+        """Run the op ``count`` (≤ ``most``) times; return (forward, backward) seconds of each
+        run."""
         while len(self.calls) < count:
             self.calls.append(self.calls[0].another())
         calls = self.calls[:count]
@@ -165,8 +164,8 @@ class CpuStopwatch:
 
 class GpuStopwatch:
     """Stopwatch that times the GPU kernels of a function, by CUDA events before and after many
-    calls in a row. The stream is first kept busy while the host launches the calls, so that the
-    time contains no launches. One call before the first event synchronizes the ranks of a
+    calls in a row. While the host launches the calls, other work keeps the stream busy, so that
+    launches do not count. One call before the first event synchronizes the ranks of a
     collective."""
 
     def __init__(self) -> None:
@@ -202,8 +201,8 @@ def stopwatch(device_type: str) -> CpuStopwatch | GpuStopwatch:
 
 
 class Filler:
-    """Source of GPU kernels that overwrite a large buffer: they keep a CUDA stream busy and flush
-    its L2 cache."""
+    """Source of GPU kernels that overwrite a buffer, to keep a stream busy and flush the L2
+    cache."""
 
     def __init__(self) -> None:
         import torch
@@ -220,7 +219,7 @@ class Filler:
         self.seconds = max(_seconds_between(first, second), 1e-6)
 
     def count_for(self, seconds: float) -> int:
-        """Return the number of kernels (each overwrites the buffer once) that keep the GPU busy for
+        """Return the number of buffer-overwriting kernels that keep the GPU busy for
         ``seconds``."""
         return int(min(_MOST_FLUSHES, math.ceil(1.5 * seconds / self.seconds)))
 
@@ -241,8 +240,8 @@ class GpuClock:
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """Return the number of buffer-overwriting kernels that keep the stream busy while the host
-        launches the op's own kernels."""
+        """Return the number of buffer-overwriting kernels that last while the host issues the
+        op."""
         import torch
 
         torch.cuda.synchronize()

@@ -71,8 +71,7 @@ _TRANSFER_KEY = (
 class Database:
     """Profile database (measured times of ops and collectives) in an SQLite file, open until
     ``close`` or the end of a ``with`` block. ``path`` is a file, which is made if missing, or
-    ``":memory:"``; with ``read_only`` the file must exist. Raises ``DatabaseError`` if it cannot be
-    used."""
+    ``":memory:"``; with ``read_only`` the file must exist. Raises ``DatabaseError`` otherwise."""
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = str(path)
@@ -100,8 +99,8 @@ class Database:
         return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
 
     def _prepare(self) -> None:
-        """Create the tables in a new file; raise ``DatabaseError`` for another kind of database or
-        a newer schema version."""
+        """Create the tables of a new file; raise ``DatabaseError`` for a newer or other
+        database."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
             raise DatabaseError("the file is another database, not a profile database", self.path)
@@ -150,8 +149,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Convert SQLite's and the file system's errors within a ``with`` block to
-        ``DatabaseError``."""
+        """Turn errors of SQLite and of files in a ``with`` block into ``DatabaseError``."""
         try:
             yield
         except (sqlite3.OperationalError, OSError) as error:
@@ -184,8 +182,7 @@ class Database:
             return self._connection.execute(query, values).fetchall()
 
     def _find(self, environment: Environment) -> int | None:
-        """Return the id of an environment's row in the database; None if nothing was measured
-        there."""
+        """Return the id of an environment's row; None if nothing was measured there."""
         if environment not in self._ids:
             rows = self._rows(_FIND_ENVIRONMENT, astuple(environment))
             if not rows:
@@ -199,8 +196,7 @@ class Database:
         return tuple(Environment(*row) for row in rows)
 
     def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
-        """Store the measured time of an op; it replaces an earlier measurement of the same op,
-        shapes and arguments."""
+        """Store the measured time of an op; replace an earlier time of the same op and shapes."""
         with self._transaction():
             self._write(Record(environment, case, measurement, time.time()))
 
@@ -211,8 +207,7 @@ class Database:
             self._write(Record(environment, transfer, None, time.time()))
 
     def put_failure(self, environment: Environment, case: OpCase, reason: str) -> None:
-        """Store the reason why an op could not be measured, so that no later profiling tries it
-        again."""
+        """Store the reason why an op could not be measured, so that it is not tried again."""
         with self._transaction():
             number = self._numbered(environment)
             row = (number, case.key(), reason, time.time())
@@ -249,8 +244,7 @@ class Database:
     def import_file(self, path: str | Path) -> ImportCounts:
         """Merge an exported file into the database: all of it or, if a line is invalid, nothing. If
         both have a measurement of the same op or transfer, that with more repeats is kept (the
-        newer if equal), so the order of imports does not matter. Return the numbers of rows added,
-        replaced and kept."""
+        newer if equal). Return the numbers of rows added, replaced and kept."""
         counts: Counter[str] = Counter()
         with self._transaction():
             for record in read_records(Path(path)):
@@ -265,8 +259,8 @@ class Database:
         return "added" if held is None else "replaced"
 
     def _held(self, record: Record) -> tuple[int, float] | None:
-        """Return (repeats, time of measurement) of the row that ``record`` would replace; None if
-        there is no such row."""
+        """Return (repeats, time of measurement) of the row that ``record`` would replace, or
+        None."""
         number = self._find(record.environment)
         if isinstance(record.item, Transfer):
             table, key = "transfers", _TRANSFER_KEY
@@ -295,8 +289,7 @@ class Database:
         )
 
     def _numbered(self, environment: Environment) -> int:
-        """Return the id of an environment's row, which is added if missing; requires an open
-        transaction."""
+        """Return the id of an environment's row, added if missing (in a transaction)."""
         values = astuple(environment)
         self._connection.execute(
             "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",

@@ -97,8 +97,7 @@ def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environme
 
 
 def is_same_device(measured: Environment, wanted: Environment) -> bool:
-    """Return true if two environments have the same device under possibly different names, such as
-    "H200" and "NVIDIA H200".
+    """Return true if two environments name one device, possibly as "H200" and "NVIDIA H200".
 
     >>> full, preset = Environment("NVIDIA H100 PCIe", "", "", 0), Environment("H100", "", "", 0)
     >>> is_same_device(full, preset)
@@ -117,8 +116,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _release(version: str) -> str:
-    """Return a version without its build suffix ("2.13.0" for "2.13.0+cpu"), so that CPU and CUDA
-    builds of a release compare equal."""
+    """Return a version without its build suffix: "2.13.0" for "2.13.0+cpu"."""
     return version.split("+")[0]
 
 
@@ -132,8 +130,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_driver() -> str:
-    """Return the version of the NVIDIA driver; "" if neither the kernel module nor nvidia-smi
-    reports it."""
+    """Return the NVIDIA driver's version; "" if neither the kernel nor nvidia-smi reports it."""
     try:
         found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _DRIVER_FILE.read_text())
         if found:

@@ -120,8 +120,7 @@ class Curve:
 
     @cached_property
     def left_out(self) -> Floats:
-        """Relative error with which each sample is predicted from the other samples; NaN if these
-        are too few."""
+        """Relative error of predicting each sample from the others; NaN if these are too few."""
         errors = np.full(len(self.samples), np.nan)
         for at, sample in enumerate(self.samples):
             curve = self._without(at)
@@ -157,8 +156,8 @@ class Curve:
 
     @cached_property
     def _box(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Range of the samples in log2: least and greatest features, least and greatest FLOPs and
-        bytes."""
+        """Least and greatest features of the samples, then least and greatest FLOPs and bytes
+        (log2)."""
         logs = np.log2(np.maximum(self.work[:, 1:], 1.0))
         return (*_ends(self.features), *_ends(logs))
 
@@ -170,8 +169,7 @@ class Curve:
         return found if self.pooled else self._bounded(found, place, work)
 
     def _squares(self, place: Floats) -> Floats:
-        """Return the squared distance of each sample from ``place``, both in log2 of the
-        features."""
+        """Return each sample's squared distance from ``place`` (log2 of features)."""
         offsets = self.features - place
         squares: Floats = np.einsum("ij,ij->i", offsets, offsets)
         return squares
@@ -225,8 +223,8 @@ class Curve:
 
     def _joined_at(self, place: float, base: float) -> float:
         """Return the logarithm of the ratio of seconds to the roofline's ``base`` seconds at
-        ``place`` (log2 of the only feature), on the line through the samples; beyond its ends the
-        time grows like the roofline."""
+        ``place`` (log2 of the only feature), on the line through the samples, continued like the
+        roofline."""
         sizes, values = self._joined
         if sizes[0] <= place <= sizes[-1]:
             return float(np.interp(place, sizes, values) - np.log(base))
@@ -238,7 +236,7 @@ class Curve:
 
     @cached_property
     def _seconds_per_byte(self) -> float:
-        """Seconds per unit of the only feature (bytes) in the fitted roofline, if FLOPs grow in
+        """Seconds per unit of the only feature (bytes) in the roofline, if FLOPs are in
         proportion."""
         sizes = 2.0 ** self.features[:, 0]
         variable = self.work[:, 1:] @ self.coefficients[1:]
@@ -256,8 +254,7 @@ def _place(features: Sequence[float]) -> Floats:
 def fit_base(work: Floats, seconds: Floats) -> Floats:
     """Fit the roofline t₀ + FLOPs/F + bytes/B to measured ``seconds``; return (t₀, 1/F, 1/B), all ≥
     0, with the least squares of relative errors. ``work`` has a row (1, FLOPs, bytes) per
-    measurement. Every subset of the three terms is tried; the best without a negative term is
-    returned."""
+    measurement. Of all subsets of the three terms, the best without a negative one is returned."""
     rows = work / seconds[:, None]
     best: tuple[float, Floats] | None = None
     for count in (1, 2, 3):

@@ -60,8 +60,7 @@ class Estimate:
 
 class Factor(NamedTuple):
     """Factors on an op's forward and backward seconds by which the ops of a block (layer) add up to
-    the measured seconds of the whole block. ``num_bytes``: bytes that the op read and wrote in that
-    measurement."""
+    the measured seconds of the whole block. ``num_bytes``: bytes that the op moved in it."""
 
     forward: float
     backward: float
@@ -112,8 +111,8 @@ class Profile:
 
     def _direction(self, case: OpCase, direction: int) -> tuple[float, float] | None:
         """Return (seconds, relative error) of an op's forward (``direction`` 0) or backward (1),
-        interpolated from samples of the same op or, without these, of its family; None if there are
-        too few."""
+        interpolated from samples of the same op or, without these, of its family; None if too
+        few."""
         flops, num_bytes = case.flops[direction], case.num_bytes[direction]
         if not (flops or num_bytes):
             return 0.0, 0.0
@@ -149,8 +148,8 @@ class Profile:
 
     @cached_property
     def _samples(self) -> Mapping[tuple[str, str, str, int], list[Sample]]:
-        """Samples of all measured ops, by (family, dtype, kind of sizes that the speed depends on,
-        direction: 0 forward, 1 backward)."""
+        """Samples of all measured ops, by (family, dtype, kind of sizes, 0 forward or 1
+        backward)."""
         samples: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
         for case, measurement in self.ops.items():
             times = (measurement.forward_seconds, measurement.backward_seconds)
@@ -162,9 +161,8 @@ class Profile:
         return samples
 
     def interpolation_error(self, family: str) -> float | None:
-        """Return the root mean square of the relative errors with which each measured sample of a
-        family's ops is predicted from the other samples of its op; None if there are too few
-        samples."""
+        """Return the root mean square of the relative errors with which the measured samples of a
+        family are each predicted from other samples of the same op; None if these are too few."""
         errors = []
         for (of, dtype, kind, direction), samples in self._samples.items():
             for op in {sample.op for sample in samples} if of == family else ():
@@ -187,8 +185,7 @@ class Profile:
 
     def slowed_share(self, kind: str, group: Group) -> float | None:
         """Return the share of compute speed (0 to 1) that a device loses while a collective of this
-        kind runs, from the largest such collective that was measured beside compute; None if none
-        was."""
+        kind runs, from the largest one measured beside compute; None if none was."""
         place = _place_of(overlapped(kind), group)
         key = "slowed share", place
         if key not in self._curves:
@@ -200,9 +197,8 @@ class Profile:
         return share
 
     def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
-        """Return (seconds, "measured" or "interpolated") of a message of ``num_bytes`` between two
-        ranks over the kind of link ``level`` (such as "intra:nvlink4"); None if none was
-        measured."""
+        """Return (seconds, "measured" or "interpolated") of a message between two ranks over the
+        kind of link ``level`` (such as "intra:nvlink4"); None if none was measured."""
         hosts = 1 if level.startswith("intra:") else 2
         return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
 
@@ -222,8 +218,7 @@ class Profile:
 
     def link(self, level: str, library: str) -> tuple[float, float] | None:
         """Return (latency in seconds, rate in bytes per second) of the kind of link ``level`` (such
-        as "intra:nvlink4"), fitted to measured transfers; None if they have fewer than two
-        sizes."""
+        as "intra:nvlink4"), fitted to measured transfers; None for fewer than two sizes."""
         points = link_points(
             each for each in self.transfers if (each.level, each.library) == (level, library)
         )
@@ -247,8 +242,8 @@ def load_profile(database: Database, environment: Environment) -> Profile | None
 
 
 def load_shipped(name: str) -> Profile | None:
-    """Return the measurements that are installed with the package for a device ("H200"); None if
-    there are none."""
+    """Return the measurements that the package includes for a device ("H200"); None if there are
+    none."""
     path = _DATA / f"{name}.jsonl"
     if not path.is_file():
         return None

@@ -83,8 +83,8 @@ def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> 
 
 
 def _item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of ``dtype``, from the number of bits in its name; 1 without
-    one."""
+    """Return the bytes of an element of ``dtype``, from the bits in its name; 1 without a
+    number."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
@@ -149,8 +149,8 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
     """Return the median of ``samples``, and the half-width of its 95 % confidence interval as a
     fraction of the median. In sorted order the interval reaches from sample (n − 1.96·√n)/2 to
-    sample 1 + (n + 1.96·√n)/2 (normal approximation of the binomial); it contains all samples if
-    they are few.
+    sample 1 + (n + 1.96·√n)/2 (normal approximation of the binomial), or over all samples if these
+    are few.
 
     >>> median_interval([1.0, 2.0, 3.0])
     (2.0, 0.5)

@@ -22,8 +22,8 @@ FORMAT_VERSION = 1
 
 
 class DatabaseError(ProfileError):
-    """Error of a file of measurements that cannot be used: damaged, made by a newer version of the
-    package, locked, or not writable."""
+    """Error of a file of measurements that cannot be used: damaged, too new, locked, not
+    writable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ def _of(record: Record) -> Measurement:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> int:
-    """Write all records to the file ``path``, which appears only when complete; return their
-    number."""
+    """Write all records to the file ``path``, in one step; return their number."""
     count = 0
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -102,8 +101,7 @@ def write_records(path: Path, records: Iterable[Record]) -> int:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of an exported file. Raises ``DatabaseError``, which names the invalid
-    line."""
+    """Yield the records of an exported file. Raises ``DatabaseError`` with the invalid line."""
     try:
         with path.open(encoding="utf-8") as file:
             _check_header(file.readline(), path)
@@ -141,8 +139,7 @@ def _read_line(line: str, where: str) -> Record:
 
 
 def case_of(values: Mapping[str, Any], environment: Environment) -> OpCase:
-    """Return the op that a record's JSON ``values`` describe; ``environment`` is that of its
-    measurement."""
+    """Return the op that JSON ``values`` describe; ``environment`` is where it was measured."""
     return case_from_json(values, on_gpu=environment.kind == "cuda")
 
 

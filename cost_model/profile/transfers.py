@@ -26,8 +26,7 @@ MessageSource = Literal["measured", "interpolated"]
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """Measured ``seconds`` of ``num_messages`` messages, sent one after the other over a link, that
-    carry ``num_bytes`` in all."""
+    """Measured ``seconds`` of successive messages over a link, which carry ``num_bytes`` in all."""
 
     num_messages: float
     num_bytes: float
@@ -86,8 +85,8 @@ def overlapped(kind: str) -> str:
 
 
 def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
-    """Return the seconds as a function of bytes, from measurements of one collective in one group
-    of ranks with different sizes."""
+    """Return seconds as a function of bytes, from transfers of one collective and group of
+    ranks."""
     ordered = sorted(transfers, key=lambda each: each.num_bytes)
     seconds = pooled_adjacent(np.array([each.seconds for each in ordered]), np.ones(len(ordered)))
     return TransferCurve(

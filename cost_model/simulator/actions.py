@@ -46,8 +46,7 @@ Weights = Literal["flushed", "stashed", "double-buffered", "latest"]
 
 
 class Action(NamedTuple):
-    """One action in a pipeline schedule: a rank does it for one of its ``stage``s and one
-    micro-batch.
+    """Action in a pipeline schedule, of one rank for one of its stages and one micro-batch.
 
     ``kind`` is ``F`` for forward, ``B`` for backward, ``I`` or ``W`` for one half of a split
     backward (gradients of inputs, or of weights); ``RECV_*`` posts an asynchronous receive, for
@@ -104,8 +103,7 @@ class Wiring(NamedTuple):
     @staticmethod
     def of(num_stages: int, edges: Edges) -> Wiring:
         """Return the connections of ``num_stages`` stages with these edges (earlier stage, later
-        stage). Raises ValueError for an edge with a stage that does not exist or does not come
-        later.
+        stage). Raises ValueError for an edge to a missing or an earlier stage.
 
         >>> Wiring.of(3, ((0, 2), (1, 2)))
         Wiring(producers=((), (), (0, 1)), consumers=((2,), (2,), ()))
@@ -191,14 +189,12 @@ class Schedule:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if weights are updated while some micro-batches are between their forward and
-        backward."""
+        """True if weights are updated while micro-batches are between forward and backward."""
         return self.weights != "flushed"
 
     @property
     def per_update(self) -> int:
-        """Number of micro-batches per weight update; in synchronous schedules all micro-batches of
-        a step."""
+        """Number of micro-batches per weight update; all of a step in synchronous schedules."""
         row = self.table[self.stage_rank[0]]
         updates = sum(action.kind == STEP and action.stage == 0 for action in row)
         return self.num_microbatches // max(1, updates)
@@ -219,8 +215,7 @@ class Schedule:
 
 
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
-    """Return for each compute action (forward, backward) the version of its stage's weights that it
-    uses.
+    """Return for each forward and backward action the version of its stage's weights that it uses.
 
     A stage starts with version 0, and its v-th STEP (weight update) makes version v: it applies the
     gradients since the previous STEP to the newest version. The rules, by ``weights`` of the
@@ -260,8 +255,8 @@ def weight_versions(schedule: Schedule) -> dict[Action, int]:
 
 
 def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...]:
-    """Return for each STEP (weight update) of a stage the versions of its weights that actions
-    after it still use."""
+    """Return for each STEP (update) of a stage the versions of its weights that are used after
+    it."""
     versions = weight_versions(schedule)
     later: set[int] = set()
     found: list[frozenset[int]] = []
@@ -334,8 +329,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_table(table: Sequence[Sequence[Action]]) -> str:
-    """Return a schedule's table as text: a line per pipeline rank, with its actions separated by
-    spaces.
+    """Return a schedule's table as text: a line per pipeline rank, actions separated by spaces.
 
     >>> format_table([[Action("F", 0, 0), Action("B", 0, 0)]])
     '0F0 0B0'
@@ -344,8 +338,7 @@ def format_table(table: Sequence[Sequence[Action]]) -> str:
 
 
 def parse_table(text: str) -> Table:
-    """Return the schedule's table (actions of each pipeline rank) that ``format_table`` wrote as
-    text; empty lines are skipped.
+    """Return the schedule's table that ``format_table`` wrote as ``text``; skip empty lines.
 
     >>> format_table(parse_table("0F0 0SEND_F0\\n1RECV_F0 1F0"))
     '0F0 0SEND_F0\\n1RECV_F0 1F0'
@@ -355,8 +348,7 @@ def parse_table(text: str) -> Table:
 
 
 def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
-    """Return the receive actions that belong to a ``send``: one for each stage to which it goes
-    along the connections ``wiring``.
+    """Return the receives that match ``send``: one for each stage that it goes to by ``wiring``.
 
     >>> wiring = Wiring.of(3, ((0, 2), (1, 2)))
     >>> [str(receive) for receive in matching_receives(Action("SEND_B", 2, 0), wiring)]
@@ -369,6 +361,5 @@ def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
 
 
 def compute_only(row: Sequence[Action]) -> Row:
-    """Return the forwards and backwards in a rank's ``row`` of actions, without communication and
-    weight updates."""
+    """Return the forwards and backwards in a rank's ``row``, without communication and updates."""
     return tuple(action for action in row if action.kind in COMPUTE)

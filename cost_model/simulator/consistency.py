@@ -67,8 +67,7 @@ class Clocks:
         return min(self._clocks.values(), default=0)
 
     def may_begin(self, worker: int) -> bool:
-        """Return true if a worker may begin its next iteration now, given the bound; false if it
-        must wait or has left."""
+        """Return true if a worker may begin its next iteration now, and has not left."""
         if worker not in self._clocks:
             return False
         return self.bound is None or self._clocks[worker] - self.slowest <= self.bound

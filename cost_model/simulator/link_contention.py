@@ -52,8 +52,7 @@ class Arrival(NamedTuple):
 
 class _Sending:
     """Sending port of a rank. For each receiver it has a queue of messages and, for the first
-    message of the queue, the seconds of sending that are left and the time at which its sending
-    began."""
+    message of the queue, the seconds of sending that are left and the time of its start."""
 
     def __init__(self, zero: float) -> None:
         self.queues: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -72,9 +71,8 @@ class _Sending:
 
 
 class _Receiving:
-    """Receiving port of a rank: the rate at which each message flows in, and the backlog in
-    seconds, which is the time that the port needs for data that has arrived but has not passed
-    it."""
+    """Receiving port of a rank: the rate at which each message flows in, and the backlog: the
+    seconds that the port needs for data that has arrived but not passed it."""
 
     def __init__(self, zero: float) -> None:
         self.rates: dict[int, float] = {}
@@ -113,8 +111,7 @@ class Ports:
         self._push(ready_seconds, LEAVES, message, 0)
 
     def next(self) -> Arrival | None:
-        """Return the next message whose last byte arrives at its receiver, with its times; None if
-        no messages are left."""
+        """Return the next message to have arrived in full, with its times; None if none is left."""
         coming = self._coming
         while coming:
             now, what, _, _, message, value = heappop(coming)
@@ -146,8 +143,7 @@ class Ports:
             self._share(now, port)
 
     def _begin(self, now: float, message: Message, port: _Sending) -> None:
-        """Begin at time ``now`` to send ``message``, the first in the port's queue to its
-        receiver."""
+        """Begin at time ``now`` to send the first message in the queue to its receiver."""
         port.left[message.receiver] = message.occupied
         port.began[message.receiver] = now
 

@@ -21,8 +21,8 @@ class Collectives:
     step; the last of them ends at time ``busy_until``. ``gathered[stage]``: times at which the
     buckets of the stage's parameters are gathered, in order; ``reduced[stage]``: time at which all
     its gradients are summed. ``lost_seconds``: additional seconds of compute due to collectives
-    that run at the same time. ``slowed_share``: share of compute speed (0 to 1) that the last
-    launched collective costs."""
+    that run at the same time. ``slowed_share``: share of compute speed lost to the last launched
+    one."""
 
     slowed_share: float
     busy_until: float
@@ -43,8 +43,7 @@ class Collectives:
         return end
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
-        """Launch the all-gathers of a stage's sharded parameters at time ``now``, one bucket after
-        another."""
+        """Launch at time ``now`` the all-gathers of a stage's parameters, bucket by bucket."""
         seconds = costs.gather_seconds[stage]
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds * share)
@@ -81,8 +80,8 @@ class Collectives:
         self, stage: int, costs: StageCosts, start: float, work: float
     ) -> tuple[float, float, float]:
         """Simulate a step's first forward of a stage, which takes ``work`` seconds and waits, part
-        by part, until a bucket of parameters is gathered. Return the times of its start and end,
-        and the seconds that it waited."""
+        by part, until a bucket of parameters is gathered. Return its start, its end and the seconds
+        waited."""
         ends = self.gathered[stage]
         shares = _buckets(stage, costs).forward
         began = now = max(start, ends[0])
@@ -96,8 +95,8 @@ class Collectives:
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
         """Simulate a step's last backward of a stage, which takes ``work`` seconds from ``start``
-        on; each part of it completes a bucket of gradients, whose sum is launched. Return the time
-        of its end."""
+        on; each part of it completes a bucket of gradients, whose sum is launched. Return its
+        end."""
         buckets = self._launched_buckets(stage, costs)
         seconds = costs.gradient_sync_seconds[stage]
         now = start

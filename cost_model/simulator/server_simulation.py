@@ -57,8 +57,7 @@ class ServerTimes:
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Return the iterations per second of all workers together. The first quarter of the
-        simulated time is not counted."""
+        """Return the iterations per second of all workers, after the first quarter of the time."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
         done = sum(_done(times, end) - _done(times, begin) for times in self.finished)
@@ -103,8 +102,7 @@ class _Simulation:
         self.finished: list[list[float]] = [[] for _ in workers]
 
     def _keys(self) -> list[tuple[int, int]]:
-        """Return the pairs (block, server) of which the server holds weights of the block
-        (layer)."""
+        """Return the pairs (block, server) whose server holds weights of the block (layer)."""
         sizes = self.job.block_bytes
         return [(b, k) for b, row in enumerate(sizes) for k, size in enumerate(row) if size]
 
@@ -218,8 +216,7 @@ class _Simulation:
             iteration += 1
 
     def _recorder(self, worker: int) -> Process:
-        """Record, iteration by iteration, the time at which the servers have acknowledged all
-        pushes of ``worker``."""
+        """Record for each iteration of ``worker`` when all its pushes were acknowledged."""
         acknowledged = self.acknowledged[worker]
         while True:
             number = len(self.finished[worker])

@@ -73,8 +73,7 @@ class SimulatedRank:
                 self.last_backwards[action.stage] = action
 
     def call(self, seconds: float) -> None:
-        """Spend ``seconds`` of the rank's time on a call that sends a message or posts a
-        receive."""
+        """Spend ``seconds`` of the rank's time on a call to send or to receive a message."""
         self.clock += seconds
         self.messages += seconds
 
@@ -225,8 +224,7 @@ class Simulation:
         return NOTHING
 
     def _receive(self, rank: SimulatedRank, stage: int, number: int) -> None:
-        """Post the receives of the inputs of compute action ``number`` of a stage; transfer the
-        messages that were sent before."""
+        """Post the receives for compute action ``number``; transfer messages already sent to it."""
         lines = self.lines[number & 1][stage]
         for line in lines:
             if line.receive_call:
@@ -238,8 +236,7 @@ class Simulation:
                 self._transfer(line, number, max(sent[0], rank.clock), sent[1])
 
     def _send(self, rank: SimulatedRank, action: Action) -> None:
-        """Send a stage's results (activations or gradients) to the stages on other ranks that need
-        them."""
+        """Send a stage's results (activations or gradients) to stages on other ranks."""
         kind, stage, m, part = action
         backward = kind == SEND_BACKWARD
         for line in self.outgoing[backward][stage]:
@@ -269,8 +266,7 @@ class Simulation:
             self._arrive(Arrival(message, ready, ready, ready))
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Record a message's arrival; make its receiver continue if the receiver's next compute
-        needs no other message."""
+        """Record a message's arrival; resume its receiver if no other message is missing there."""
         message, start, _, end = arrival
         number = message.number
         if self.records:
@@ -382,8 +378,8 @@ class Simulation:
 
     def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
         """Sum the gradients of all replicas of a stage (stages that compute the same part of the
-        model), if each replica's rank has reached this point; otherwise return false. The last rank
-        to come wakes the others."""
+        model), if each replica's rank has reached this point; otherwise return false. The last
+        wakes the others."""
         come = self.at_sum.setdefault(self.schedule.part(stage), {})
         come.setdefault(stage, rank.clock)
         if len(come) < len(self.schedule.replicas(stage)):
@@ -399,8 +395,7 @@ class Simulation:
         return True
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
-        """Sum a stage's gradients over its devices, unless the sum already ran beside the last
-        backward."""
+        """Sum a stage's gradients over its devices, unless this overlapped the last backward."""
         if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock

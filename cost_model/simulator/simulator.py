@@ -53,8 +53,7 @@ def simulate(
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """Return the seconds of one training step of a pipeline schedule, as ``simulate`` finds them,
-    but without recording a timeline."""
+    """Return the seconds of one training step as ``simulate`` does, but without a timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_seconds()
 

@@ -54,12 +54,12 @@ class StageCosts:
     """Seconds and bytes of a pipeline schedule, one entry per stage in each field; an empty field
     means zeros, unless another default is given.
 
-    Per micro-batch: ``forward_seconds`` and ``backward_seconds`` include their collectives, whose
-    seconds ``forward_communication_seconds`` and ``backward_communication_seconds`` have, and in
-    which ``forward_states_seconds`` and ``backward_states_seconds`` are for collectives of
-    parameters and gradients (for the timeline alone). ``weight_backward_seconds``: part of the
-    backward that a schedule may delay, by default half. ``activation_bytes``: bytes kept from
-    forward to backward, on the worst rank.
+    Per micro-batch: ``forward_seconds`` and ``backward_seconds`` include the collectives inside,
+    whose seconds ``forward_communication_seconds`` and ``backward_communication_seconds`` give.
+    ``forward_states_seconds`` and ``backward_states_seconds``: collectives of parameters and
+    gradients that run beside this compute (for the timeline alone). ``weight_backward_seconds``:
+    part of the backward that a schedule may delay, by default half. ``activation_bytes``: bytes
+    kept from forward to backward, on the worst rank.
 
     Per message of a micro-batch, with an entry for each of ``edges`` (None: each stage to the
     next): ``send_seconds`` forwards; ``send_backward_seconds`` backwards, by default the same;
@@ -183,8 +183,7 @@ def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
 
 def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
     """Return for each kind of action the share of a micro-batch's seconds that each slice of its
-    sequences takes; empty if sequences are whole. Messages are shared in proportion to the length
-    of slices."""
+    sequences takes; empty if sequences are whole. Messages are shared by length."""
     if not schedule.slices:
         return {}
     length = sum(schedule.slices)
@@ -210,8 +209,8 @@ def part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
 
 
 def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds per micro-batch of each kind of compute (forward, whole backward, backward
-    of inputs, of weights), by stage."""
+    """Return the seconds of a micro-batch's forward, backward and halves of it, by kind and
+    stage."""
     whole = costs.backward_seconds
     weight = costs.weight_backward_seconds or [s / 2 for s in whole]
     return {
@@ -223,8 +222,8 @@ def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
 
 
 def inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds of collectives within each kind of compute (forward, whole backward,
-    backward of inputs, of weights), by stage; empty if the costs do not tell them."""
+    """Return the seconds of the collectives within a micro-batch's forward, backward and halves of
+    it, by kind of action and stage; empty if unknown."""
     if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
         return {}
     none = (0.0,) * len(costs.forward_seconds)

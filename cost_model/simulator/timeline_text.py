@@ -80,8 +80,7 @@ def _glyph(share: dict[str, float], slot: float) -> str:
 
 
 def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
-    """Yield the compute events of a rank, and those parts of its collectives during which it does
-    not compute."""
+    """Yield a rank's compute events, and the parts of collectives in which it does not compute."""
     compute = [event for event in events if event.stream == "compute"]
     yield from compute
     for event in events:
@@ -102,8 +101,7 @@ def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[str, ...]:
     """Draw a schedule with a row of equal time slots per pipeline rank, wrapped into lines of at
-    most ``width`` characters. "F0" is the forward of micro-batch 0, "--" continues an action, "."
-    is idle.
+    most ``width`` characters. "F0" is the forward of micro-batch 0, "--" continues it, "." is idle.
 
     >>> from .actions import parse_table
     >>> from .simulator import StageCosts, simulate
@@ -131,8 +129,8 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[s
 
 
 def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return for each pipeline rank the text of each of its time slots, such as "F0"; a slot is as
-    long as the shortest action."""
+    """Return the text of each time slot of each rank, such as "F0"; the shortest action fills a
+    slot."""
     events = [
         [e for e in row if e.action.kind in COMPUTE and e.end_seconds > e.start_seconds]
         for row in timeline.events

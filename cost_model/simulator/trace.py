@@ -34,8 +34,7 @@ MICROSECONDS = 1e6
 
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str, Any]:
     """Return a timeline in Chrome's trace event format, as a dict for ``json.dump``. ``rank_names``
-    name the trace's processes; by default they name each pipeline rank and its number of
-    devices."""
+    name the trace's processes, by default each pipeline rank with its number of devices."""
     names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
     events: list[TraceEvent] = []
     for rank, own in enumerate(timeline.events):
@@ -81,8 +80,7 @@ def timeline_events(
 
 
 def rank_name(rank: int, replicas: int) -> str:
-    """Return the name under which a trace shows a pipeline rank that represents ``replicas``
-    devices.
+    """Return the name in traces of a pipeline rank that represents ``replicas`` devices.
 
     >>> rank_name(3, 1), rank_name(0, 8)
     ('pipeline rank 3', 'pipeline rank 0 (8 devices)')
@@ -140,8 +138,7 @@ def _takers(timeline: Timeline) -> Takers:
 
 def _flow(rank: int, event: Event, takers: Takers, name: str) -> Iterator[TraceEvent]:
     """Yield the two trace events of an arrow from the send of a message to the compute that needs
-    it. ``takers``: the compute (rank, event) for each receive action; ``name``: prefix of the
-    arrow's id."""
+    it. ``takers``: compute (rank, event) by receive action; ``name``: prefix of the id."""
     kind, stage, m, part = event.action
     receive: ActionKind = "RECV_F" if kind == SEND_FORWARD else "RECV_B"
     receiver, taker = takers[Action(receive, event.to, m, part)]
