@@ -73,7 +73,7 @@ _LIKE = {
 
 @dataclass
 class _Lowering:
-    """State while one exported program is lowered, that is, translated to the planner's graph."""
+    """State of the translation (lowering) of one exported program to the planner's graph."""
 
     exported: ExportedProgram
     prefix: str
@@ -253,8 +253,7 @@ def _step(
     spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:
-    """Add an aten op ``base`` with ``args`` to the graph, as part of the replacement of the traced
-    op ``node``; return its value. ``spec``: shape and dtype of the result."""
+    """Add an aten op ``base`` in place of the traced op ``node``; return its value."""
     return _add(
         state,
         Node(
@@ -271,8 +270,7 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` cast and expanded to the dtype and shape ``wanted``. It replaces
-    ``aten.copy``, which has no derivative."""
+    """Return ``value`` cast and expanded to ``wanted``; ``aten.copy`` has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -302,8 +300,7 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Make later ops read the value ``new`` in place of ``old``. If ``old`` is a buffer, record
-    ``new`` as the buffer's new value."""
+    """Make later ops read ``new`` for ``old``; if ``old`` is a buffer, record its update."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -320,8 +317,7 @@ def _write(state: _Lowering, old: Any, new: Ref) -> None:
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
-    """Record the new values of buffers, which ``torch.export`` appends to the program's
-    ``results``."""
+    """Record the new values of buffers, which ``torch.export`` adds to the ``results``."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:
@@ -352,16 +348,15 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Return whether the values ``refs`` have the same shape, so that broadcasting leaves all as
-    they are."""
+    """Return whether all values have the same shape, so that broadcasting changes none of them."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return an op's call (path, args, kwargs) in canonical form: all sizes and dtypes explicit,
-    and a device only in ops that create tensors. ``output``: shape and dtype of the result."""
+    """Return a call (path, args, kwargs) with all sizes and dtypes explicit, and a device only in
+    ops that create tensors. ``output``: shape and dtype of the result."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -390,8 +385,7 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Return whether an op makes floats of integer inputs, so that torch's default dtype decides
-    the dtype of the result."""
+    """Return whether an op makes floats of integers, so that torch's default dtype applies."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -399,8 +393,7 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """Return the op with its inputs, except for a boolean condition, cast to the floating dtype of
-    its result."""
+    """Return the op with inputs (but no boolean condition) cast to its result's floating dtype."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -433,8 +426,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments of an op that creates a tensor: its dtype, and a device that is
-    replaced at execution."""
+    """Return dtype and device (replaced later) as arguments of an op that creates a tensor."""
     return {"dtype": dtype, "device": _META}
 
 
@@ -446,7 +438,7 @@ def _add(state: _Lowering, node: Node) -> Ref:
 
 
 def _op_name(state: _Lowering, traced: str) -> str:
-    """Return a new name for an op node: the base of its traced name with the next free number."""
+    """Return a new name for an op node: its traced name with the next number."""
     base = base_name(traced)
     name = state.names.next(base)
     state.bases[name] = base

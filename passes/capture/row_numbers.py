@@ -153,7 +153,7 @@ class _Numbers:
         }
 
     def _argument(self, kind: str, value: Any, other: Any) -> Any:
-        """Return an argument of schema type ``kind`` (such as "Scalar"): ``other``, captured with
+        """Return an argument of schema type ``kind`` (such as "number"): ``other``, captured with
         all rows, if it is a number to compute with, else ``value``, captured with few rows."""
         if type(value) is not type(other):
             raise _OtherPathError
