@@ -118,8 +118,8 @@ class CpuClock:
 
 
 def _engine_seconds() -> float:
-    """Return the seconds that autograd's engine takes to start: those of a backward through one
-    autograd node, minus the additional seconds of a second node."""
+    """Return the seconds that autograd's engine takes to start: the seconds of a backward through
+    one autograd node, minus the additional seconds of a second node."""
     import torch
 
     leaf = torch.zeros(1, requires_grad=True)

@@ -196,8 +196,8 @@ class Curve:
 
     def _bounded(self, seconds: float, place: Floats, work: Floats) -> float:
         """Return ``seconds`` of an op, raised to the time of any measured op that is no larger in
-        any size, and lowered to that of any measured op that is no smaller. ``place``: log2 of the
-        op's features; ``work``: (1, FLOPs, bytes)."""
+        any size, and lowered to the time of any that is no smaller. ``place``: log2 of the op's
+        features; ``work``: (1, FLOPs, bytes)."""
         smaller = (self.features <= place + 1e-9).all(axis=1)
         smaller &= (self.work <= work * _ROUNDING).all(axis=1)
         larger = (self.features >= place - 1e-9).all(axis=1)

@@ -59,7 +59,7 @@ class Collectives:
 
     def finish(self, start: float, work: float) -> float:
         """Return the time at which compute ends that starts at ``start`` and would take ``work``
-        seconds without collectives; those that run at the same time slow it down.
+        seconds alone; collectives that run at the same time slow it down.
 
         >>> Collectives(0.5, busy_until=3.0).finish(1.0, 2.5)
         4.5

@@ -153,8 +153,8 @@ def _given_back(remembered: Any) -> Any:
 
 @dataclass(eq=False)
 class _MarkedOp(ABC):
-    """Callable that replaces an op marked for recomputation. In a recomputed block a subclass says
-    what happens (keep, skip or run again); otherwise it calls the op."""
+    """Callable that replaces an op marked for recomputation. In a recomputed block a subclass keeps
+    the result, skips the op or runs it again; elsewhere the op is just called."""
 
     block: Recomputing
     called: Callable[..., Any]

@@ -168,7 +168,8 @@ class WeightGradients:
         self._collected: list[_Deferred] = []
 
     def add(self, deferred: _Deferred) -> None:
-        """Store what an op's backward defers, for the micro-batch that ``collecting`` has set."""
+        """Store the tensors that an op's backward defers, for the micro-batch set by
+        ``collecting``."""
         self._collected.append(deferred)
 
     @contextmanager

@@ -79,8 +79,8 @@ def capture(
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Options of a capture. ``autocast``: compute those ops in float32 for which torch's autocast
-    does."""
+    """Options of a capture. ``autocast``: ops that torch's autocast runs in float32 are in
+    float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype

@@ -152,8 +152,8 @@ def _same_setting(name: str, one: Any, other: Any) -> bool:
 
 
 def _counts(one: Any, number: int, other: Any, first: int) -> bool:
-    """Return whether two attributes count layers: integers whose difference is that of the layers'
-    numbers."""
+    """Return whether two attributes count layers: integers that differ as the layers' numbers
+    do."""
     return type(one) is int and type(other) is int and one - number == other - first
 
 

@@ -175,7 +175,7 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """Return the program with present values: literals take those of ``trace``, and floats in
+    """Return the program with present values: literals have the values in ``trace``, and floats in
     constants are replaced by ``values``, which maps old to new numbers."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
     graph, is_changed, nodes = live.program.graph, False, []

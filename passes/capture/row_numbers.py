@@ -118,7 +118,7 @@ def _literal(value: Tensor, other: Tensor) -> Tensor:
 
 class _Numbers:
     """Builder of a node's arguments with the numbers of its ``twin``, the same node captured with
-    all rows; sizes and positions stay those of the node."""
+    all rows. Sizes and positions are kept from the node."""
 
     def __init__(self, graph: Graph, node: Node, twin: Node) -> None:
         self._node, self._twin = node, twin

@@ -148,8 +148,8 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
-    """If all rows of the constant ``node``, with values ``value``, are equal, give those users only
-    its first row that broadcast it."""
+    """Give users that broadcast the constant ``node`` only its first row, if all its rows (of
+    ``value``) are equal."""
     for dim, size in enumerate(node.spec.shape):
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue

@@ -125,7 +125,7 @@ def materialize(
 ) -> None:
     """Compute the tensors ``names`` of a deferred model; call ``on_tensor(name, tensor)`` once each
     is finished, in any order. ``tensor`` is on the CPU, without gradient, and cast to ``dtype`` if
-    that is given and it is floating. Memory holds only unfinished tensors and those that the caller
+    that is given and it is floating. Memory holds only unfinished tensors and any that the caller
     keeps."""
 
     def give(name: str, box: Region, tensor: Tensor) -> None:

@@ -340,8 +340,9 @@ class _PartReplay:
         return view.of_buffer(self.buffers[storage], held, box)
 
     def _in_whole(self, slot: int, storage: int) -> Tensor:
-        """Return tensor number ``slot``, whose ``storage`` is held whole: that of a tensor which
-        the build received (a copy if calls write to it), or a storage of which no box is known."""
+        """Return tensor number ``slot``, whose ``storage`` is held whole: the storage of a tensor
+        that the build received (a copy if calls write to it), or a storage of which no box is
+        known."""
         fake = self.log.tensors[slot]
         if storage in self.log.constants:
             if not self._is_written(storage):

@@ -16,8 +16,8 @@ from .local_op import Call, LocalOp
 
 def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return ``indices`` relative to the start of this rank's shard of a dimension (0 for indices
-    in other shards), and a mask of those in this shard. ``size``: the shard's; ``axes``: mesh axes
-    that split the dimension."""
+    in other shards), and a mask of the indices in this shard. ``size``: its size; ``axes``: mesh
+    axes that split the dimension."""
     start, total = part_of(rank, size, axes)
     local = torch.where(indices < 0, indices + total, indices) - start
     held = (local >= 0) & (local < size)

@@ -80,9 +80,9 @@ def gradients(
 def prove(
     graph: Graph, call: Call, tensors: Sequence[Tensor], *, mesh: Mesh, layout: NodeLayout
 ) -> None:
-    """Check that ``layout`` is correct for an op: the outputs and gradients of all ranks of
-    ``mesh`` together equal those of the whole op ``call``. Raises AssertionError if they differ;
-    errors of the op on shards are passed on."""
+    """Check that ``layout`` is correct for an op: the results and gradients of all ranks of
+    ``mesh`` together equal the whole op's (``call``). Raises AssertionError if they differ; errors
+    of the op on shards are passed on."""
     outputs, _ = run_whole(call, tensors, None)
     cotangents = [torch.randn_like(o) if o.is_floating_point() else o for o in outputs]
     outputs, grads = run_whole(call, tensors, cotangents)

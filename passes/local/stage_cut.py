@@ -109,7 +109,7 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
 
 
 def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
-    """Return the values sent between stages of a pipeline, followed by those of its replica (a
+    """Return the values sent between stages of a pipeline, followed by the values of its replica (a
     second pipeline with the same weights), whose stages are numbered from ``num_stages`` on."""
     again = (
         replace(

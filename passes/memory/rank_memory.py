@@ -145,7 +145,7 @@ class _Row:
         self, running: int | None, taken: Mapping[str, float], message_bytes: float
     ) -> dict[int, Bytes]:
         """Return the bytes of each stage by category. ``taken``: bytes of the present computation,
-        which are added to stage ``running``; ``message_bytes`` are those of messages."""
+        which are added to stage ``running``; ``message_bytes``: bytes of messages."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
@@ -155,8 +155,8 @@ class _Row:
         return found
 
     def _resting(self, stage: int, runs: bool) -> Bytes:
-        """Return the bytes of a stage by category, without those of its present computation.
-        ``runs``: there is one."""
+        """Return a stage's bytes by category without its present computation. ``runs``: there is
+        one."""
         own = self.stages[stage]
         found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
         if not runs:

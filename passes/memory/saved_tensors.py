@@ -249,7 +249,7 @@ class _Run:
 
     def _leaves(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return, by name, the tensors that stay on the rank (shared parameters, buffers,
-        constants), and those that one micro-batch brings (inputs, values from other stages)."""
+        constants), and the tensors of one micro-batch (inputs, values from other stages)."""
         mesh = self.program.mesh
         stays = dict(self.shared)
         for name, held in self.program.constants.items():

@@ -92,11 +92,11 @@ def stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> tuple[Bytes, ...]:
     """Return for each stage of the plan its bytes by category on one device, at the moment at which
-    its pipeline rank holds most. In Chimera's schedule two ranks have the same stages; the one with
-    more memory in use counts. ``runs``: a micro-batch's bytes come from executing the stage on fake
-    tensors (equal stages once); else, or if that fails, from the memory rules of its ops. ``graph``
-    may be at any batch size. ``is_gpu``: buffers of sent messages are kept as long as on GPUs; by
-    default if the plan's devices are GPUs."""
+    its pipeline rank holds most. In Chimera's schedule two ranks have the same stages; the rank
+    with more memory in use counts. ``runs``: a micro-batch's bytes come from executing the stage on
+    fake tensors (equal stages once); else, or if that fails, from the memory rules of its ops.
+    ``graph`` may be at any batch size. ``is_gpu``: buffers of sent messages are kept as long as on
+    GPUs; by default if the plan's devices are GPUs."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
     for rank in range(memory.schedule.num_ranks):
@@ -149,7 +149,7 @@ def memory_by_action(
 ) -> list[tuple[Action, Bytes]]:
     """Return each compute action and weight update of a pipeline rank, with the rank's bytes by
     category on one device meanwhile; ``stage_memory`` returns their peak. If the rank has several
-    stages, temporary bytes are those of the stage with the most."""
+    stages, only the stage with most temporary bytes counts with them."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return [
         (

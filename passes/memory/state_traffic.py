@@ -46,7 +46,7 @@ class Shards:
 
 @dataclass
 class Owner:
-    """Parameters of a block, or those that several blocks share: ``sharded`` by ZeRO, and
+    """Parameters of one block, or parameters that several blocks share: ``sharded`` by ZeRO, and
     ``reduced``, whose gradients are all-reduced."""
 
     sharded: list[nn.Parameter]

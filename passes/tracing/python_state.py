@@ -381,7 +381,7 @@ def _is_namespace(value: Any) -> bool:
 
 
 def function_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code object of a function, and those of the functions defined inside it."""
+    """Yield the code object of a function, and of each function defined inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
