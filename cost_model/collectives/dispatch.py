@@ -64,7 +64,7 @@ def dispatch_seconds(
     """Return the seconds in which each rank of ``group`` sends its tokens to their experts.
     ``num_bytes`` are the bytes of all tokens of one rank; each token visits ``copies`` of the
     ``num_experts`` experts, which are spread evenly over the ranks. ``dispatcher`` is the method
-    ("alltoall", …), ``routing`` the order in which experts are chosen, ``limit`` the router's
+    ("alltoall", …), ``routing`` the rule by which tokens choose experts, ``limit`` the router's
     (number of groups of experts, number of groups that a token may use).
 
     >>> from ..cluster.cluster import Link

@@ -46,8 +46,8 @@ COSTLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Hollow:
-    """Shape, dtype and device of a tensor that the backward does not recompute. Where the repeated
-    forward would use it, it gets a tensor of this shape whose storage has a single element."""
+    """Shape, dtype and device of a tensor that the backward does not recompute. In its place the
+    repeated forward gets a tensor of this shape whose storage has a single element."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -186,7 +186,8 @@ def _cut_parts(graph: Graph, ops: Sequence[Node]) -> list[_Part]:
 
 
 def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Move ops on inputs alone that only the last part uses (loss targets) into the last part."""
+    """Move ops that depend on inputs alone, and that only the last part uses (as on loss targets),
+    into the last part."""
     if len(parts) < 2:
         return parts
     position = {node.name: i for i, part in enumerate(parts) for node in part.nodes}

@@ -92,8 +92,8 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node) -> bool:
-    """Replace an in-place op by its functional form, if the written tensor neither has views nor is
-    one; return whether the op was replaced."""
+    """Replace an in-place op by its functional form, if the written tensor has no views and is no
+    view itself; return whether the op was replaced."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
     aliases = [target, *target.users]

@@ -330,7 +330,7 @@ class _Writing:
 
 def _all_leaves(leaves: Sequence[Node], calls: Sequence[Call], model: nn.Module) -> list[Node]:
     """Return nodes for the parameters and buffers of every layer in the model's order, then the
-    other leaf nodes of ``leaves``."""
+    other nodes of ``leaves`` (inputs and constants)."""
     held = {node.name: node for node in leaves}
     by_path: dict[str, list[Node]] = {calls[c.like].path: [] for c in calls if not c.is_captured}
     for node in leaves:

@@ -43,7 +43,8 @@ _SLICES = ("slice", "narrow")
 
 @dataclass(frozen=True, slots=True)
 class SplitFused:
-    """Graph pass that makes each part of a fused projection a matrix product of its own."""
+    """Graph pass that splits a fused projection into one matrix product per part (query, key,
+    …)."""
 
     name: str = "split-fused"
 

@@ -123,10 +123,10 @@ def materialize(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Compute the tensors ``names`` of a deferred model; call ``on_tensor(name, tensor)`` once each
-    is finished, in any order. ``tensor`` is on the CPU, without gradient, and cast to ``dtype`` if
-    that is given and it is floating. Memory holds only unfinished tensors and any that the caller
-    keeps."""
+    """Compute the tensors ``names`` of a model built without values; call ``on_tensor(name,
+    tensor)`` once each is finished, in any order. ``tensor`` is on the CPU, without gradient, and
+    cast to ``dtype`` if that is given and it is floating. Memory holds only unfinished tensors and
+    any that the caller keeps."""
 
     def give(name: str, box: Region, tensor: Tensor) -> None:
         target = dtype if tensor.is_floating_point() else None

@@ -241,8 +241,8 @@ class _Replay:
 
 
 def _normal_numbers(size: int) -> int:
-    """Return the number of uniform numbers from which torch makes ``size`` normal ones: groups of
-    16, and another 16 for the last 16 elements if the last group is not full."""
+    """Return the number of uniform random numbers that torch draws to make ``size`` normal numbers:
+    groups of 16, and another 16 for the last 16 elements if the last group is not full."""
     return size + (16 if size % 16 else 0)
 
 

@@ -383,7 +383,7 @@ def is_packed(view: BoxView) -> bool:
 
 
 def overwrites(call: Call) -> bool:
-    """Return whether a recorded call overwrites every element of its target."""
+    """Return whether a recorded call overwrites every element of the tensor that it writes to."""
     return call.is_random or call.name.removesuffix("_") in _OVERWRITES
 
 

@@ -30,9 +30,9 @@ as ZeRO shards along it."""
 
 @cache
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the tiles of a tensor of ``shape``: the longest dimension is halved until
-    a tile has at most ``TILE`` elements. By halving, shards over 2, 4, 8, … ranks begin and end at
-    edges of tiles.
+    """Return the shape of the tiles in which random numbers for a tensor of ``shape`` are drawn:
+    the longest dimension is halved until a tile has at most ``TILE`` elements. By halving, shards
+    over 2, 4, 8, … ranks begin and end at edges of tiles.
 
     >>> tile_shape((4096, 14336)), tile_shape((10, 3))
     ((64, 224), (10, 3))
@@ -48,7 +48,7 @@ def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def num_tiles(shape: tuple[int, ...]) -> int:
-    """Return the number of tiles of a tensor of ``shape``; at least 1.
+    """Return the number of tiles in which random numbers for a tensor of ``shape`` are drawn.
 
     >>> num_tiles((4096, 14336)), num_tiles(())
     (4096, 1)

@@ -264,7 +264,7 @@ def _share(
     graph: Graph, blocks: Blocks, plan: Plan, coordinates: tuple[int, ...]
 ) -> RowShare | None:
     """Return a rank's share of the rows if the plan splits the batch unevenly, else None. Raises
-    ``PlanError`` (AP526) if the stages do not allow it."""
+    ``PlanError`` (AP526) if the batch cannot be split as the plan says."""
     if not any(stage.shares for stage in plan.stages):
         return None
     stage = plan.stages[0]

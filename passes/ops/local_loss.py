@@ -51,8 +51,8 @@ def cross_entropy(  # noqa: PLR0913
     axes: tuple[tuple[int, ...], tuple[int, ...]],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute one rank's cross entropy of sharded logits; dimension 1 (or the only one) counts
-    classes.
+    """Compute one rank's cross entropy of sharded logits, whose classes are dimension 1 (or the
+    only dimension).
 
     ``count`` is the divisor of the mean; by default the number of rows over all ranks.
 

@@ -43,7 +43,7 @@ class Program:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that the graph reads, without the literals."""
+        """Names of the buffers of the model that the graph reads (literals are left out)."""
         return tuple(
             node.name
             for node in self.graph.nodes
