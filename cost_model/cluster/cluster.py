@@ -109,8 +109,8 @@ class Device:
     host_memory_bytes: int = 0
 
     def slowed_share(self, collective: str) -> float:
-        """Return the share of compute speed (0 to 1) that this device loses while a ``collective``
-        of the named kind ("all_gather", …) runs at the same time; 1 if compute stops."""
+        """Return the share of compute speed (0 to 1) that this device loses while a collective of
+        the kind ``collective`` ("all_gather", …) runs at the same time; 1 if compute stops."""
         if collective in self.slowdown:
             return 1 - 1 / self.slowdown[collective]
         return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN

@@ -115,8 +115,8 @@ def two_trees(n: int) -> tuple[list[int], list[int]]:
 
 def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
     """Return the number of parts and the rounds of messages of the all-reduce by trees: two trees
-    over the hosts for each rank of the smallest host, and a chain in each host. Each chain of a
-    host starts at another rank, which joins the host to its tree. ``num_pieces``: per tree."""
+    over the hosts for each rank of the smallest host, and a chain in each host. Each chain starts
+    at another rank, which joins its host to a tree. ``num_pieces``: parts per tree."""
     tree_of = hosts if len(hosts) > 1 else (1,) * sum(hosts)
     num_heads = min(tree_of)
     num_trees, parallel = 2 * num_heads, []
@@ -234,8 +234,8 @@ def _count_direct(shape: Shape) -> Counts:
 
 
 def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
-    """Return the parts' number and the only round of messages of the all-to-all in which every rank
-    sends to all others at once."""
+    """Return the number of parts and the single round of messages of the all-to-all in which every
+    rank sends to all others at once."""
     num_parts, rounds = _make_pairwise(hosts, num_pieces)
     return num_parts, (sum(rounds, ()),)
 

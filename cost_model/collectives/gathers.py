@@ -62,9 +62,9 @@ def is_power_of_two(count: int) -> bool:
 
 
 def _fold(n: int) -> int:
-    """Return the number of rounds that an all-reduce of n ranks by recursive doubling needs more
-    than of m, the largest power of two up to n: 0 if n = m; else 2, in which ranks beyond m hand in
-    their values before and receive the result after."""
+    """Return the number of additional rounds of an all-reduce of n ranks by recursive doubling: 0
+    if n is a power of two; else 2, in which ranks beyond the largest power of two hand in their
+    values before and receive the result after."""
     return 0 if is_power_of_two(n) else 2
 
 

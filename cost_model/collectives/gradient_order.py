@@ -57,7 +57,8 @@ class BlockSeconds:
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
     """Return the indices of the collectives ``sums`` in the order of their starts. Whenever the
-    links are free, start the sum with complete gradients that the next forward needs first.
+    links are free, the sum starts that the next forward needs first, of all with complete
+    gradients.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])

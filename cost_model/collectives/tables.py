@@ -220,8 +220,8 @@ def bytes_in_rounds(table: Table) -> Levels:
 
 def busiest_bytes(table: Table) -> Levels:
     """Return the bytes that the busiest rank sends or receives over the whole table, within and
-    between hosts, as multiples of the tensor's bytes. They are a lower bound for a pipelined
-    algorithm."""
+    between hosts, as multiples of the tensor's bytes. They bound a pipelined algorithm's time from
+    below."""
     return _busiest_tensors(table, (tuple(table.messages()),))
 
 

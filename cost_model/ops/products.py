@@ -112,8 +112,8 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Return the bytes of factors and output of a product (batch, m, n, k); an output element has ≥
-    2."""
+    """Return the bytes of the factors and the output of a product (batch, m, n, k); an element of
+    the output has at least 2 bytes."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))

@@ -71,7 +71,7 @@ _TRANSFER_KEY = (
 class Database:
     """Profile database (measured times of ops and collectives) in an SQLite file, open until
     ``close`` or the end of a ``with`` block. ``path`` is a file, which is made if missing, or
-    ``":memory:"``; with ``read_only`` the file must exist. Raises ``DatabaseError`` otherwise."""
+    ``":memory:"``; with ``read_only`` the file must exist. Raises ``DatabaseError`` if unusable."""
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = str(path)
@@ -99,8 +99,8 @@ class Database:
         return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
 
     def _prepare(self) -> None:
-        """Create the tables of a new file; raise ``DatabaseError`` for a newer or other
-        database."""
+        """Create the tables of a new file; raise ``DatabaseError`` for another kind of database or
+        a newer schema."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
             raise DatabaseError("the file is another database, not a profile database", self.path)
@@ -243,8 +243,8 @@ class Database:
 
     def import_file(self, path: str | Path) -> ImportCounts:
         """Merge an exported file into the database: all of it or, if a line is invalid, nothing. If
-        both have a measurement of the same op or transfer, that with more repeats is kept (the
-        newer if equal). Return the numbers of rows added, replaced and kept."""
+        both have a measurement of the same op or transfer, the measurement with more repeats is
+        kept (the newer if equal). Return the numbers of rows added, replaced and kept."""
         counts: Counter[str] = Counter()
         with self._transaction():
             for record in read_records(Path(path)):
@@ -259,8 +259,8 @@ class Database:
         return "added" if held is None else "replaced"
 
     def _held(self, record: Record) -> tuple[int, float] | None:
-        """Return (repeats, time of measurement) of the row that ``record`` would replace, or
-        None."""
+        """Return (repeats, time of measurement) of the row that ``record`` would replace; None if
+        there is no such row."""
         number = self._find(record.environment)
         if isinstance(record.item, Transfer):
             table, key = "transfers", _TRANSFER_KEY

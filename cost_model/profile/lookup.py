@@ -60,7 +60,8 @@ class Estimate:
 
 class Factor(NamedTuple):
     """Factors on an op's forward and backward seconds by which the ops of a block (layer) add up to
-    the measured seconds of the whole block. ``num_bytes``: bytes that the op moved in it."""
+    the measured seconds of the whole block. ``num_bytes``: bytes that the op read and wrote
+    then."""
 
     forward: float
     backward: float
@@ -185,7 +186,8 @@ class Profile:
 
     def slowed_share(self, kind: str, group: Group) -> float | None:
         """Return the share of compute speed (0 to 1) that a device loses while a collective of this
-        kind runs, from the largest one measured beside compute; None if none was."""
+        kind runs, from the largest that was measured beside compute; None without such a
+        measurement."""
         place = _place_of(overlapped(kind), group)
         key = "slowed share", place
         if key not in self._curves:

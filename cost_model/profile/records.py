@@ -22,8 +22,8 @@ FORMAT_VERSION = 1
 
 
 class DatabaseError(ProfileError):
-    """Error of a file of measurements that cannot be used: damaged, too new, locked, not
-    writable."""
+    """Error of a file of measurements that cannot be used: damaged, made by a newer version, locked
+    or not writable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ class Ports:
         self._push(ready_seconds, LEAVES, message, 0)
 
     def next(self) -> Arrival | None:
-        """Return the next message to have arrived in full, with its times; None if none is left."""
+        """Return the next message to have arrived in full, with its times; None if no messages are
+        left."""
         coming = self._coming
         while coming:
             now, what, _, _, message, value = heappop(coming)
@@ -143,7 +144,7 @@ class Ports:
             self._share(now, port)
 
     def _begin(self, now: float, message: Message, port: _Sending) -> None:
-        """Begin at time ``now`` to send the first message in the queue to its receiver."""
+        """Begin at time ``now`` to send ``message``, the first in the queue to its receiver."""
         port.left[message.receiver] = message.occupied
         port.began[message.receiver] = now
 

@@ -21,8 +21,8 @@ class Collectives:
     step; the last of them ends at time ``busy_until``. ``gathered[stage]``: times at which the
     buckets of the stage's parameters are gathered, in order; ``reduced[stage]``: time at which all
     its gradients are summed. ``lost_seconds``: additional seconds of compute due to collectives
-    that run at the same time. ``slowed_share``: share of compute speed lost to the last launched
-    one."""
+    that run at the same time. ``slowed_share``: share of compute speed that the last launched
+    collective costs."""
 
     slowed_share: float
     busy_until: float
