@@ -15,7 +15,8 @@ _INDEX_DTYPES = ("int64", "int32", "int16", "uint8")
 
 
 def integer_bounds(graph: Graph) -> dict[str, int]:
-    """Map each integer input to the exclusive upper bound of its values, if there is any."""
+    """Return the exclusive upper bound of the values of each integer input that is used as an
+    index, by the input's name."""
     bounds: dict[str, int] = {}
     reached: dict[Ref, set[str]] = {
         Ref(node.name): {node.name} for node in graph.inputs if node.spec.dtype in _INDEX_DTYPES
@@ -35,8 +36,8 @@ def integer_bounds(graph: Graph) -> dict[str, int]:
 
 
 def _bound(graph: Graph, node: Node, position: int) -> int | None:
-    """Return the exclusive upper bound of the integers in ``node``'s tensor argument number
-    ``position``; None if there is no bound."""
+    """Return the exclusive upper bound of the integers in input number ``position`` of ``node``;
+    None if it is not used as an index."""
     family = node.op.removeprefix("aten.").split(".")[0]
     if family == "embedding" and position == 1:
         return graph.spec(node.inputs[0]).shape[0]
@@ -54,7 +55,7 @@ def _bound(graph: Graph, node: Node, position: int) -> int | None:
 
 
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
-    """Return a random batch by input name, of the graph's shapes, equal for equal seeds. ``dtype``
+    """Return random tensors for the graph's inputs by name, equal for equal seeds. ``dtype``
     replaces the dtype of floating inputs."""
     generator = torch.Generator().manual_seed(seed)
     bounds = integer_bounds(graph)
