@@ -168,7 +168,8 @@ _COLLECTIVE_FILES = (distributed_c10d.__file__, _functional_collectives.__file__
 
 
 class BackwardPosition:
-    """Holder of the name of the block in a stage whose backward autograd has started last."""
+    """Holder of a block's name: of the block in a stage whose backward autograd has started
+    last."""
 
     def __init__(self) -> None:
         self.block = ""

@@ -64,8 +64,8 @@ class DeviceQueue(Protocol):
         """Return ``parts`` on the device. Tensors in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """Start to copy ``tensor`` to host memory after ``work``; return None if it is a host
-        tensor."""
+        """Start to copy ``tensor`` to host memory once ``work``, the collective that fills it, is
+        done. Return None if ``tensor`` is in host memory already."""
 
 
 class _Passed:

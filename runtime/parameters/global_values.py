@@ -137,8 +137,9 @@ _MESHES: set[DeviceMesh] = set()
 
 
 def draw_whole_values(masters: Iterable[Tensor]) -> None:
-    """Make random ops on DTensors of the meshes of ``masters`` draw numbers for the whole tensor.
-    Each op is collective over its mesh: all ranks take the numbers that the first rank draws."""
+    """Make random ops on DTensors draw the numbers of the whole tensor, of which each rank keeps
+    its shard. This concerns DTensors on the meshes of ``masters``, a model's parameters. Each op is
+    then collective over its mesh: all ranks take the numbers that the first rank draws."""
     handlers = op_handlers()
     if not _MESHES:
         for op in _draws():
@@ -173,8 +174,8 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _placed(drawn: Tensor, like: DTensor) -> DTensor:
-    """Distribute ``drawn``, a whole tensor from the mesh's first rank, with the placements of
-    ``like``."""
+    """Broadcast ``drawn``, a whole tensor, from the mesh's first rank, and shard it as ``like``
+    is."""
     mesh = like.device_mesh
     for dimension in range(mesh.ndim):
         flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
@@ -197,7 +198,8 @@ _depth = 0
 
 
 def are_whole() -> bool:
-    """Return whether state dicts currently hold whole tensors."""
+    """Return whether the process is inside ``whole_states()``, where state dicts hold whole
+    tensors."""
     return _depth > 0
 
 

@@ -96,9 +96,11 @@ def _source(sources: Sequence[int], position: int, target: int) -> int:
 
 @dataclass(eq=False)
 class TiedParameters:
-    """The parameters of this rank's stages that further stages hold too, and the sum of their
-    gradients. ``elsewhere`` are the (stage, name) whose parameter an earlier stage holds too: that
-    stage counts it in norms and writes it to checkpoints."""
+    """The parameters of this rank's stages that other stages hold too, and the sum of their
+    gradients. ``regions`` are the index ranges that this rank holds, ``pieces`` the messages that
+    it sends or receives. ``elsewhere`` are the (stage, name) of this rank's copies that are not the
+    first stage's: only the first stage counts the parameter in norms and writes it to
+    checkpoints."""
 
     rank: int
     regions: Holding
