@@ -55,7 +55,7 @@ class TrainingState:
     ``shapes`` has every entry of the whole model's ``state_dict``; ``aliases`` maps each further
     name of a tied tensor to its first name. ``slots`` hold the tensors in this process's memory, by
     stage, and ``written`` names the tensors that this process writes (None: all). ``facts`` is JSON
-    of the caller, stored unchanged; ``parts`` are further objects to save, such as schedulers, with
+    of the caller, such as the plan; ``parts`` are further objects to save, such as schedulers, with
     ``state_dict`` and ``load_state_dict``; a checkpoint may lack the parts in ``optional``.
     ``beside`` are parameters that the optimizer updates and that are in none of the ``slots``.
     """
@@ -231,8 +231,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UsageError (AP885) unless the checkpoint's tensors have the model's names and
-    shapes."""
+    """Raise UsageError AP885 unless the checkpoint's tensors have the model's names and shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -297,8 +296,7 @@ def _check_optimizer(path: Path, state: TrainingState, document: Mapping[str, An
 
 
 def _renamed_groups(state: TrainingState, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved parameter groups; to the names in each group all other names of its tied
-    parameters are added."""
+    """Return the saved parameter groups, adding to each all other names of its tied parameters."""
     return [
         {**group, "parameters": [each for name in group["parameters"] for each in state.same(name)]}
         for group in groups

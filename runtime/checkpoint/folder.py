@@ -177,9 +177,8 @@ def choose_checkpoint(path: str | Path) -> Path:
 
 
 def damage(checkpoint: Path) -> UsageError | None:
-    """Check a checkpoint on this host. Return an error if its index or JSON is damaged, or a file
-    is shorter than the index says; else None. The content of tensors is checked when they are
-    read."""
+    """Check a checkpoint on this host. Return an error if its index or JSON is damaged or a file is
+    shorter than the index says, else None. The tensors' content is checked when they are read."""
     try:
         metadata = SafeFileSystemReader(checkpoint).read_metadata()
         json.loads((checkpoint / STATE).read_text())
@@ -201,9 +200,8 @@ def damage(checkpoint: Path) -> UsageError | None:
 
 
 def _candidates(path: str | Path) -> list[Path]:
-    """Return the checkpoints to try to load: ``path`` itself if it is a checkpoint, else all
-    complete checkpoints in that folder, newest first. Raises UsageError (AP132) where there is
-    none."""
+    """Return the checkpoints to try to load: ``path`` itself, or all complete checkpoints in that
+    folder, newest first. Raises UsageError (AP132) where there is none."""
     newest, found = newest_checkpoint(path), complete_checkpoints(path)
     if is_complete(Path(path)) or newest not in found:
         return [newest]

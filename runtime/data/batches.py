@@ -323,8 +323,7 @@ class StepBatches:
         return self._batches[rows]
 
     def held(self, rows: int) -> HeldRows | None:
-        """Return which rows of a global batch of ``rows`` rows this rank reads; None if it reads
-        none."""
+        """Return the rows that this rank reads of a global batch of ``rows`` rows, or None."""
         if rows not in self._held:
             found = self.batch(rows)
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)

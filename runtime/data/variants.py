@@ -81,8 +81,8 @@ class Variant:
 
 
 def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
-    """Return the pairs (source stage, target stage), as indices, between which a value is sent in
-    the forward."""
+    """Return the pairs (source, target) of stage indices between which the forward sends a
+    value."""
     found = boundaries(program.graph, program.blocks, plan)
     return frozenset((b.source_stage, b.target_stage) for b in found)
 
@@ -92,7 +92,7 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
 
     ``capture`` is the number of ``program`` among the traces of the model.
 
-    Raises PlanError AP547 and AP548 where stages with several copies or slices of the sequences
+    Raises PlanError AP547 and AP548 where copies of stages (Chimera) or slices of the sequences
     would change the result, UsageError AP158 where an asynchronous schedule cannot run the model.
     """
     check_asynchronous(plan, program.graph, program.blocks)

@@ -334,8 +334,8 @@ class Workers:
 
 
 def _ending(code: int) -> str:
-    """Describe by its exit ``code`` (negative: a signal) how a process without an error report
-    ended."""
+    """Describe how a process without an error report ended, by its exit ``code`` (negative: a
+    signal)."""
     return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
@@ -395,6 +395,5 @@ def can_mend(error: AutoparallelError) -> bool:
 
 
 def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
-    """Print ``error`` on stderr, and that the ranks are started again: restart ``number`` of at
-    most ``most``."""
+    """Print ``error`` on stderr, and that restart ``number`` of at most ``most`` begins."""
     print(f"{error}\nautoparallel: restart {number} of {most}", file=sys.stderr, flush=True)

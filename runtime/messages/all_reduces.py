@@ -93,9 +93,8 @@ class AllReduces:
             self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Start to sum a flat tensor in place over the ranks of the mesh axes ``axes``, by the
-        ``algorithm`` of that name; return a handle to wait for. A thread runs the all-reduces one
-        by one."""
+        """Start to sum a flat tensor in place over the mesh axes ``axes``, by the ``algorithm`` of
+        that name; return a handle to wait for. A thread runs the all-reduces one by one."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
@@ -117,9 +116,8 @@ class AllReduces:
 
 
 class _Arriving(NamedTuple):
-    """A message that this rank receives: it fills the element ranges ``spans`` of the tensor, or,
-    if ``adds``, is added to them. ``in_place``: it is received directly into the tensor's
-    memory."""
+    """A message that this rank receives: it fills the element ranges ``spans`` of the tensor or, if
+    ``adds``, is added to them; if ``in_place``, it is received directly into the tensor."""
 
     sender: int
     tag: int

@@ -26,9 +26,8 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class BlockCompiler:
-    """Cache of the functions that this process has compiled from runs (consecutive ops of a block's
-    graph). Keys are the text of the run, grad mode, and the shapes, strides and dtypes of its
-    inputs."""
+    """Cache of the functions that this process has compiled from runs (consecutive ops of a block),
+    by the run's text, grad mode, and the shapes, strides and dtypes of its inputs."""
 
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 

@@ -46,8 +46,9 @@ _READS = (
 
 
 def read_whole_values() -> None:
-    """Patch the methods that read a DTensor's values on the host so that they read the whole
-    tensor. Collective over the tensor's ranks where it is sharded or a partial sum."""
+    """Patch the DTensor methods that read values on the host, such as ``item``, so that they read
+    the whole tensor. They are then collective over its ranks where it is sharded or a partial
+    sum."""
     for name in _READS:
         if name not in DTensor.__dict__:
             setattr(DTensor, name, _of_whole(name))
@@ -174,8 +175,7 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _placed(drawn: Tensor, like: DTensor) -> DTensor:
-    """Broadcast ``drawn``, a whole tensor, from the mesh's first rank, and shard it as ``like``
-    is."""
+    """Broadcast the whole tensor ``drawn`` from the mesh's first rank; shard it as ``like`` is."""
     mesh = like.device_mesh
     for dimension in range(mesh.ndim):
         flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
@@ -198,8 +198,7 @@ _depth = 0
 
 
 def are_whole() -> bool:
-    """Return whether the process is inside ``whole_states()``, where state dicts hold whole
-    tensors."""
+    """Return whether the process is inside ``whole_states()``: state dicts hold whole tensors."""
     return _depth > 0
 
 

@@ -107,7 +107,7 @@ class Formats:
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
-        """Return the dtypes of the trained parameters of a plan with this precision."""
+        """Return the dtypes of trained parameters and their gradients, by a plan's options."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
         return Formats(compute, master, gradient, states.offload)
@@ -224,8 +224,8 @@ class StageParameter:
     def publish(self, given: Tensor | None = None) -> None:
         """Set the master's ``grad`` to the gradient, in the master's dtype and on its device.
 
-        Its strides are the master's: torch's fused optimizers on the CPU take a gradient of other
-        strides (a convolution's, channels last) element for element. ``given`` is a copy of the
+        Its strides are made the master's, since torch's fused optimizers on the CPU ignore strides
+        and would pair wrong elements (of a convolution, channels last). ``given`` is a copy of the
         gradient, if the caller has made one.
         """
         if self.leaf is None and not self.casts_gradient:

@@ -89,8 +89,8 @@ def _pieces(
 
 
 def _source(sources: Sequence[int], position: int, target: int) -> int:
-    """Return the rank that sends a part to ``target``: itself if it holds the part, else one of
-    ``sources``."""
+    """Return the rank that sends a part to rank ``target``: ``target`` itself if it holds the part,
+    else one of ``sources``, which take turns by ``position``, the receiver's index."""
     return target if target in sources else sources[position % len(sources)]
 
 

@@ -64,8 +64,7 @@ class WeightVersions:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: the present weights (of the last update, or loaded since) become version
-        0."""
+        """Begin a step: the present weights, updated or loaded since, become version 0."""
         self._newest = 0
         self._held = {0: [_compute_copy(parameter) for parameter in self._parameters]}
         self._bring(0)

@@ -271,8 +271,7 @@ def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
 
 def _allocate(stage: StageModule, parameter: StageParameter) -> None:
     """Give a sharded parameter, so far on meta, uninitialized memory for its shard on the device.
-    It becomes the master, or, if masters are in host memory, the copy of a master allocated
-    there."""
+    It becomes the master or, if masters are in host memory, the device's copy of the master."""
     holder, attribute = stage.owner(parameter.name)
     meta = getattr(holder, attribute)
     assert isinstance(meta, DTensor)
@@ -343,8 +342,8 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
 
 
 def begin_input_backward(stage: StageModule) -> None:
-    """Tell ``fully_shard`` before a backward that computes only gradients of activations, the
-    weights' later, to reduce no gradients in it."""
+    """Tell ``fully_shard`` to reduce no gradients in the next backward: it computes gradients of
+    activations alone, and weight gradients are computed later."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)

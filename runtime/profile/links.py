@@ -47,8 +47,7 @@ moved."""
 
 
 class _Block(nn.Module):
-    """Model with several parameters of ``rows`` rows, each used once, for ``fully_shard`` to
-    shard."""
+    """Model with several parameters of ``rows`` rows, each used once, to be sharded."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__()
@@ -178,8 +177,7 @@ _AXIS = 1
 @dataclass(frozen=True, slots=True)
 class Links:
     """Transfers to measure: collectives of one ``kind``, or messages ("p2p"), of each size in
-    ``num_bytes``. All groups of global ranks in ``partition`` (pairs for "p2p") run them at
-    once."""
+    ``num_bytes``. All groups of global ranks in ``partition`` (pairs for "p2p") run at once."""
 
     kind: str
     partition: tuple[tuple[int, ...], ...]

@@ -37,7 +37,10 @@ class ModelTrainer:
         zero: int,
         units: Sequence[str] = (),
     ) -> None:
-        """Take this rank's part of ``model``, which is whole. Collective over all ranks."""
+        """Take this rank's part of ``model``, which is whole. Collective over all ranks.
+
+        ``loss_of`` computes the loss of rows, ``count`` the number of their targets.
+        """
         check_same("weights at the start (new_model, --weights)", model.parameters(), device)
         self.loss_of, self.count, self.device, self.zero = loss_of, count, device, zero
         self.model = self.module = model

@@ -18,7 +18,7 @@ class Mesh:
     """
 
     def __init__(self, devices: tuple[int, ...], shape: dict[str, int], kind: str) -> None:
-        """Make the grid. Collective over all ranks of the job, also outside of ``devices``."""
+        """Make the grid on devices of type ``kind``. Collective over all ranks of the job."""
         self.shape = shape
         ranks = torch.tensor(devices, dtype=torch.int).view(tuple(shape.values()))
         grid = DeviceMesh(kind, ranks, mesh_dim_names=tuple(shape))

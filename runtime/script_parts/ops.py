@@ -30,7 +30,7 @@ def split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the cross entropy of rows, summed, over ``count``; ``axes`` split the classes."""
+    """Return the cross entropy summed over rows, divided by ``count``; ``axes`` split classes."""
     classes = _classes(mesh, logits, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
     rows = _split_class_rows(mesh, logits, target, classes)  # type: ignore[arg-type]
     return (rows.sum() / count).to(logits.dtype)

@@ -72,7 +72,7 @@ def overlap(*boxes: Box) -> list[tuple[slice, ...]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Message: slices ``cut`` of the sender's tensor for ``place`` in the receiver's."""
+    """Message of a rank: ``cut`` of the source's tensor goes to ``place`` in the target's."""
 
     source: int
     target: int

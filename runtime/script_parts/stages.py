@@ -56,7 +56,7 @@ class Draw:
     first: int = 0
 
     def of(self, first: int) -> Draw:
-        """Return the same state for a block whose first random op has this number."""
+        """Return the same state for a block whose first random op has the number ``first``."""
         return replace(self, first=first)
 
 

@@ -16,7 +16,7 @@ Split = dict[str, int]
 
 
 def repeated(prefix: str, numbers: range, splits: dict[str, Split]) -> dict[str, Split]:
-    """Return the splits of parameters of numbered modules; ``splits`` is of each module."""
+    """Return splits by parameter name for all numbered modules; ``splits`` is of one module."""
     return {f"{prefix}{i}.{name}": split for i in numbers for name, split in splits.items()}
 
 
@@ -64,7 +64,7 @@ class Weight:
             self.local.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
 
     def padded(self, part: Tensor) -> Tensor:
-        """Append zeros to ``part``, so that every rank of dp gets as many rows."""
+        """Append rows of zeros to ``part``, so that all ranks of axis dp get equally many rows."""
         count = -len(part) % self.mesh.size("dp")
         return torch.cat([part, part.new_zeros(count, *part.shape[1:])])
 

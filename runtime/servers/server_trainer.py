@@ -214,8 +214,9 @@ def has_replicas(servers: ServerPlan) -> bool:
 
 
 def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
-    """Return the names of a worker's connections, each with the index of the server at the other
-    end: for each home server itself and, if there are replicas, the server that holds them."""
+    """Return the name of each of a worker's connections, and the index of the server at the other
+    end: for the pieces that a server owns, this server and, if there are replicas, the server with
+    the replicas."""
     count = len(servers.servers)
     return [
         (f"servers/{kind}/{worker}/{home}/{target}", target)

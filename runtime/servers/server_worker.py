@@ -254,7 +254,7 @@ class ServerWorker:
 
     def _take_over(self, batch: Mapping[str, Tensor]) -> None:
         """Compute again this worker's parts of the previous iteration, now with the parts of lost
-        workers, with the weights of that iteration. ``batch`` is its batch."""
+        workers, with the weights of that iteration. ``batch`` is the batch of that iteration."""
         now, self._batch = self._batch, batch
         self._clock -= 1
         self._traffic.forget_pulls()

@@ -175,8 +175,7 @@ class BatchRunner:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context to run a batch in as a trial: no update is deferred, and it does not count as a
-        step."""
+        """Context to run a batch in as a trial: no update is deferred, no step is counted."""
         deferred, self._deferred = self._deferred, None
         try:
             yield

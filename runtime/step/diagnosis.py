@@ -55,8 +55,7 @@ class Place(NamedTuple):
 
 
 def not_finite(found: Iterable[Place]) -> AutoparallelError:
-    """Return the error (AP910) that names the first of the places ``found``, the cause of the
-    others."""
+    """Return the error (AP910) that names the first place in ``found``: it caused the others."""
     places = sorted(found)
     if not places:
         return RunError(

@@ -122,13 +122,13 @@ class StageExecutor:
     ) -> None:
         """Make an executor whose steps run ``planned`` until ``use`` chooses another variant.
 
-        ``seed`` and ``steps_begun`` (steps so far, also of an earlier run that is continued) decide
-        the forward's random numbers. Asynchronous schedules update the weights in the middle of a
-        step and compute with ``versions`` of them. If it ``defers``, a step ends without waiting
-        for gradient sums (see ``deferred_update``). Gradients are of the loss times ``loss_scale``;
-        if it ``keeps_gradients``, a step adds to existing gradients, which must not be summed over
-        ranks yet. If it ``publishes_later``, the caller makes the gradient copies that the
-        optimizer gets (see ``PartedUpdate``).
+        ``seed`` and the attribute ``steps_begun`` (steps so far, also of an earlier run that is
+        continued) decide the forward's random numbers. Asynchronous schedules update the weights in
+        the middle of a step and compute with ``versions`` of them. Callers may set attributes: with
+        ``defers``, a step ends without waiting for gradient sums (see ``deferred_update``);
+        gradients are of the loss times ``loss_scale``; with ``keeps_gradients``, a step adds to
+        existing gradients, not yet summed over ranks; with ``publishes_later``, the caller makes
+        the gradient copies that the optimizer gets (see ``PartedUpdate``).
         """
         self.stage = stage
         self.versions = versions

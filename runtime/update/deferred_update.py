@@ -52,7 +52,8 @@ class DeferredUpdate:
         *,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the updates; ``tell`` is called before each wait, to inform a watchdog."""
+        """Prepare deferred updates of the parameters that ``reducer`` sums; ``tell`` is called
+        before each wait, to inform a watchdog."""
         assert reducer.can_defer
         self._reducer, self._optimizer, self._tell = reducer, optimizer, tell
         self._left: list[Bucket] = []

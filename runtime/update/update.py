@@ -123,7 +123,7 @@ class Update:
         build_scheduler: BuildScheduler | None = None,
         parted: PartedUpdate | None = None,
     ) -> None:
-        """Make the updates; ``parted``, if given, steps the optimizer part by part with gradient
+        """Prepare updates; ``parted``, if given, steps the optimizer part by part with gradient
         copies. Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
         self.options, self.optimizer, self.parted = options, optimizer, parted
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)

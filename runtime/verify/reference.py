@@ -136,8 +136,8 @@ class UpdateRule:
     stage_of: Mapping[str, int]
 
     def forward_version(self, name: str, update: int) -> int:
-        """Return the version of a parameter (its number of updates in the step) that the forward of
-        ``update`` uses."""
+        """Return the version of a parameter (its number of updates in the step) with which the
+        forwards of update number ``update`` compute."""
         is_buffered = self.weights == "double-buffered"
         delay = 1 if is_buffered else self.num_stages - 1 - self.stage_of.get(name, 0)
         return max(0, update - delay)
