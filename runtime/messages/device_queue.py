@@ -55,7 +55,7 @@ class DeviceQueue(Protocol):
         ``event`` is an earlier event of this queue to record again, instead of a new one."""
 
     def moment(self) -> Any:
-        """Return a timestamp of the queue at its current end, for ``seconds``."""
+        """Return a timestamp of the queue's present end; ``seconds`` compares two timestamps."""
 
     def seconds(self, first: Any, second: Any) -> float:
         """Return the seconds from one ``moment`` to another. Blocks until both are reached."""

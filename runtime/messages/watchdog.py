@@ -53,7 +53,8 @@ STARTING, BETWEEN_STEPS = "starting", "between steps"
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """An action that a process is about to start, and the ranks whose messages it waits for."""
+    """An action that a process is about to start: its description, the ranks whose messages it
+    waits for, and its time of start (of ``time.monotonic``)."""
 
     what: str
     waits_for: tuple[int, ...]

@@ -66,7 +66,7 @@ class Mesh:
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
     def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
-        """Return this rank's part of ``tensor``, which is split along ``dim`` over the axis."""
+        """Cut this rank's part along ``dim`` from a tensor that all ranks of the axis hold."""
         part = tensor.chunk(self.size(axis), dim)[self.coordinate(axis)]
         return part.clone(memory_format=torch.contiguous_format)
 

@@ -39,9 +39,9 @@ def mean_counts(
 
 
 def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raise ValueError if ``tensors`` (named ``what``) differ between ranks.
+    """Raise ValueError if ``tensors`` differ between ranks, by sums of their first values.
 
-    Collective over all ranks. Sums of first values are compared, with some tolerance.
+    Collective over all ranks. The sums may differ as much as between different processors.
     """
     first = [tensor.detach().flatten()[:COMPARED].double() for tensor in tensors]
     sums = torch.stack([values.nan_to_num().abs().sum() for values in first]).to(device)

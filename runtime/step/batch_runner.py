@@ -274,8 +274,8 @@ class BatchRunner:
             executor.refresh_constants()
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Drop the constants of program number ``capture`` for batches of ``rows``; its next use
-        recomputes them."""
+        """Drop the constants that belong to batches of ``rows`` rows and to trace number
+        ``capture`` of the model; their next use computes them again."""
         for executor in self.executors.values():
             executor.forget_constants(rows, capture)
 

@@ -142,9 +142,9 @@ class RankModel:
         )
 
     def program_of(self, rows: int, capture: int = 0) -> Program:
-        """Return the program for global batches of ``rows`` rows, captured from the model at the
-        first call. Raises UsageError AP836 if the model's code takes another path for so many
-        rows."""
+        """Return trace number ``capture`` of the model for global batches of ``rows`` rows, made
+        now if it is not stored. Raises UsageError AP836 if the model's code takes another path for
+        so many rows."""
         if (rows, capture) not in self._programs:
             found = self.program.of_global_batch(rows)
             if found is None:
@@ -163,7 +163,7 @@ class RankModel:
         return form(plan) == form(self.plan)
 
     def take_program(self, rows: int, capture: int, program: Program) -> None:
-        """Store the model's program number ``capture`` for global batches of ``rows`` rows."""
+        """Store trace number ``capture`` of the model, for global batches of ``rows`` rows."""
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
