@@ -16,7 +16,8 @@ from autoparallel.planner.plan import Plan
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
-    """Return the settings with the value of ``--lora`` added as a setting."""
+    """Return the ``name=value`` texts ``settings``, with ``lora=...`` added unless ``lora`` is
+    None."""
     return [*(settings or ()), *([] if lora is None else [f"lora={lora}"])]
 
 

@@ -161,12 +161,13 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
-        """Copy the checkpoint values that the trainer loaded last into the model's untrained
-        tensors. Collective."""
+        """Copy the values of untrained tensors from the checkpoint that the trainer loaded last
+        into the model. Collective."""
         _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, without the script's hooks if ``leaves_own_hooks`` says so.
+        """Call the model. While a capture or another call inside the package runs the plain
+        forward, the script's hooks and ``__call__`` are skipped.
 
         Torch's hooks that compute a weight before each forward are part of the model, and run.
         """
