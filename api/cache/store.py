@@ -37,10 +37,9 @@ CREATE TABLE IF NOT EXISTS entry (
 
 @dataclass
 class SqliteStore:
-    """Store of bytes by key in the file ``path``. ``origin`` names the versions of this process's
-    code.
+    """Store of bytes by key in the SQLite file ``path``, limited to ``most_bytes``.
 
-    ``faults`` counts unusable files and values by reason.
+    ``origin`` names the versions of this process's code; ``faults`` counts errors by reason.
     """
 
     path: Path
@@ -94,7 +93,7 @@ class SqliteStore:
         return total
 
     def close(self) -> None:
-        """Write new values, record the use of values that were read, and enforce the limit."""
+        """Do as ``write``, then close the file's connection."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -104,7 +103,8 @@ class SqliteStore:
         self.write()
 
     def write(self) -> None:
-        """Write new values to the file, mark read values as used, and enforce the size limit."""
+        """Write new values to the file, mark read values as used, and remove values over the
+        limit."""
         if not self._new and not self._read:
             return
         with self._count_faults(), contextlib.closing(_writer(self.path)) as writer:
@@ -136,9 +136,9 @@ class SqliteStore:
 
     @contextmanager
     def _count_faults(self) -> Iterator[None]:
-        """Count an unusable file as a fault, and continue.
+        """Count an error that makes the file unusable as a fault inside the context, and continue.
 
-        A file that is no database is renamed, not deleted, as it may not be ours.
+        A file that is no SQLite database is renamed, not deleted, as it may not be the cache's.
         """
         try:
             yield

@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Requirements to check a machine for: it shall be a host of ``cluster``, None for any use.
+    """Requirements to check a machine for: to be a host of ``cluster``; None checks for any use.
 
     ``memory_bytes`` is the plan's predicted peak of its fullest device, 0 without a plan.
     """
