@@ -343,7 +343,7 @@ def _host_memory(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check that interfaces and addresses suit a run on several hosts."""
+    """Check that InfiniBand ports, network interfaces and the host's address suit several hosts."""
     own = [each for each in facts.interfaces if not each.is_loopback and not each.is_virtual]
     usable = [each for each in own if each.has_ipv4 or each.has_ipv6]
     yield from _named_interfaces(facts)
@@ -378,7 +378,8 @@ def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _named_interfaces(facts: Facts) -> Findings:
-    """Check for variables that name missing interfaces; ``^`` and ``=`` are NCCL's prefixes."""
+    """Check that the network interfaces which GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name exist.
+    NCCL's prefix ``^`` excludes interfaces and is not checked; ``=`` asks for exact names."""
     known = [each.name for each in facts.interfaces]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = facts.environment.get(variable, "")

@@ -50,7 +50,7 @@ def compared_page(items: Sequence[Item]) -> str:
 
 
 def compared_notebook(items: Sequence[Item]) -> str:
-    """Return the comparison as HTML for a notebook: tables of numbers and of different choices."""
+    """Return the comparison as HTML for a notebook: tables of numbers, and of differing choices."""
     return render("compared_notebook.html", _context(items))
 
 

@@ -106,10 +106,10 @@ def learned_pipelines(
     seed: int = 0,
     time_limit_seconds: float = math.inf,
 ) -> tuple[Pipeline, ...]:
-    """Find pipelines by learning, as ``inter_op.pipelines`` does by dynamic programming.
+    """Find pipelines by reinforcement learning, for the tables of ``inter_op.pipelines``.
 
-    Returns the best known pipeline for every number of stages. ColocRL and Placeto each price
-    ``EVALUATIONS`` pipelines in half of the time; the better result counts.
+    Returns the best known pipeline for every number of stages, the fastest first. ColocRL and
+    Placeto each price ``EVALUATIONS`` pipelines in half of the time; the better result counts.
     """
     problem = Problem(table, num_microbatches, tuple(stage_numbers), price)
     best: dict[int, Pipeline] = {}
