@@ -146,8 +146,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _refuse(error: Any) -> int:
-    """Print click's error about a command's arguments with a suggested fix; return the exit code.
-    An error that stands for a request of help prints the help instead."""
+    """Print click's error about a command's arguments, with a fix, and return the exit code."""
     context = error.ctx
     path = "autoparallel" if context is None else context.command_path
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":

@@ -118,7 +118,7 @@ def _new_modules() -> Iterator[None]:
 
 
 def _values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a value for each parameter of a tool's command: from ``given``, else the default.
+    """Return a value for each parameter of a tool's command, from ``given`` or the default.
 
     Raises UsageError: AP135 for an unknown tool, AP141 for an unknown argument, AP136 for a missing
     or wrong argument.

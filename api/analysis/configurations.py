@@ -126,8 +126,7 @@ class PricedConfigurations:
 
     @property
     def best(self) -> PricedStep:
-        """Return the fastest configuration that fits memory; if none fits, the one of least
-        memory."""
+        """Return the fastest configuration that fits memory; if none fits, that of least memory."""
         fitting = self.fitting
         return fitting[0] if fitting else min(self.steps, key=lambda step: step.peak_bytes)
 

@@ -242,8 +242,7 @@ class _Explainer:
 
 
 def undivided(plan: Plan, rows: int) -> Mesh | None:
-    """Return a plan's first mesh that cannot split ``rows`` samples evenly over ranks, else
-    None."""
+    """Return a plan's first mesh that cannot split ``rows`` samples evenly over ranks, or None."""
     meshes = (stage.mesh for stage in plan.stages)
     return next((mesh for mesh in meshes if rows % mesh.row_parts), None)
 

@@ -364,7 +364,7 @@ class Communication(NamedTuple):
 
 
 def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
-    """Return the collectives of a stage in a step, merged by purpose, if they take any time."""
+    """Return the collectives of a stage in a step that take time, merged by purpose."""
     own, count = stage.prediction.seconds, _num_runs(plan)
     states = own.get("states", 0.0)
     exposed = states - own.get("hidden_states", 0.0)

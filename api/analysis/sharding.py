@@ -53,8 +53,7 @@ def stored_text(members: Iterable[StagePlan]) -> str:
 
 
 def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, ...]:
-    """Return the parameter layouts of several stages, by kind of block; equal layouts are
-    merged."""
+    """Return the parameter layouts of several stages by kind of block; equal entries are merged."""
     merged: dict[tuple[str, ...], KindSplit] = {}
     for stage in members:
         for split in _kind_splits(plan, stage):

@@ -46,8 +46,7 @@ class Changed:
 
     @property
     def stays(self) -> bool:
-        """Return whether the plan is still the best, or equal to the best, on the changed
-        cluster."""
+        """Return whether the plan is still the best, or as good as the best, after the change."""
         least = self.found.prediction.step_seconds * (1 + EQUAL)
         return self.excess_bytes(self.same) <= 0 and self.same.prediction.step_seconds <= least
 

@@ -133,8 +133,7 @@ class Cache:
         return MISSING
 
     def put(self, value: Any, what: str, codec: Codec | TextCodec, *parts: object) -> None:
-        """Cache a value of kind ``what`` under the key ``parts``, if ``codec`` can encode the
-        value."""
+        """Cache a value of kind ``what`` under the key ``parts``, if ``codec`` can encode it."""
         if self.shelf is None:
             return
         try:
@@ -145,8 +144,7 @@ class Cache:
     def get_or_make(
         self, make: Callable[[], Any], what: str, codec: Codec | TextCodec, *parts: object
     ) -> Any:
-        """Return the cached value with the key ``parts``; without one, call ``make`` and cache
-        it."""
+        """Return the cached value with the key ``parts``; without one, call and cache ``make``."""
         found = self.get(what, codec, *parts)
         if found is MISSING:
             found = make()

@@ -103,8 +103,7 @@ class SqliteStore:
         self.write()
 
     def write(self) -> None:
-        """Write new values to the file, mark read values as used, and remove values over the
-        limit."""
+        """Write new values to the file, mark read values as used, and enforce the size limit."""
         if not self._new and not self._read:
             return
         with self._count_faults(), contextlib.closing(_writer(self.path)) as writer:

@@ -113,8 +113,7 @@ class CallArguments:
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
-        """Return the argument that the program input ``name`` comes from, in Python:
-        ``x['ids']``."""
+        """Return the argument from which a program input comes, as Python code: ``x['ids']``."""
         return path_text(self._path(name))
 
     def _path(self, name: str) -> LeafPath:
