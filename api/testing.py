@@ -144,8 +144,8 @@ class _Case:
         return Graph(tuple(nodes), Ref(OP), 0)
 
     def check_fit(self, outputs: Sequence[TensorSpec]) -> None:
-        """Raise UsageError AP161 if the annotation does not match the tensors' and outputs'
-        shapes."""
+        """Raise UsageError AP161 if the annotation does not match the inputs and the
+        ``outputs``."""
         if self.rule is None:
             return
         shapes = [tuple(tensor.shape) for tensor in self.tensors]

@@ -228,7 +228,7 @@ class DistributedLoader:
 
 
 class _AllRows:
-    """Stand-in for ``StepBatches`` (a rank's rows of each batch) in a single process: all rows."""
+    """Stand-in, in a single process, for ``StepBatches``, which selects a rank's rows: all rows."""
 
     place = (0, 1)
 
@@ -286,7 +286,7 @@ class _RowSampler:
 class _KeepRows:
     """Collate function that returns the size of a batch and this rank's samples, collated.
 
-    A batch of another size than planned is returned uncollated: its rows of this rank are unknown.
+    A batch of another size than planned is returned uncollated: the caller selects the rows.
     """
 
     def __init__(self, collate: Callable[[Any], Any], rows: Sequence[int], planned: int) -> None:
@@ -344,7 +344,7 @@ class _Order:
         return self.draw_items(self._loader.batch_sampler)
 
     def draw_items(self, source: Any) -> Iterator[Any]:
-        """Yield each item of ``source``, whose random numbers come from this loader's stream."""
+        """Yield each item of ``source``, drawn with this loader's own stream of random numbers."""
         with self._draw_from_stream():
             iterator = iter(source)
         while True:

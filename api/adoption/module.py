@@ -67,9 +67,9 @@ class ParallelModule(nn.Module):
     ) -> Trainer:
         """Plan the model unless planned, replace its weights by shards, and return the trainer.
 
-        Collective. From then on a watchdog observes the process: see
-        ``runtime.launch.watched_script``. Raises UsageError AP145 if the model has a plan and gets
-        another plan, a loss or buckets.
+        Collective. From then on a watchdog ends the process if a rank dies or hangs for
+        ``timeout_seconds``. ``buckets`` are sequence lengths to pad shorter batches to. Raises
+        UsageError AP145 if the model has a plan and gets another plan, a loss or buckets.
         """
         adopted = _state_of(self)
         with as_launched():
@@ -232,8 +232,8 @@ def make_parallel(
 ) -> nn.Module:
     """Make ``model`` parallel in place: its class becomes ``cls``, a subclass of its own class.
 
-    Methods named in ``methods`` compute with whole weights. If the class has no ``forward``, the
-    first of them is planned instead.
+    Methods named in ``methods`` run with whole weights, gathered from the ranks. If the class has
+    no ``forward``, the first of these methods is planned instead.
     """
     original = type(model)
     # A script may have assigned a forward to the object, which hides the forward of the class.
@@ -252,7 +252,7 @@ def parallel_class(
     """Make a ``ParallelModule`` class with the name, methods and signatures of ``original``.
 
     Calling the class runs ``make(cls, ...)`` instead of building the model. Methods named in
-    ``methods`` compute with whole weights.
+    ``methods`` run with whole weights, gathered from the ranks.
     """
     check_methods(original, methods)
     planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]

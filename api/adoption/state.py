@@ -86,7 +86,7 @@ class ParallelState:
 
     @property
     def computes_plainly(self) -> bool:
-        """Return whether the model acts as the plain model now."""
+        """Return whether a call of the model now runs its own forward, without the plan."""
         is_own = self.is_joining or self.is_plain or self._is_gathered
         return is_own or torch.compiler.is_exporting()
 
@@ -94,7 +94,7 @@ class ParallelState:
     def leaves_own_hooks(self) -> bool:
         """Return whether a call of the model now must skip the script's hooks and ``__call__``.
 
-        So it is while the forward is captured: hooks run around the captured program later.
+        This holds while the forward is captured: hooks run around the captured program later.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 
@@ -197,7 +197,7 @@ class ParallelState:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """Replace the model's parameters and changing buffers by this rank's shards."""
+        """Replace the model's parameters and the buffers that training changes by own shards."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
@@ -238,8 +238,8 @@ class ParallelState:
         return own
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Carry out a call of the model: as the plain model, as a training step's forward by the
-        plan, or as an evaluation with gathered weights, by the model's mode."""
+        """Carry out a call of the model: its own forward while it is planned, the plan's forward in
+        training mode, a forward with gathered weights in evaluation mode."""
         if self.computes_plainly:
             return self._forward(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, whole, (args, dict(kwargs)))

@@ -49,8 +49,7 @@ class WholeModule:
         return self._slots
 
     def _split_names(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
-        """Return the tensor names of each repeated layer, by its module, and the remaining
-        names."""
+        """Return the tensor names of each repeated layer, by its module, and all other names."""
         layer_of = {module: layer for layer in _layers(model) for module in layer.modules()}
         layers: dict[nn.Module, list[str]] = {}
         around: list[str] = []
@@ -167,7 +166,7 @@ class WholeModule:
     def _put(
         self, names: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors into the slots of ``names``; return the tensors held before."""
+        """Put tensors into the slots of ``names``; return the slots with the tensors before."""
         before: list[tuple[Slot, Tensor | None]] = []
         for name in names:
             value = tensors.get(name)

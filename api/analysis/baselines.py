@@ -58,8 +58,7 @@ class Baseline:
     fits, the configuration that exceeds the memory least.
 
     ``configuration`` is its summary, "" if none could be priced; ``reason`` then says why.
-    ``num_priced`` counts the priced configurations; the time limit skipped some if
-    ``is_cut_short``.
+    ``num_priced`` counts priced configurations; if ``is_cut_short`` the time limit skipped some.
     """
 
     name: str

@@ -145,7 +145,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
-    """Yield clusters of a device by size: parts of a host, then whole hosts, as in ``counts``.
+    """Yield clusters of a device by size: parts of a host, then whole hosts, in round numbers.
 
     A shorthand (``4xH100``) gives only the cluster that it names.
 
@@ -239,8 +239,7 @@ class _UnknownError(Exception):
 
 
 class _Search:
-    """Search for the estimate of a task, a pair (device, method); all tasks share their
-    captures."""
+    """Search for the estimate of a task, a pair (device, method); tasks share captured programs."""
 
     def __init__(self, target: Target, asked: Asked, cache: Cache) -> None:
         self.target, self.asked, self.cache = target, asked, cache
@@ -257,9 +256,8 @@ class _Search:
         return "bf16" if have else "fp16"
 
     def ease(self, task: tuple[str, Method]) -> tuple[object, ...]:
-        """Return a sort key of a task. The device with the least memory comes first: its search is
-        longest. Its LoRA task precedes its full task, so that two processes capture one model
-        each."""
+        """Return a sort key of a task. The device with the least memory comes first, as its search
+        is longest, and its LoRA task before its full task, so that two processes capture both."""
         device, method = task
         first = min(self.asked.devices, key=_memory_bytes)
         return (device != first, method == "full", _memory_bytes(device), device)
@@ -320,7 +318,7 @@ class _Search:
     def _planned(
         self, target: Target, program: Program, cluster: Cluster, request: Request
     ) -> Plan:
-        """Return the plan for a cluster, with its final memory; from the cache if stored there."""
+        """Return the plan for a cluster, with simulated memory; from the cache if stored there."""
         options = self._options(request.precision)
         check_precision(cluster, request.precision)
         cluster = with_choice(cluster, options.tf32)

@@ -336,7 +336,8 @@ def _layouts(
 
 
 def _plain(layout: Layout) -> tuple[str, ...]:
-    """Return a layout's placements as texts; "I" counts as "R", as in pins (forced placements)."""
+    """Return a layout's placements as texts. Invariant ("I", replicated with equal gradients)
+    counts as replicated ("R"), as in layouts that a user forces."""
     return tuple("R" if each.kind == "I" else str(each) for each in layout)
 
 

@@ -462,8 +462,8 @@ def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative
 
 
 def _joins(merged: list[list[str]], parts: Sequence[str]) -> bool:
-    """Add a summary's ``parts`` to ``merged``, the alternative texts at each place of the summary,
-    if at most one part is new; return whether they were added."""
+    """Add each part of a summary to the alternative texts at its place in ``merged``, if at most
+    one part is new; return whether they were added."""
     if len(merged) != len(parts):
         return False
     new = [at for at, options in enumerate(merged) if parts[at] not in options]

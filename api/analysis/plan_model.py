@@ -104,12 +104,12 @@ class PlanModel:
         return Evaluator(self.graph, self.program.blocks, basis=self.basis)
 
     def evaluate(self, plan: Plan) -> Evaluation:
-        """Price a plan of this model."""
+        """Price a plan of this model: return its step seconds, memory and bubble."""
         return self.evaluator.evaluation(plan, plan.cluster)
 
     @cached_property
     def base(self) -> Evaluation:
-        """Prices of the plan itself: seconds, memory and bubble."""
+        """Prices of the plan itself, to compare its variants with: seconds, memory and bubble."""
         return self.evaluate(self.plan)
 
     @cached_property

@@ -102,7 +102,7 @@ def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
 
 
 def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
-    """Return names and layouts of all parameters: graph inputs that are not partial sums."""
+    """Return the names and layouts of parameters: values without inputs, sharded or replicated."""
     return [
         (name, node.outputs[0])
         for name, node in layouts.items()

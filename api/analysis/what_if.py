@@ -68,7 +68,7 @@ def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_C
 def what_if(
     model: PlanModel, changes: Sequence[str], seconds: float, cache: Cache = NO_CACHE
 ) -> Changed:
-    """Price the plan on the cluster with ``changes``, and plan anew for that cluster.
+    """Price the plan on its cluster after ``changes`` (``PLACE.FIGURE=VALUE``), and plan again.
 
     Raises UsageError AP358 and AP359 for a bad change, and the errors of planning.
 

@@ -39,7 +39,7 @@ class TextCodec:
     read: Callable[[str], Any]
 
     def encode(self, value: Any) -> bytes:
-        """Return a value as bytes."""
+        """Return a value as bytes: its text, compressed."""
         return zlib.compress(self.write(value).encode(), FASTEST)
 
     def decode(self, blob: bytes) -> Any:

@@ -159,7 +159,7 @@ def _checksum(value: bytes) -> str:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a connection to a file of this format. Raises ``sqlite3.DatabaseError`` for others."""
+    """Open a connection to a cache file. Raises ``sqlite3.DatabaseError`` for other files."""
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]

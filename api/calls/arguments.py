@@ -87,9 +87,8 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether a training call may pass ``leaf``, no tensor, at ``path`` of its
-        arguments: the example batch's value or, in an argument that may change, any number, text or
-        None."""
+        """Return whether a training call may pass ``leaf``, no tensor, at ``path``: the example
+        batch's value or, in an argument that may change, any number, text or None."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
@@ -113,7 +112,7 @@ class CallArguments:
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
-        """Return the argument from which a program input comes, as Python code: ``x['ids']``."""
+        """Return the argument that holds a program input, as Python code: ``x['ids']``."""
         return path_text(self._path(name))
 
     def _path(self, name: str) -> LeafPath:
@@ -182,7 +181,7 @@ def _text(value: Any) -> str:
 
 
 class _ShapeText:
-    """Stand-in for a tensor that is printed as the tensor's shape."""
+    """Stand-in for a tensor in an error message, printed as the tensor's shape."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._text = f"a tensor of shape {tuple(tensor.shape)}"

@@ -45,8 +45,7 @@ class CallForm:
     form: Form = PLANNED
 
     def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Wrap ``make``, which makes example batches, so that they have the current form's
-        values."""
+        """Wrap ``make``, which makes example batches, so that they have the next call's form."""
 
         def made(*args: Any) -> Batch:
             return self.apply_form(make(*args), self.form)

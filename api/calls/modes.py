@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def as_at_start() -> Iterator[None]:
     """Enable gradients and disable autocast inside the context, then restore random generators.
 
-    A script so draws the same batches on all ranks as without planning.
+    Thus a script draws the same batches on all ranks as without planning.
     """
     generators = Generators.now()
     try:

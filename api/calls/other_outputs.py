@@ -61,7 +61,7 @@ class OtherOutputs:
         self._made: list[Tensor] | None = None
 
     def leaf(self, position: int) -> Tensor:
-        """Return a tensor, computed at its first use, for the tensor output number ``position``."""
+        """Return a tensor, computed at its first use, for tensor output number ``position``."""
         return arriving_tensor(_Leaf(self, position), torch.empty(0))
 
     def value(self, position: int) -> Tensor:

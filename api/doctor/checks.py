@@ -67,7 +67,7 @@ class DoctorRequest:
 
     @property
     def most_devices(self) -> int:
-        """Largest number of devices of a host."""
+        """Number of devices of the host that has most; 1 without a cluster."""
         return (
             max((host.num_devices for host in self.cluster.hosts), default=1) if self.cluster else 1
         )
@@ -78,7 +78,7 @@ Check = Callable[[Facts, DoctorRequest], Findings]
 
 
 def check_machine(facts: Facts, wanted: DoctorRequest) -> tuple[Finding, ...]:
-    """Return the results of all checks of a machine."""
+    """Run all checks of a machine on its ``facts``; return their results."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 

@@ -218,8 +218,8 @@ def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
 
 
 def source_rows(plan: Plan, missing: str) -> list[FigureRow]:
-    """Return table rows with the source of each number on a plan's page. ``missing`` says why the
-    model was not loaded."""
+    """Return table rows with the source of each number on a plan's page; ``missing`` is the reason
+    if the model was not loaded."""
     own, profile = plan.prediction, plan.prediction.profile
     error = profile.interpolation_error if profile is not None else 0.0
     shares, where = shares_text(own.sources, error) or "unknown", "docs/costs.md"

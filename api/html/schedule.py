@@ -211,7 +211,7 @@ class _Ends:
 
 
 def _waits(timeline: Timeline, rank: int, ends: _Ends) -> list[Wait]:
-    """Return the waits of a rank in order, with their reasons."""
+    """Return the waits of a rank between its compute actions, in order, each with its reason."""
     events = timeline.events[rank]
     compute = [event for event in events if event.stream == "compute"]
     least = LEAST_WAIT * timeline.step_seconds

@@ -132,9 +132,8 @@ class _Policy:
         return np.concatenate([place, left, size, shares])
 
     def loads(self, pipeline: _Open, block: int) -> list[float]:
-        """Return two ratios, without ``block`` in the open stage, then with it: the stage's share
-        of the remaining work over its share of the remaining devices, and over one by the stages
-        left."""
+        """Return four ratios: the open stage's share of the remaining work over its share of the
+        remaining devices, and over an even share per stage; without ``block``, then with it."""
         table, ahead = self.space.problem.table, max(self.work[pipeline.start], 1e-9)
         devices = pipeline.size / (table.num_devices - pipeline.first)
         found = []
@@ -188,8 +187,7 @@ class _Policy:
         self, steps: list[_Step], chosen: Ints, advantages: _Advantages, entropy_weight: float
     ) -> list[Floats]:
         """Return the policy-gradient loss's gradients of ``numbers`` and of the network's
-        parameters, averaged over the drawn pipelines; ``chosen`` are indices of their stage
-        numbers."""
+        parameters, averaged over pipelines; ``chosen`` are indices of their numbers of stages."""
         count = len(chosen)
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         first = logit_gradient(

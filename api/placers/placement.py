@@ -63,7 +63,7 @@ def place(
     time_limit_seconds: float = math.inf,
     observe: Observe | None = None,
 ) -> Placement:
-    """Learn to divide blocks and devices into stages, by pricing ``evaluations`` pipelines.
+    """Learn to divide blocks and devices into stages: ``method`` prices ``evaluations`` pipelines.
 
     >>> costs = np.array([[np.inf, 1.0, 2.0], [np.inf, np.inf, 1.0], [np.inf] * 3])
     >>> table = Table(2, 2, lambda first: (1, 2 - first), lambda left, first, size: costs / size)

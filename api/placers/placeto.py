@@ -88,9 +88,8 @@ class _Policy:
         return [*self.graph.parameters, *self.head.parameters]
 
     def features(self, stages: Stages, block: int) -> Floats:
-        """Return an array (blocks, features) about a pipeline while ``block`` is visited: each
-        block's work, and seconds of its stage and both neighbours, now and with a border at the
-        block."""
+        """Return an array (blocks, features) about a pipeline while ``block`` is visited: work per
+        block, and seconds of its stage and both neighbours, now and with a border at the block."""
         space, table = self.space, self.space.problem.table
         seconds = np.array(space.stage_seconds(stages))
         relative = np.concatenate([[0.0], seconds / seconds.max(), [0.0]])

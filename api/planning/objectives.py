@@ -257,7 +257,7 @@ class _Job:
         return self._reported(best, words)
 
     def _too_late(self, plans: list[Plan]) -> AutoparallelError:
-        """Return error AP302, which names the fastest of ``plans``; without plans the last
+        """Return error AP302 about the fastest of ``plans``; without plans, the last search's
         error."""
         if not plans:
             assert self.runs.error is not None

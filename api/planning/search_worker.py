@@ -79,7 +79,7 @@ class Beside:
         return found
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the forked process."""
         self.pipe.close()
         self.process.kill()
         self.process.join()

@@ -141,7 +141,7 @@ class UpdateTask:
 
 @dataclass(frozen=True, slots=True)
 class OpsTask:
-    """Measurement of several ops, one after another."""
+    """Measurement of several ops, one after another; a case is an op with shapes and dtypes."""
 
     cases: tuple[OpCase, ...]
 

@@ -96,7 +96,7 @@ def measured_value(figure: Figure, item: Item) -> Value:
 
 
 def measured_key(figure: Figure) -> str:
-    """Return the JSON key of a figure's measured value."""
+    """Return the JSON key under which the measured value of a figure stands."""
     return f"measured_{figure.key}"
 
 
@@ -164,7 +164,7 @@ class ComparedItem:
 
     @property
     def is_over(self) -> bool:
-        """True for a plan that does not fit memory."""
+        """True for a plan that needs more memory than its devices have."""
         return self.memory is not None and self.memory.excess_bytes > 0
 
     @property

@@ -361,7 +361,8 @@ def _planning_text(plan: Plan) -> str:
 
 
 def short_confidence(plan: Plan) -> RenderableType:
-    """Return the sources of times, the optimality gap, and the reason for the choice, in short."""
+    """Return the lines of the short report on the plan's reliability: shares of time by source,
+    optimality gap, and the reason if a simpler plan than the fastest was chosen."""
     lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
     lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
     return Group(*lines)

@@ -208,7 +208,7 @@ def _weight(writer: Writer, name: str) -> Expression:
 
 
 def _write(writer: Writer, node: fx.Node) -> None:
-    """Write a node's call as a line, or store its expression for the line that reads it."""
+    """Write a node's call as a line, or store its expression for the line where it is read."""
     if node.target is operator.getitem and not node.users:
         return
     made = _expression(writer, node)
@@ -247,7 +247,7 @@ def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
 
 
 def _continues_x(writer: Writer, node: fx.Node) -> bool:
-    """Return whether ``node`` adds to the variable ``x`` (a residual), which is not read later."""
+    """Return whether ``node`` adds to the variable ``x`` (a residual) and ends its last use."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
     ):

@@ -342,7 +342,7 @@ def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Return pairs of indices: an input of call ``following`` and the output of ``call`` in it."""
+    """Return pairs of indices: an input of call ``following`` and the output of ``call`` there."""
     return tuple(
         (at, call.outputs.index(key))
         for at, key in enumerate(following.inputs)

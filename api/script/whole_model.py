@@ -214,7 +214,7 @@ def _loss_text(found: ExportedPlan, module: str) -> str | None:
 
 
 def _loss_at(form: Any, call: str) -> str | None:
-    """Return the text that reads the loss in the outputs of ``call``; None unless it is single."""
+    """Return the text that reads the loss in the outputs of ``call``, None if it is not unique."""
     marks = [leaf.kind == "loss" and leaf.value in ((), None) for leaf in form.leaves]
     found, _ = tree_flatten_with_path(tree_unflatten(marks, form.structure))
     paths = [keystr(path) for path, is_loss in found if is_loss]

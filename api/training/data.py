@@ -39,8 +39,7 @@ class TrainingData:
         progress: Callable[..., None] = lambda what, waits_for=(): None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Set up the iterator. ``progress`` tells the watchdog an action; ``tell`` prints a
-        line."""
+        """Set up the iterator. ``progress`` informs the watchdog, ``tell`` prints for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
         self._place = trainer.batches.place

@@ -130,8 +130,7 @@ class PackedText:
         return self.tokens[start : start + self.seq]
 
     def batches(self, rank: int, world: int, global_batch: int) -> Batches:
-        """Yield, endlessly, the rows of part ``rank`` of ``world`` equal parts of a global
-        batch."""
+        """Yield, endlessly, the rows of part ``rank`` of ``world`` equal parts of each batch."""
         import torch
 
         share = global_batch // world
