@@ -144,8 +144,7 @@ class _Case:
         return Graph(tuple(nodes), Ref(OP), 0)
 
     def check_fit(self, outputs: Sequence[TensorSpec]) -> None:
-        """Raise UsageError AP161 if the annotation does not match the inputs and the
-        ``outputs``."""
+        """Raise UsageError AP161 if the annotation does not match the inputs and ``outputs``."""
         if self.rule is None:
             return
         shapes = [tuple(tensor.shape) for tensor in self.tensors]

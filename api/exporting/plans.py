@@ -67,10 +67,8 @@ def torchrun(cluster: Cluster) -> str:
 
 
 def is_plan_format(to: str | None, source: str | Path) -> bool:
-    """Return whether the format ``to`` is for plans, not weights. Raises UsageError:
-
-    AP870 for an unknown format, AP361 for a plan file with a format for checkpoints.
-    """
+    """Return whether the format ``to`` is for plans, not for weights. Raises UsageError AP870 for
+    an unknown format, AP361 for a plan file with a format for checkpoints."""
     known = (*CHECKPOINT_FORMATS, *WRITERS)
     if to is not None and to not in known:
         raise choice_error("AP870", "--to", to, known)

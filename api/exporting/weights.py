@@ -195,7 +195,7 @@ def _check_huggingface(source: WeightSource, to: str) -> None:
 def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
     """Map each tensor of the model to a function that reads it and merges its adapter.
 
-    Raises UsageError AP871 if the settings of adapters are unknown, and AP872.
+    Raises UsageError AP871 if the settings of adapters are unknown, AP872 if names do not match.
     """
     adapted = source.adapted if source.model is not None else ()
     if adapted and source.lora is None:

@@ -191,7 +191,7 @@ class CandidateChart:
 
 def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
     """Return a chart of plans by memory and step time, compared in time with the first entry.
-    ``limit`` is the usable memory in bytes. An entry must have both seconds and bytes."""
+    ``limit`` is the usable memory in bytes. Some entry must have both seconds and bytes."""
     best = entries[0].step_seconds
     points = [(e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds]
     points = [(step, held) for step, held in points if held]

@@ -86,7 +86,7 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _name_fastest(found: Sequence[ComparedItem]) -> str:
-    """Return a sentence that names the fastest fitting plan; "" if the plans are not comparable."""
+    """Return a sentence that names the fastest fitting plan; "" if plans have different batches."""
     plans = {each.letter: each.item.plan for each in found if each.item.plan is not None}
     fitting = sorted(
         (plans[each.letter].prediction.step_seconds, each.letter)

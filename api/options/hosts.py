@@ -17,7 +17,7 @@ from autoparallel.runtime.launch.rendezvous import Hosts, parse_endpoint
 def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
     """Return the number and address of the hosts to use, None for this host alone.
 
-    Raises UsageError AP156 for bad options, or if ``source`` is no plan file, which hosts share.
+    Raises UsageError AP156 for bad options, or if ``source`` is a target, not a plan for all hosts.
     """
     hosts = parse_hosts(
         options.nnodes,

@@ -73,7 +73,7 @@ def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
 
 
 def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
-    """Make a dataclass of options from its options' values by name, in the form that users write.
+    """Make a dataclass of options from values by option name, in the form that users write.
 
     Raises UsageError AP141 for an unknown name, AP133 for a number out of range, and the errors of
     parsing a value.

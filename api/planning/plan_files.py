@@ -61,8 +61,8 @@ def load_job(plan_path: str) -> tuple[Plan, Target]:
 
 
 def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """Load the target that ``plan`` was made for, by running its code; it must also register the
-    plan's schedule if that is the user's."""
+    """Load the target that ``plan`` was made for by running its code; check that the plan's
+    schedule is known, which the code may have registered."""
     target = load_target(target_name(plan, plan_path), plan.model.settings)
     find_schedule(plan.schedule)
     return target

@@ -54,7 +54,7 @@ class RepeatedSearch:
     def run(self, cluster: Cluster, request: Request, *, parts: int = 1) -> Plan | None:
         """Plan within 1/``parts`` of the time left; return None if there is no plan.
 
-        Raises usage errors, except those that only the changed cluster or request can cause.
+        Raises usage errors, except those that a changed cluster or request alone can cause.
         """
         try:
             return self.search(cluster, self.share(request, parts))

@@ -53,7 +53,8 @@ class Beside:
         return Beside(process, own)
 
     def ask(self, function: Callable[..., Any], *args: object) -> None:
-        """Send a call of ``function(context, *args)`` to the process. Raises ``LostError``."""
+        """Send a call of ``function(context, *args)``. Raises ``LostError`` if the process
+        ended."""
         try:
             self.pipe.send((function, args))
         except OSError as error:

@@ -51,7 +51,7 @@ def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
 
 
 def families_text(families: Collection[str]) -> str:
-    """Describe families of ops (convolutions, matrix products) that can use TF32 in words.
+    """Describe in words families of ops (convolutions, matrix products) that can use TF32.
 
     >>> families_text(("conv", "matmul"))
     'convolutions and matmuls'

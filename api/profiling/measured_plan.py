@@ -90,7 +90,7 @@ def _plan_measured(
     observe: Observe,
     search: Callable[[PlanOptions, Observe], Plan],
 ) -> Plan:
-    """Return the plan that ``search`` finds, if wanted after measuring the times that it needs.
+    """Return the plan that ``search`` finds; before, measure the times it needs if so requested.
 
     Nothing is measured under torchrun, or for a target that other processes cannot load.
     """

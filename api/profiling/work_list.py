@@ -148,7 +148,7 @@ class OpsTask:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Measurement to make; ``weight`` is the number of a step's predicted seconds based on it.
+    """Measurement to make; ``weight`` is the part of a step's predicted seconds that rests on it.
 
     ``seconds`` is the time for measuring each block, op or size in it.
     """
@@ -249,7 +249,7 @@ class WorkList(ABC):
         """Return the seconds that may still be spent on measuring ``task``."""
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
-        """Return the database's measurements in this exact environment, and failures' reasons."""
+        """Return the measurements in this exact environment, and the reasons of failed ones."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
         with explain_errors(self.path), Database(self.path) as opened:

@@ -121,7 +121,8 @@ def changed_items(found: Changed) -> tuple[Item, ...]:
 
 
 def changed_text(found: Changed) -> str:
-    """Describe in a sentence the effect of a changed cluster on the plan's step time and rank."""
+    """Describe in a sentence how a changed cluster affects the plan's step time and memory, and
+    whether another plan is better there."""
     change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
     text = f"the plan's step changes by {change_text(change)}"
     over, least = found.excess_bytes(found.same), found.excess_bytes(found.found)

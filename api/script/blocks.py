@@ -247,7 +247,7 @@ def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
 
 
 def _continues_x(writer: Writer, node: fx.Node) -> bool:
-    """Return whether ``node`` adds to the variable ``x`` (a residual) and ends its last use."""
+    """Return whether ``node`` adds to the variable ``x`` (a residual), and no later op reads it."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
     ):

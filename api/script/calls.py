@@ -31,7 +31,7 @@ from autoparallel.script.writer import MOVES, Writer, unwritable
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
     """Return the call of an op of this package as Python text; the script's ``mesh`` takes the
-    place of the op's rank arguments. Raises PlanError AP367 for an op that scripts cannot have."""
+    place of the op's rank arguments. Raises PlanError AP367 for an op without a form in scripts."""
     function = getattr(node.target, "func", node.target)
     assert callable(function)
     axes = writer.stage.mesh.axes

@@ -104,7 +104,7 @@ class _Definition:
 
 @cache
 def _definitions() -> dict[str, _Definition]:
-    """Return all top-level definitions in ``MODULES`` by name; a constant includes its string."""
+    """Return all top-level definitions in ``MODULES`` by name; a constant's includes its note."""
     found: dict[str, _Definition] = {}
     for module in MODULES:
         source = inspect.getsource(importlib.import_module(module))

@@ -228,7 +228,7 @@ class _StageWriter:
         return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
-        """Return the end of the longest run of calls, from number ``start`` on, for one loop.
+        """Return the end of the longest sequence of calls from ``start`` on that fits a loop.
 
         In it each result is read only by the next call, except the last call's results.
         """
@@ -342,7 +342,7 @@ def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Return pairs of indices: an input of call ``following`` and the output of ``call`` there."""
+    """Return pairs of indices: an input of ``following``, and the output of ``call`` it reads."""
     return tuple(
         (at, call.outputs.index(key))
         for at, key in enumerate(following.inputs)

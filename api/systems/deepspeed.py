@@ -93,7 +93,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def config(own: Configuration, global_batch: int) -> dict[str, Any]:
-    """Return DeepSpeed's JSON configuration; ranks of a tensor-parallel group share samples."""
+    """Return DeepSpeed's JSON configuration: batch sizes, precision, ZeRO, parallel degrees."""
     found: dict[str, Any] = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": own.rank_rows,

@@ -44,7 +44,8 @@ class Roles:
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    """Return the configuration nearest to a plan: one for all stages, exact if they are equal."""
+    """Return the configuration (equal degrees and choices for all stages) nearest to a plan; it is
+    exact if the plan's stages are equal."""
     num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
     pp = _divisor(plan.cluster.num_devices, num_ranks)
     is_cut = pp == num_ranks > 1

@@ -101,7 +101,7 @@ class Feature:
 
 
 def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """Return the features of plans that ``plan`` uses, to compare with a training system's."""
+    """Return the features (ZeRO, a schedule, LoRA, …) that a plan uses, without duplicates."""
     found = (
         *_parallelism(plan),
         *_pipeline(plan),

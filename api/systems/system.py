@@ -205,7 +205,7 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviati
 def _more_recompute(
     system: System, planned: Configuration, chosen: Configuration
 ) -> Iterator[Deviation]:
-    """Yield a difference from the plan if ``chosen`` recomputes more than ``planned``, to fit."""
+    """Yield a difference from the plan if only more recomputation than ``planned`` fits memory."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
@@ -218,10 +218,11 @@ def _more_recompute(
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     """Yield configurations for a system to choose from; the first is taken if none can be priced.
 
-    If the system has all degrees of the plan, they are the plan's configuration, and this with full
-    recomputation in case it does not fit. If ``selects_less`` applies, they are full recomputation
-    and none. If the system lacks a degree, its devices become data-parallel: first with ZeRO 3,
-    full recomputation and the fewest samples per rank, for least memory, then with less of each.
+    If the system has all degrees of the plan, it yields the plan's configuration, then that with
+    full recomputation in case it does not fit. If ``selects_less`` applies, it yields full
+    recomputation and none. If the system lacks a degree, its devices become data-parallel: first
+    with ZeRO 3, full recomputation and the fewest samples per rank, for least memory, then with
+    less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):

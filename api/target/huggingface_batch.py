@@ -82,7 +82,7 @@ def joins_towers(model_class: Any) -> bool:
 
 
 def make_batch(wanted: BatchSpec, where: str) -> dict[str, Tensor]:
-    """Make random inputs and labels. Raises UsageError AP109, at ``where``, for unknown ones."""
+    """Make random inputs and labels. Raises UsageError AP109 for an unknown kind of main input."""
     main: str = wanted.model_class.main_input_name
     if main not in INPUTS:
         raise UsageError(

@@ -193,7 +193,7 @@ class _Maker:
         return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     def make(self, name: str | None, backward: Any, setup_context: Any) -> RegisteredOp:
-        """Register the op with its fake and its backward, and return it."""
+        """Register the op with its fake (function of shapes) and its backward, and return it."""
         name = name or self._default_name()
         qualified = f"{NAMESPACE}::{name}" if "::" not in name else name
         path = f"{qualified.replace('::', '.')}.default"

@@ -88,7 +88,7 @@ def start_training(
 
 
 def check_weights(weights: str, resume: str | None) -> None:
-    """Raise UsageError if the weights cannot be read, or AP863 if ``resume`` is given as well."""
+    """Raise UsageError if ``weights`` cannot be read, or AP863 if ``resume`` is given as well."""
     if resume is not None:
         raise UsageError(
             "AP863",
