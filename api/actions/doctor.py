@@ -22,7 +22,8 @@ from autoparallel.runtime.launch.launch import is_launched, launch
 
 
 def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool) -> None:
-    """Carry out ``autoparallel doctor``."""
+    """Check this machine, or all hosts of a cluster, and print the results; raise if a check
+    failed. ``plan`` (a plan file) or ``cluster`` give the cluster; ``timeout`` is in seconds."""
     wanted = _wanted(plan, cluster)
     is_joined = is_launched(os.environ)
     if wanted.cluster is not None and (is_joined or wanted.num_hosts == 1):
@@ -37,7 +38,8 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
 
 
 def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
-    """Return the cluster and memory to check. Raises UsageError AP380 if both options are given."""
+    """Return the requirements to check: the plan's cluster and peak bytes, the named cluster, or
+    none. Raises UsageError AP380 if both options are given."""
     if plan is not None and cluster is not None:
         raise UsageError(
             "AP380", "--plan and --cluster are both given", fix="give one: a plan has a cluster"
@@ -49,7 +51,10 @@ def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
 
 
 def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
-    """Run the checks on every rank (torchrun's, or processes started here); return all findings."""
+    """Run the checks on every rank, started by torchrun or else here, and return all results.
+
+    ``timeout`` is the number of seconds without progress after which the check ends.
+    """
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
         "autoparallel.doctor.worker:examine",

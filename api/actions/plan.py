@@ -34,7 +34,8 @@ def plan(
     check: bool,
     no_cache: bool,
 ) -> None:
-    """Carry out ``autoparallel plan``."""
+    """Plan the training of ``target`` on ``cluster``, print the report and write the plan's file.
+    With ``check`` only check the target."""
     check_output_file(output)
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:

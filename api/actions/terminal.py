@@ -16,7 +16,8 @@ from autoparallel.planner.plan import Plan
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
-    """Return the settings with the value of ``--lora`` added as a setting."""
+    """Return the ``name=value`` texts ``settings``, with ``lora=...`` added unless ``lora`` is
+    None."""
     return [*(settings or ()), *([] if lora is None else [f"lora={lora}"])]
 
 
@@ -28,8 +29,8 @@ def stdout_console() -> Console:
 
 
 def next_steps(plan: Plan, path: str) -> list[tuple[str, str]]:
-    """Return the next commands for a plan in the file ``path``, each with its purpose; the last is
-    the most usual."""
+    """Return commands that a user may run next on the plan in the file ``path``, each with its
+    purpose; the last is most often the right command."""
     html, file = shlex.quote(Path(path).with_suffix(".html").name), shlex.quote(path)
     page = (f"autoparallel inspect {file} --html {html}", "the report as a page")
     if is_at_hand(plan.cluster):

@@ -51,7 +51,10 @@ def reuse_or_search(
     search: Callable[[], Found],
     method: tuple[str, ...] = (),
 ) -> Found:
-    """Return the cached plan of an equal search, marked as reused, or else search and cache."""
+    """Return the cached plan of an equal search, marked as reused, or else search and cache.
+
+    ``basis`` is the source of op times; ``method`` tells searches of different thoroughness apart.
+    """
     if cache.shelf is None or request.placer is not None or request.goal.objective != "time":
         return search()
     try:

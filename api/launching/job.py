@@ -30,10 +30,10 @@ HOST_SCRIPT, PLAN_FILE = "host.sh", "plan.json"
 class LaunchJob:
     """Training run to launch. ``num_devices`` are the devices of each host, in the plan's order.
 
-    ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: hosts differ, so each
-    must get its own ranks. ``folder`` has the files, ``logs`` gets the logs, and the run starts in
-    ``workdir``; all are paths on the hosts. ``setup`` is a shell line that each host runs first,
-    and ``arguments`` are passed to ``autoparallel run``.
+    ``hosts`` are the hosts' names, () if a scheduler chooses them. ``is_ordered`` says that hosts
+    differ, so each must get its own ranks. ``folder`` has the files, ``logs`` gets the logs, and
+    the run starts in ``workdir``: paths on the hosts. ``setup`` is a shell line that each host runs
+    first, and ``arguments`` are passed to ``autoparallel run``.
     """
 
     name: str

@@ -49,7 +49,7 @@ def _is_descriptor_1(stream: TextIO) -> bool:
 
 
 def result_stream() -> TextIO:
-    """Return the stream that results are written to."""
+    """Return the stream that results are written to: stdout, also while it is redirected."""
     return _results[-1] if _results else sys.stdout
 
 

@@ -110,7 +110,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Text of a Python expression."""
+    """Text of a Python expression, and whether it needs parentheses as an operand."""
 
     text: str
     is_compound: bool = False
@@ -154,7 +154,8 @@ def fold(line: str) -> list[str]:
 
 
 def _brackets(code: str) -> list[list[int]]:
-    """Return for each outermost pair of brackets its positions and the commas' directly inside."""
+    """Return a list for each outermost pair of brackets in ``code``: the positions of the opening
+    bracket, the commas directly inside, and the closing bracket."""
     plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
     found: list[list[int]] = []
     depth = 0
@@ -241,7 +242,8 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
 
 
 def _is_function(name: str) -> bool:
-    """Return whether ``torch`` has a public function ``name`` that only calls the op ``name``."""
+    """Return whether ``torch`` has a public function ``name`` that only calls the aten op
+    ``name``."""
     function = getattr(torch._C._VariableFunctions, name, None)
     return not name.startswith("_") and function is not None and getattr(torch, name) is function
 
@@ -256,7 +258,8 @@ def _by_name(
 
 
 def _formed(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
-    """Return an op's call by its function in ``FORMS``, without arguments equal to defaults."""
+    """Return the call of an op by the public function that ``FORMS`` gives for it; arguments equal
+    to their defaults are left out."""
     name, _, overload = path.partition(".")
     head, count = FORMS[name]
     parameters = getattr(getattr(torch.ops.aten, name), overload)._schema.arguments

@@ -87,7 +87,7 @@ def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def model_place(target: str) -> str:
-    """Return the folder of an ``hf:`` target, or its name in the local cache."""
+    """Return the folder of an ``hf:`` target or, for a model of the Hub, its name there."""
     place = Path(target.removeprefix("hf:"))
     return str(place.parent if place.name == "config.json" else place)
 

@@ -91,9 +91,9 @@ class Figures:
 class StepLog:
     """Log of a run's steps; prints each step while ``prints`` is set.
 
-    ``callback`` receives each step's record. ``done`` is the unit of throughput, and the number of
-    units per step. On the CPU a step's time is measured between two returns of ``step``, without
-    loading data. On an accelerator, where ``step`` returns early, it is measured between the
+    ``callback`` receives each step's record. ``done`` is the unit of throughput ("tokens" or
+    "samples") and its number per step. On the CPU a step's time is measured between two returns of
+    ``step``, without loading data; on an accelerator, where ``step`` returns early, between the
     arrivals of two losses.
     """
 
@@ -132,7 +132,7 @@ class StepLog:
             self._running = None
 
     def skip(self) -> None:
-        """Leave the time and peak memory since the last step out of the log."""
+        """Leave the time and the peak memory of work since the last step out of the log."""
         self._memory.forget_peak()
         self.restart()
 
