@@ -73,7 +73,7 @@ class Profile:
     """Measured times from one ``environment`` (device, driver, torch). ``mismatch`` is a clause
     that says how it differs from the wanted environment, "" if it does not. ``factors``, by node of
     the model's graph, scale the seconds of its op, so that the ops of a block (layer) add up to the
-    block's measured seconds (see ``planner.pricing.whole_block``); ``rest`` are the mean factors
+    block's measured seconds (see ``planner.costs.whole_block``); ``rest`` are the mean factors
     (forward, backward), for blocks that were not measured. ``update`` is the name of the model's
     own optimizer if its step was measured, else ""."""
 

@@ -1,6 +1,6 @@
 """The bytes of a micro-batch on a stage by the rules of its ops, without running it.
 
-In: a stage whose blocks are priced one by one (``planner.evaluate.stage_walk``), and the
+In: a stage whose blocks are priced one by one (``planner.evaluate.evaluate.stage_walk``), and the
 micro-batch's moment in the step. Out: the same figures as ``saved_tensors`` finds by running the
 stage, which takes a millisecond per op and moment; so plans of many ops, plans with compiled
 blocks, and stages that cannot be run on fake tensors use these.

@@ -1,10 +1,10 @@
 """Conversion of a tensor's layout at run time: the collectives, each with its dual in the backward.
 
 A change of placement on one axis is a pair of moves, one for the value and one for the gradient;
-``MOVES`` lists them for every entry of ``planner.graph.layout.CONVERSIONS``. The duals follow from
-the meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for example,
-leaves the value and divides the gradient by n, because the n equal gradients of I must add up to a
-single gradient.
+``MOVES`` lists them for every entry of ``planner.graph.graph.layout.CONVERSIONS``. The duals follow
+from the meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for
+example, leaves the value and divides the gradient by n, because the n equal gradients of I must add
+up to a single gradient.
 
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
 """
@@ -194,7 +194,7 @@ class _Conversion(torch.autograd.Function):
 
 def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
     """Convert a rank's local tensor to another layout by collectives, differentiably. ``steps``,
-    from ``planner.layout.conversion_steps``, are one change of placement each. Integers and
+    from ``planner.graph.layout.conversion_steps``, are one change of placement each. Integers and
     booleans, which have no gradient, are converted forward only; along a mesh axis of one rank
     nothing is done."""
     for step in steps:
