@@ -29,7 +29,6 @@ from .proposers.alike import is_alike
 from .proposers.interleaved import interleaved
 from .proposers.local_search import local_search
 from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
-from .proposers.refined import free_axes, refined_layouts
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
 from .proposers.uneven_shares import uneven_shares
@@ -62,8 +61,6 @@ PROPOSERS: tuple[Proposer, ...] = (
     dynamic_program,  # pipelines of one stage per rank: stages of one size, then of any
     parallel_branches,  # branches of the model on devices of their own
     local_search,  # cuts next to the cuts of the fastest candidates
-    refined_layouts,  # the fastest again, their layouts proven by integer programs
-    free_axes,  # meshes whose axis "dp" splits weights too
     uneven_shares,  # unlike devices take unequal shares of the batch
     interleaved,  # several stages per rank
     replicated,  # Chimera
@@ -71,8 +68,8 @@ PROPOSERS: tuple[Proposer, ...] = (
 )
 """All proposers of the search, in the order in which they run."""
 
-ONE_STAGE_PER_RANK = PROPOSERS[:6]
-OTHER_SCHEDULES = PROPOSERS[6:]
+ONE_STAGE_PER_RANK = PROPOSERS[:4]
+OTHER_SCHEDULES = PROPOSERS[4:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +272,7 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
     """Return the proposers to run: if the request has a placer, it replaces the dynamic program."""
     if request.placer is None:
         return proposers
-    of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)
+    of_placer = (placed_pipelines, *OTHER_SCHEDULES)
     return [each for each in of_placer if each is placed_pipelines or each in proposers]
 
 

@@ -316,11 +316,12 @@ class Cluster:
     def slowest_device(self, ranks: Sequence[int]) -> Device:
         """Return a device that is in every figure as slow as the slowest of ``ranks``: devices that
         compute an op together wait for the slowest of them, which may differ by op."""
-        hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
+        hosts = sorted(set(map(self.host_of.__getitem__, ranks)))
+        own = {id(self.hosts[host].device): self.hosts[host].device for host in hosts}
         devices: list[Device] = []
-        for host in hosts:
-            if self.hosts[host].device not in devices:
-                devices.append(self.hosts[host].device)
+        for device in own.values():
+            if device not in devices:
+                devices.append(device)
         return devices[0] if len(devices) == 1 else _worst(devices)
 
 

@@ -220,21 +220,16 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
     return Mesh(tuple(sizes), tuple(sizes.values()))
 
 
-def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """Return the permitted uses of a mesh's axes: fixed by the axis names, unless ``free``.
-
-    ``free``: the solver decides the use of every axis that is not forced; of three axes "dp" stays
-    fixed, as cost tables of three free axes are too wide.
-    """
+def restriction(mesh: Mesh, forced: Forced) -> Restriction:
+    """Return the permitted uses of a mesh's axes, which their names fix."""
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 
-    def axis_of(name: str, degree: int | None) -> tuple[int, ...]:
-        is_free = free and degree is None and (name != "dp" or len(of) < 3)
-        return (of[name],) if name in of and not is_free else ()
+    def axis_of(name: str) -> tuple[int, ...]:
+        return (of[name],) if name in of else ()
 
-    cp, ep = axis_of("cp", forced.cp), axis_of("ep", forced.ep)
+    cp, ep = axis_of("cp"), axis_of("ep")
     return Restriction(
-        axis_of("dp", forced.dp),
+        axis_of("dp"),
         () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
         forced.sequence_parallel,
         cp,

@@ -162,12 +162,6 @@ class IntraOp:
                 self._families[run.family] = Family.of(self.model, run, self._kinds)
         return self._families[run.family]
 
-    def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Return whether cost tables, not integer programs, solve a run."""
-        if (run.key, num_microbatches) in self._bounds:
-            return self._family(run) is not None
-        return self._prepare_by_tables((run,), num_microbatches)
-
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
         """Solve runs of one family by cost tables; None if these are too wide or time is up."""
         family = self._family(runs[0])

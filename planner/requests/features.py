@@ -42,13 +42,17 @@ CHANGES = ("servers", "ssp", "asp")
 """Features that the search uses only if allowed by name: parameter servers, whose prices are less
 certain, and ``ssp`` and ``asp``, which change the result of a step."""
 
+DERIVED_SCHEDULES = ("chimera", "terapipe")
+"""Schedules derived from others; the search uses them only if forced or allowed by name."""
+
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name may be given to mean all their features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features (``GROUPS``) that a plan must not use, and the allowed subset of ``CHANGES``."""
+    """Features (``GROUPS``) that a plan must not use, and the ones of ``CHANGES`` and
+    ``DERIVED_SCHEDULES`` that are allowed by name."""
 
     denied: frozenset[str] = frozenset()
     changes: frozenset[str] = frozenset()
@@ -57,7 +61,8 @@ class Features:
         return name not in self.denied
 
     def allows_change(self, name: str) -> bool:
-        """Return whether the search may use ``name``, a feature of ``CHANGES``."""
+        """Return whether the search may use ``name``, a feature of ``CHANGES`` or a derived
+        schedule."""
         return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
@@ -107,7 +112,7 @@ def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str,
         raise UsageError(
             "AP186", "every schedule is denied", fix=f"allow at least one of {', '.join(schedules)}"
         )
-    return Features(frozenset(denied), frozenset(allowed & set(CHANGES)))
+    return Features(frozenset(denied), frozenset(allowed & {*CHANGES, *DERIVED_SCHEDULES}))
 
 
 def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ...cost_model.collectives.all_reduce import BY_MESSAGES, LIBRARY
@@ -13,6 +14,7 @@ from ..errors import UsageError
 from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
 from ..schedules.registered import registered_schedule
 from ..schedules.schedules import find_schedule
+from .features import DERIVED_SCHEDULES as DERIVED_SCHEDULES
 from .features import Features
 from .goal import Goal
 from .pins import Pin
@@ -31,9 +33,6 @@ MOST_CHUNKS = 8
 
 CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
 """Names and aliases of the schedules with several stages per rank."""
-
-DERIVED_SCHEDULES = ("chimera", "terapipe")
-"""Schedules that are tried on the best pipelines of other schedules, with their layouts."""
 
 BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
 """Schedule of the pipelines that are searched for each derived schedule."""
@@ -285,12 +284,7 @@ class Request:
         """Return the allowed schedules derived from others: Chimera and TeraPipe."""
         if self.forced.schedule is not None:
             return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
-        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows(name))
-
-    @property
-    def frees_axes(self) -> bool:
-        """Return whether an axis "dp" may also split weights, like a tensor-parallel axis."""
-        return self.features.allows("tp") and self.max_tp is None
+        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows_change(name))
 
     @property
     def zeros(self) -> tuple[int, ...]:
@@ -362,4 +356,5 @@ def divisors(number: int) -> tuple[int, ...]:
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
     """
-    return tuple(size for size in range(1, number + 1) if number % size == 0)
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))
