@@ -128,8 +128,10 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """Map each value to the value that owns its memory, per batch size (one row may be a view)."""
-    return find(prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph))
+    """Map each value to the value that owns its memory. Cached for one sample, whose values may be
+    views where others are copies, and for all larger micro-batches."""
+    key = min(graph.batch_size, 2)
+    return find(prices.cache.storages, key, lambda: prices.rules.storage_of(graph))
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
