@@ -219,8 +219,7 @@ class _BlockWalk:
             self._add(again)
 
     def _receive(self, ref: Ref, target: Layout) -> None:
-        """Add the cost of receiving a value of an earlier stage, in the layout that its first use
-        needs."""
+        """Add the cost of receiving an earlier stage's value in the layout its first use needs."""
         if ref in self.made or self.graph[ref.name].kind != "op":
             return
         layout = boundary_layout(target)
@@ -253,8 +252,7 @@ class _BlockWalk:
         self._add(Seconds(forward_communication=forward, backward_communication=backward + again))
 
     def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
-        """Return the bytes per rank of an attention op's keys and values; 0 if sequences are not
-        sliced."""
+        """Return the bytes per rank of an attention op's keys and values; 0 without slices."""
         if not self.setting.slices or not is_attention(node):
             return 0
         pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)

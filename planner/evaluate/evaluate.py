@@ -190,8 +190,7 @@ class Evaluator:
         return each[0].figures(seconds, waits, served_peak_bytes(plan, costs))
 
     def staged(self, plan: Plan, cluster: Cluster) -> Staged:
-        """Return a plan with the costs of its stages on ``cluster``, before the step is
-        simulated."""
+        """Return a plan with its stages' costs on ``cluster``, before the step is simulated."""
         plan, walked = replace(plan, cluster=cluster), self._at(plan)
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
@@ -287,8 +286,7 @@ def _walks(
 
 
 def _held(plan: Plan, edges: WeightedEdges | None) -> Sequence[HalfPairs]:
-    """Return the pairs of ``held_micro_batches`` for a plan whose stages depend on each other by
-    ``edges``."""
+    """Return ``held_micro_batches`` of a plan whose stages depend on each other by ``edges``."""
     number = len(plan.stages)
     if plan.num_chunks > 1:
         return stage_half_pairs(plan.schedule, number, plan.num_microbatches, plan.num_chunks)

@@ -55,8 +55,8 @@ def with_sums(
 
 
 def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
-    """Return the plan with step time, throughput and stage seconds as ``evaluator`` predicts
-    them."""
+    """Return the plan with the step time, throughput and stage seconds that ``evaluator``
+    predicts."""
     found, before = evaluator.evaluation(plan, plan.cluster), plan.prediction
     faster = before.step_seconds / found.step_seconds
     stages = tuple(

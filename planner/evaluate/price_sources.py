@@ -63,7 +63,7 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
 def _seconds(
     stages: list[StagePrediction] | tuple[StagePrediction, ...], count: int
 ) -> dict[str, float]:
-    """Return the seconds of a step of ``count`` micro-batches, summed over all stages, by part
+    """Return the seconds of a step of ``count`` micro-batches, over all stages, by part
     (``PARTS``)."""
     compute = communication = 0.0
     for stage in stages:
@@ -81,8 +81,7 @@ def _joined(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _interpolation_error(asked: CostQueries) -> float:
-    """Return the mean relative error of the interpolated prices of ops, weighted by their
-    seconds."""
+    """Return the mean relative error of interpolated prices of ops, weighted by their seconds."""
     found = [op for op in asked.ops.values() if op.source == "interpolated"]
     total = sum(op.seconds for op in found)
     return sum(op.error * op.seconds for op in found) / total if total else 0.0

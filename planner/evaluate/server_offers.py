@@ -69,8 +69,7 @@ def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
 
 
 def repriced(plan: Plan, priced: Evaluation) -> Plan:
-    """Return a plan made for one worker with the predicted figures ``priced`` of all workers and
-    servers."""
+    """Return a plan made for one worker with the figures predicted for all workers and servers."""
     alone = plan.prediction
     scale = alone.step_seconds / priced.step_seconds
     utilization = alone.model_flops_utilization * scale / plan.cluster.num_devices

@@ -150,8 +150,7 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """Return the seconds of each block; a parameter of several blocks counts with the stage's
-        first."""
+        """Return each block's seconds; a parameter of several blocks counts with the first."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
@@ -204,8 +203,7 @@ class StageWalk:
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """Return the numbers of the layouts of a block's nodes, cached for blocks without own
-        layouts."""
+        """Return the numbers of the layouts of a block's nodes. Cached by kind of block."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])

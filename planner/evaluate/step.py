@@ -122,8 +122,7 @@ def _figures(values: Sequence[object] | None) -> object:
 def _own_costs(
     pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
 ) -> StageCosts:
-    """Return the stages' costs as input of the simulator, with edges only if stages form no
-    chain."""
+    """Return the simulator's input for these stages, with edges only if they form no chain."""
     edges, slices = pipeline.edges, pipeline.slices
     if edges is not None and _pairs(edges) == chain(len(costs)):
         edges = None
@@ -134,7 +133,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """Return the action table of a pipeline of ``num_stages`` stages (under Chimera: of one
+    """Return the action table of a pipeline of ``num_stages`` stages (in Chimera: per
     direction)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
@@ -171,8 +170,8 @@ def message_seconds(cluster: Cluster) -> MessageSeconds:
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
-    """Return, for each stage, the seconds that sending a micro-batch's activations to later stages
-    takes."""
+    """Return, for each stage, the seconds of sending a micro-batch's activations to later
+    stages."""
     found = [0.0] * len(costs)
     chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
     for source, target, share in chained if edges is None else edges:

@@ -37,8 +37,7 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Stages for consecutive blocks on consecutive devices, with the seconds of one micro-batch
-    through them."""
+    """Stages for consecutive blocks on consecutive devices, with their seconds per micro-batch."""
 
     seconds: float
     stages: Stages
@@ -87,8 +86,8 @@ def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: i
 
 
 def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
-    """Return the seconds, per micro-batch, of consecutive stages that are followed by ``after``
-    others."""
+    """Return the seconds per micro-batch of consecutive stages followed by ``after`` other
+    stages."""
     return [
         float(
             table.costs(after + len(stages) - index, stage.first_device, stage.num_devices)[

@@ -46,8 +46,8 @@ class Cuts:
 
     @cached_property
     def band(self) -> Ints:
-        """Return an array ``[k, j]``: the class (see ``Cuts``) of the blocks between cuts k and k +
-        j + 1."""
+        """Return ``[k, j]``: the class (see ``Cuts``) of the blocks between cuts k and k + j +
+        1."""
         size = len(self.at)
         padded = np.full((size, 2 * size - 1), len(self.lengths), dtype=np.int64)
         padded[:, :size] = self.numbers
@@ -57,15 +57,14 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Return, for each cut k, how many leading entries of ``band[k]`` equal those of ``band[k -
-        1]``."""
+        """Return, for each cut k, how many first entries of ``band[k]`` and ``band[k - 1]``
+        agree."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)
 
     def width(self, num_blocks: int) -> int:
-        """Return the most cuts that a stage of at most ``num_blocks`` blocks can span, from any
-        first cut."""
+        """Return the most cuts that a stage of up to ``num_blocks`` blocks spans, from any cut."""
         if num_blocks not in self._widths:
             stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
             self._widths[num_blocks] = int((stops - np.arange(len(self.at))).max())
@@ -111,8 +110,7 @@ class StageBand:
         return self._made[which]
 
     def rows(self, cuts: Ints) -> TileRows:
-        """Return the stage's seconds if it begins at one of ``cuts``, computed when they are
-        read."""
+        """Return the stage's seconds if it begins at one of ``cuts``, computed when needed."""
         return TileRows(self, cuts)
 
     def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
@@ -136,8 +134,7 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Return the stage's seconds q (``which`` 0) or m (1) as rows ``[cut, j]``, for first cuts
-        ``cuts``."""
+        """Return q (``which`` 0) or m (1) of stages that begin at ``cuts``, as ``[cut, j]``."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]

@@ -166,7 +166,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def _kind(host: Host) -> tuple[object, ...]:
-    """Return a key that is equal for interchangeable hosts: everything about a host except its
+    """Return a key that is equal for interchangeable hosts: everything about a host but its
     rack."""
     device = host.device
     return (
@@ -220,8 +220,7 @@ def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _signature(cluster: Cluster, order: Sequence[int]) -> tuple[object, ...]:
-    """Return a key that is equal for two orders of hosts that differ only by swaps of equal hosts
-    or racks."""
+    """Return a key that is equal for orders that differ only by swaps of equal hosts or racks."""
     names: dict[str, int] = {}
     return tuple(
         (

@@ -40,8 +40,7 @@ COMBINES: Mapping[str, Combine] = {"sum": sum_cost, "largest": max_cost, "turnin
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Stage of a pipeline: the blocks from ``start`` to ``stop`` (exclusive), on consecutive
-    devices."""
+    """Stage of a pipeline: blocks ``start`` to ``stop`` (exclusive), on consecutive devices."""
 
     start: int
     stop: int
@@ -96,8 +95,7 @@ class Table:
     costs: Callable[[int, int, int], Floats]
 
     def tiling(self, most: int) -> Tiling:
-        """Return the ways to divide the devices into up to ``most`` stages, with costs for each
-        submesh."""
+        """Return the ways to divide the devices into up to ``most`` stages of possible sizes."""
         moves: list[Move] = []
         for first in range(self.num_devices):
             for size in self.sizes(first):

@@ -67,8 +67,7 @@ class Experts:
 
 
 def longest_attention(graph: Graph) -> int:
-    """Return the sequence length of the graph's longest self-attention; 0 if it has no
-    attention."""
+    """Return the sequence length of the graph's longest self-attention; 0 without attention."""
     return max((_positions(node, graph) for node in graph), default=0)
 
 

@@ -86,8 +86,7 @@ class Tiling:
         return {start: tuple(moves) for start, moves in found.items()}
 
     def moves_from(self, left: int, start: int) -> Iterator[Move]:
-        """Yield the possible stages from position ``start`` that can be followed by ``left - 1``
-        stages."""
+        """Yield the possible stages from ``start`` that ``left - 1`` further stages can follow."""
         for move in self._from.get(start, ()):
             if (move.stop == self.end) == (left == 1):
                 yield move
@@ -192,14 +191,13 @@ class Sweep:
         return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
-        """Return the least objective of pipelines of ``num_stages`` stages; infinity without
+        """Return the least objective of pipelines of ``num_stages`` stages; infinite without
         any."""
         value = self.values[num_stages].get(0) if num_stages < len(self.values) else None
         return float("inf") if value is None else float(value[0])
 
     def stages(self, num_stages: int) -> tuple[tuple[int, int, Move], ...]:
-        """Return (first cut, end cut, move) of each stage of an optimal pipeline of ``num_stages``
-        stages."""
+        """Return (first cut, end cut, move) of each stage of the best ``num_stages`` stages."""
         found = []
         cut, position = 0, 0
         for left in range(num_stages, 0, -1):
@@ -303,8 +301,7 @@ def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
 
 
 def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return Σ q (seconds paid once per stage) of a stage and the later stages, whose Σ q is
-    ``after``."""
+    """Return Σ q (seconds paid once per stage) of a stage and later stages with Σ q ``after``."""
     total: Floats = stage.once + after
     return total
 

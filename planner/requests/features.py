@@ -58,8 +58,7 @@ class Features:
         return name not in self.denied
 
     def allows_change(self, name: str) -> bool:
-        """Return whether the search may use ``name``, a feature that must be allowed by name
-        (``CHANGES``)."""
+        """Return whether the user allowed ``name``, a feature of ``CHANGES``, by name."""
         return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
@@ -168,8 +167,7 @@ def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
 
 
 def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Return whether a strategy shards an input or output of an op along sequence positions
-    (``dims``)."""
+    """Return whether a strategy shards an op's input or output along positions (``dims``)."""
     refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
     placements = (*strategy.inputs, *strategy.outputs)
     for ref, placement in zip(refs, placements, strict=True):
@@ -180,8 +178,7 @@ def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Di
 
 
 def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether a strategy shards a three-dimensional weight along its first dimension,
-    experts."""
+    """Return whether a strategy shards a three-dimensional weight along its first dim, experts."""
     if "conv" in node.op:
         return False
     return any(

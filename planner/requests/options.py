@@ -293,6 +293,5 @@ def _check_ranks(schedule: str | None, num_ranks: int) -> None:
 
 
 def refused(what: str, fix: str) -> UsageError:
-    """Return the error AP546: an option cannot be met under a schedule of several stages per
-    rank."""
+    """Return error AP546: an option cannot be met under a schedule of several stages per rank."""
     return UsageError("AP546", what, where="--parallel", fix=fix)

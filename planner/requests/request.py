@@ -165,8 +165,7 @@ class Forced:
 
     @property
     def all_reduces(self) -> tuple[str, ...]:
-        """Return, as texts "name=value", the forced options that require gradient sums by
-        all-reduce."""
+        """Return the forced options that require gradient all-reduces, as texts "name=value"."""
         said = [f"allreduce={self.allreduce}"] if self.allreduce not in (None, LIBRARY) else []
         return (*said, *(["gradients=priority"] if self.gradients == "priority" else []))
 
@@ -186,8 +185,7 @@ class Forced:
 
     @property
     def least_chunks(self) -> int:
-        """Return the forced number of stages per rank, else the forced schedule's minimum, else
-        1."""
+        """Return the forced number of stages per rank, else the forced schedule's minimum or 1."""
         if self.chunks is not None:
             return self.chunks
         own = registered_schedule(self.schedule)
@@ -293,8 +291,7 @@ class Request:
 
     @property
     def frees_axes(self) -> bool:
-        """Return whether the solver may let a mesh axis "dp" shard weights as a tensor-parallel
-        axis does."""
+        """Return whether an axis "dp" may also shard weights, as a tensor-parallel axis does."""
         return self.features.allows("tp") and self.max_tp is None
 
     @property
@@ -314,8 +311,7 @@ class Request:
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """Return the allowed recomputation modes; a mode that keeps more activations comes
-        earlier."""
+        """Return the allowed recomputation modes, in descending order of kept activations."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 

@@ -140,15 +140,14 @@ def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """Return the most micro-batches that Chimera's rank ``stage`` holds at once, over its two
+    """Return the most micro-batches that Chimera's rank ``stage`` holds at once in its two
     stages."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 
 @lru_cache(maxsize=16)
 def _held_both_ways(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return, for every rank of Chimera, the most micro-batches held at once over its two
-    stages."""
+    """Return, by rank of Chimera, the most micro-batches held at once over its two stages."""
     most = []
     for row in chimera(num_stages, num_microbatches):
         held = accumulate(1 if action.kind == FORWARD else -1 for action in row)

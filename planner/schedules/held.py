@@ -75,8 +75,7 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
 def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[HalfPairs, ...]:
-    """Return, for every stage, the pairs that ``half_pairs`` describes, counted in the schedule's
-    table."""
+    """Return the pairs of ``half_pairs`` for every stage, counted in the schedule's table."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):
@@ -102,8 +101,7 @@ def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
 
 
 def is_split(pairs: HalfPairs) -> bool:
-    """Return whether any pair of ``half_pairs`` has a micro-batch with deferred weight
-    gradients."""
+    """Return whether a pair of ``half_pairs`` has micro-batches with deferred weight gradients."""
     return any(late for _, late in pairs)
 
 
@@ -205,8 +203,7 @@ class _Walk:
             self.expected[other] = deque(sends) if other != self.rank else deque()
 
     def post(self, receive: Action) -> None:
-        """Add the messages that arrive by ``receive``, and all earlier messages of the same
-        senders."""
+        """Add the messages that ``receive`` takes, and all earlier messages of the senders."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
         for source in self.senders.get((receive.stage, is_forward), ()):
@@ -224,8 +221,7 @@ class _Walk:
             self._wait(send, pair, self.sizes.taken[pair])
 
     def send(self, action: Action) -> None:
-        """Add a sent message for each receiving rank; drop its oldest kept message beyond
-        ``most``."""
+        """Keep a sent message for each receiving rank; drop the rank's oldest beyond ``most``."""
         for peer in dict.fromkeys(self.schedule.stage_rank):
             pairs = self._to(action, peer) if peer != self.rank else ()
             if not pairs:
@@ -254,12 +250,10 @@ class _Walk:
         self.num_bytes += size
 
     def _to(self, made: Action, rank: int) -> Sequence[Pair]:
-        """Return the (sending stage, receiving stage) pairs by which ``rank`` gets the result
-        ``made``."""
+        """Return the (sending, receiving) stages by which ``rank`` gets the result ``made``."""
         return self.takers.get((made.stage, made.kind in (FORWARD, SEND_FORWARD), rank), ())
 
     def _share(self, action: Action) -> float:
-        """Return the fraction of a micro-batch's positions that are in the action's slice (1 if
-        unsliced)."""
+        """Return the fraction of a sequence in the action's slice; 1 if it is not sliced."""
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1.0

@@ -149,8 +149,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
 
 
 def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
-    """Return ``warmup`` forwards, then forwards and backwards alternately, then the rest of
-    backwards."""
+    """Return ``warmup`` forwards, then forwards and backwards in turn, then remaining backwards."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)

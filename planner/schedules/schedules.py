@@ -209,8 +209,7 @@ def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> 
 
 
 def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Size:
-    """Return the schedule's parameters. Raises UsageError AP153 if it does not support these
-    numbers."""
+    """Return the schedule's parameters. Raises UsageError AP153 if it cannot have these numbers."""
     if num_chunks < 1 or num_stages % num_chunks:
         raise _bad(f"{num_stages} stages cannot be divided into {num_chunks} chunks per rank")
     _check_chunks(info, num_chunks)

@@ -42,8 +42,7 @@ def describe_updates(plan: Plan) -> str:
 
 
 def num_updates(plan: Plan) -> int:
-    """Return how often a plan updates the weights per step: once, unless its schedule is
-    asynchronous."""
+    """Return a plan's weight updates per step: 1 unless its schedule is asynchronous."""
     if not is_asynchronous(plan.schedule):
         return 1
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
@@ -51,8 +50,7 @@ def num_updates(plan: Plan) -> int:
 
 
 def check_forced(forced: Forced) -> None:
-    """Raise UsageError AP158 if a forced asynchronous schedule does not support other forced
-    options."""
+    """Raise UsageError AP158 if a forced asynchronous schedule excludes other forced options."""
     name = forced.schedule
     if not is_asynchronous(name):
         return
@@ -155,8 +153,7 @@ def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
-    """Return (name, stage, other stage) of a trained parameter that two stages use; None without
-    any."""
+    """Return (trained parameter, stage, other stage) if two stages use one parameter; else None."""
     ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
     first: dict[str, int] = {}
     for index, (start, stop) in enumerate(pairwise(ends)):

@@ -69,8 +69,7 @@ class SumPrices:
         return SumPrices({name: tuple(own) for name, own in found.items()})
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
-        """Return the seconds of the gradient sum ``own`` by ``algorithm``, one mesh axis after the
-        other."""
+        """Return the seconds of the sum ``own`` by ``algorithm``, mesh axis after mesh axis."""
         key = algorithm, own.num_bytes, own.axes
         if key not in self._known:
             self._known[key] = sum(
@@ -93,8 +92,7 @@ class SumPrices:
         return self._best[key]
 
     def check(self, algorithm: str, axes: tuple[str, ...]) -> None:
-        """Raise UsageError AP196 if ``algorithm`` cannot run an all-reduce over the mesh axes
-        ``axes``."""
+        """Raise UsageError AP196 if ``algorithm`` cannot run an all-reduce over ``axes``."""
         for group, hosts in (place for name in axes for place in self.places[name]):
             known = algorithms_of(group, hosts)
             if algorithm in known:
@@ -178,8 +176,7 @@ def only_library(plan: Plan) -> bool:
 
 
 def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
-    """Return the reason why the plan cannot sum gradients during the next step's forward; "" if it
-    can."""
+    """Return why the plan cannot sum gradients during the next step's forward; "" if it can."""
     if plan.has_pipeline:
         return "the plan is a pipeline, whose stages begin a step at different times"
     (stage,) = plan.stages

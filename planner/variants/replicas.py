@@ -42,8 +42,7 @@ def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def check_replicas(graph: Graph) -> None:
-    """Raise PlanError AP547 if the graph has buffers that each replica of a stage would change by
-    itself."""
+    """Raise PlanError AP547 if the graph has buffers that replicas would change independently."""
     changed = sorted(graph.updates)
     if changed:
         raise PlanError(

@@ -91,8 +91,7 @@ def _stage_of_block(plan: Plan) -> list[int]:
 
 @dataclass
 class _StageLayouts:
-    """Layouts of one stage's nodes: the plan's for the whole sequence, and ``made`` for the slice's
-    nodes."""
+    """Layouts of a stage's nodes: the plan's for whole sequences, and ``made`` for the slice."""
 
     stage: StagePlan
     blocks: Blocks
@@ -205,8 +204,7 @@ class _Work:
         self.put(share, block, stage, NodeLayout(layout.outputs, layout.outputs))
 
     def _slicing(self, node: Node, own: Node) -> Node:
-        """Return the node ``own``, a slicing op along positions, limited to this slice of the
-        sequence."""
+        """Return ``own``, a slicing op along positions, limited to this slice of the sequence."""
         source = self.places.places.get(node.inputs[0])
         made = self.places.places.get(Ref(node.name))
         if source is None or made is None or source.count == made.count:

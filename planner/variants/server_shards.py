@@ -59,8 +59,7 @@ def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
 
 
 def _pieces(size: int, most: int) -> list[tuple[int, int]]:
-    """Cut ``size`` elements into the fewest equal pieces of at most ``most``; return their (start,
-    stop)."""
+    """Cut ``size`` elements into the fewest equal (start, stop) pieces of at most ``most``."""
     count = max(1, -(-size // max(1, most)))
     cuts = [size * index // count for index in range(count + 1)]
     return [pair for pair in pairwise(cuts) if pair[0] < pair[1] or not size]

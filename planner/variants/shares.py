@@ -40,8 +40,7 @@ class RowShare:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the share's mean in a mean over the micro-batch; 1 in an even
-        split."""
+        """Return the weight of the share's mean in the micro-batch's; 1 in an even split."""
         return self.rows * self.parts / self.total
 
 
