@@ -24,7 +24,8 @@ from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Cost of an edge between blocks, and bytes of its value by choice of the source variable."""
+    """Cost of a value that one block makes and another reads. ``source``: variable of the value's
+    layout; ``held_bytes``: bytes that a recomputed reader keeps, by the variable's value."""
 
     link: Link | None
     source: int
@@ -33,9 +34,9 @@ class _Crossing:
 
 @dataclass
 class Family:
-    """Optimization problem shared by a family: all runs of blocks with the same set of kinds and
-    the same values sent and received. Its variables choose the layouts that blocks of a kind show
-    each other (the kind's ends) and the layouts of parameters used by several blocks."""
+    """Optimization problem of stages with the same kinds of blocks (planned alike) and the same
+    values sent and received. Its variables are the layouts that blocks of a kind show to other
+    blocks (the kind's ends), and the layouts of parameters used by several blocks."""
 
     model: StageModel
     kinds: dict[str, KindTables]
@@ -48,7 +49,7 @@ class Family:
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
-        """Build the variables of a run's family: ends of its kinds, and shared parameters."""
+        """Build the variables of the stage ``run`` and of all stages of its family."""
         sizes: list[int] = []
         place: dict[tuple[str, int], tuple[int, Ints]] = {}
         first: dict[str, int] = {}
@@ -66,7 +67,7 @@ class Family:
         return Family(model, own, sizes, place, first, run.shared)
 
     def _place(self, node: str) -> tuple[int, Ints]:
-        """Return the variable that decides a node's layout, and its choice for each value."""
+        """Return the variable that decides a node's layout, and the choice each value means."""
         structure = self.model.structure
         if structure.graph[node].kind == "parameter" and structure.is_shared(node):
             return self.place[node, 0]
@@ -74,7 +75,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cost of an edge between blocks in terms of the variables. Cached."""
+        """Return the cost of a value that a block reads from another, by the variables. Cached."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]
@@ -99,10 +100,8 @@ class Family:
         return _Crossing(Link(tables, tuple(axes)), source, held)
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
-        """Return the least objective of each of ``runs`` in every problem of the batch ``rates``.
-
-        Raises ``TooWideError`` if its tables would be too large.
-        """
+        """Return the least objective of each of ``runs`` (stages of this family) in every problem
+        of the batch ``rates``. Raises ``TooWideError`` if its tables would be too large."""
         tables = {kind: own.solve(rates) for kind, own in self.kinds.items()}
         own = {kind: found.table for kind, found in tables.items()}
         factors = self._factors(runs, rates, own)
@@ -118,11 +117,10 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """Return a lower bound of a run's objective per problem, if every block may use the
-        recomputation mode of any of ``ways``.
+        """Return, for each problem, a lower bound of the objective of the stage ``run``, if each
+        block may use any recomputation mode of ``ways``. Raises ``TooWideError``.
 
         Values that recomputed blocks read from outside count only if all of ``ways`` recompute.
-        Raises ``TooWideError``.
         """
         every = {
             kind: [own.solve(rates).table for rates in ways] for kind, own in self.kinds.items()
@@ -176,7 +174,7 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return the costs of sent values, received values and the loss as factors."""
+        """Return factors: the costs of values that a stage sends or receives, and of the loss."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -198,7 +196,8 @@ class Family:
         return factors
 
     def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
-        """Return, by run and problem, latencies of gradient sums and the wait no layout avoids."""
+        """Return, as ``[run, problem]``, seconds that no layout avoids: latencies of gradient sums,
+        and waits for collectives."""
         least_wait, count = self.model.least_wait, rates.num_microbatches
         waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
         found: Floats = np.array(waits) * (1 - rates.exposed)
@@ -211,10 +210,11 @@ class Family:
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
     ) -> Iterator[Solution]:
-        """Yield, for each solution, the choices of every kind and shared parameter, given the
+        """Yield solutions: the choices of every kind of block and shared parameter, given the
         values of the family's variables.
 
-        ``values[solution, variable]``; ``problems`` has the index of each solution's problem.
+        ``values[solution, variable]``; ``problems``: index of each solution's problem; ``tables``
+        recover the choices inside each kind.
         """
         chosen: dict[str, list[tuple[int, ...]]] = {}
         for kind, own in tables.items():
@@ -232,7 +232,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Return counts by run as an array that broadcasts over all table axes but the first."""
+    """Return counts by run as an array that multiplies tables whose first axis is the run."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 
@@ -241,7 +241,8 @@ Part = tuple[int, Eliminated, dict[str, Eliminated]]
 
 @dataclass(frozen=True)
 class Solved:
-    """Solved runs: ``least[run, problem]`` (objective); ``parts`` recover the choices."""
+    """Solved stages of a family: ``least[run, problem]`` is the least objective; ``parts`` recover
+    the choices that attain it."""
 
     family: Family
     rates: Rates
