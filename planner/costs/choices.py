@@ -58,8 +58,8 @@ class NodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Permitted uses of the axes of a mesh; each field but the following three lists axes by
-    number.
+    """Permitted uses of the axes of a mesh. Fields other than ``sequence_parallel``, ``pins`` and
+    ``features`` list axes by number.
 
     Axes of ``split_batch``: every value with a batch dimension is split along it, and parameters
     are replicated. ``split_parameters``: no value is split along the batch; every parameter of two

@@ -84,9 +84,8 @@ class Table:
     """Input of the dynamic program: ``sizes(first_device)``, the possible numbers of devices of a
     stage that begins there, and the stages' costs.
 
-    ``costs(stages_left, first_device, num_devices)`` is a matrix t[k, i]: seconds of a stage of
-    blocks k to i − 1, infinite where impossible; ``stages_left`` is the number of stages to the
-    end.
+    ``costs(n, first_device, num_devices)`` is a matrix t[k, i]: seconds of a stage of blocks k to i
+    − 1 with n stages to the end (itself included), infinite where impossible.
     """
 
     num_blocks: int

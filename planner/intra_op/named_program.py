@@ -79,7 +79,7 @@ def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str
 def strategy_text(layout: NodeLayout) -> str:
     """Return the input and output layouts of an op as a name that LP and MPS files allow.
 
-    >>> from ..layout import PARTIAL, shard
+    >>> from ..graph.layout import PARTIAL, shard
     >>> strategy_text(NodeLayout(((shard(1),), (shard(0),)), ((PARTIAL,),)))
     'S1_S0_to_P'
     """

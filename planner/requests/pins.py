@@ -207,7 +207,7 @@ def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
 
 def in_given_kinds(plan: Plan, blocks: Blocks, given: Blocks) -> Plan:
     """Convert a plan for ``blocks``, whose kinds are split by pins, to a plan for the original
-    blocks ``given``. Layouts of nodes that a kind of ``given`` lacks are stored by the nodes'
+    blocks ``given``. Layouts of blocks whose kind was split off are stored by their nodes' own
     names."""
     if blocks is given:
         return plan

@@ -102,8 +102,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
 
 
 def round_size(num_ranks: int, num_microbatches: int) -> int:
-    """Return the number of micro-batches per round of interleaved 1F1B; 0 if no number of at least
-    ``num_ranks`` makes all rounds equal.
+    """Return the micro-batches per round of interleaved 1F1B if ``num_microbatches // num_ranks``
+    rounds (at least one) can be equal; else 0.
 
     >>> round_size(4, 8), round_size(4, 10), round_size(4, 3), round_size(4, 9), round_size(4, 13)
     (4, 5, 3, 0, 0)
@@ -232,8 +232,9 @@ def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, Action
     """Yield (time slot, kind, micro-batch) of a stage's actions in 1F1B with ``count``
     micro-batches, if every action takes one time slot.
 
-    A stage's forwards are in even slots if its number is even, else in odd slots; if ``num_ranks``
-    is even, its backwards are in the other slots. In Chimera a rank's two stages differ in this.
+    Forwards of a stage with an even number are in even slots, backwards in odd slots; for odd
+    numbers it is reversed. In Chimera, if ``num_ranks`` is even, a rank has a stage of each sort,
+    so only forwards of one and backwards of the other share slots.
     """
     for m in range(count):
         yield stage + 2 * m, FORWARD, m
