@@ -303,7 +303,7 @@ class Plan:
 
     @property
     def states(self) -> StateOptions:
-        """Format and place of gradients and optimizer states."""
+        """Format of summed gradients, and whether optimizer states are in host memory."""
         return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property

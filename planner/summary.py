@@ -148,7 +148,7 @@ def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """Format the degrees of a mesh above one; "dp" includes "ep", which splits the batch, too.
+    """Format the degrees of a mesh that exceed 1; "dp" counts "ep" too, as both split the batch.
 
     >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "ep"), (2, 4)))
     ('dp=4 tp=2', 'dp=8 ep=4')

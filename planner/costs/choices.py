@@ -105,7 +105,7 @@ class Restriction:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Return the axes whose use is fixed for every value."""
+        """Return the mesh axes on which every value is split by batch, positions or experts."""
         return (*self.split_batch, *self.split_positions, *self.split_experts)
 
 

@@ -307,7 +307,7 @@ class BlockForms:
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """Map each block's position to the position of the first block of the same form."""
+        """Map each block to the first block that costs the same under equal layouts (positions)."""
         first: dict[tuple[Any, ...], int] = {}
         return tuple(
             first.setdefault(self._form(reads), position)

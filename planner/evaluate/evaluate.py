@@ -137,7 +137,7 @@ class Staged:
         )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
-        """Build the evaluation from a given step time, bubble fraction and peak memory."""
+        """Return the plan's predicted figures, given step time, bubble fraction and peak memory."""
         sends = send_seconds(self.costs, self.edges)
         return Evaluation(
             step_seconds,

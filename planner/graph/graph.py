@@ -238,7 +238,7 @@ class Accumulation:
     """Rules by which the losses of micro-batches make up the loss of the whole batch.
 
     The batch's loss, and its gradient, is the mean over the micro-batches if in each of them
-      - the results of the nodes ``sums`` (sums over the rows) are multiplied by their number;
+      - the results of the nodes ``sums`` (over rows) are multiplied by the number of micro-batches;
       - the class losses ``counted`` divide by the mean of all micro-batches' counts of
         targets, where each would divide by its own;
       - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is

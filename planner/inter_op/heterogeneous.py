@@ -208,7 +208,7 @@ def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator
 
 
 def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield every distinct sequence of host kinds; hosts of one kind keep their order."""
+    """Yield an order of the hosts for every sequence of host kinds. ``groups``: hosts by kind."""
     if not any(groups):
         yield ()
         return

@@ -177,7 +177,7 @@ class PipelineSearch:
 
     @cached_property
     def _limit(self) -> float:
-        """Return the largest m that a pipeline below ``cutoff`` may have."""
+        """Return the largest m that a stage of a pipeline with T below ``cutoff`` may have."""
         if not self.tiling.fixed or not np.isfinite(self.cutoff):
             return self.cutoff
         number = self.tiling.most
@@ -188,7 +188,7 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """Return a lower bound of T for ``num_stages`` stages: least Σ q plus least max m."""
+        """Return a lower bound of T with ``num_stages`` stages: least Σ q plus least max m."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 

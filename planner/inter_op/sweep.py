@@ -119,7 +119,8 @@ class Sweep:
 
     @staticmethod
     def of(tiling: Tiling, bands: CostTiles, combine: Combine, *, most: int | None = None) -> Sweep:
-        """Solve the recurrence for up to ``most`` stages, by default ``tiling.most``."""
+        """Solve the recurrence for pipelines of up to ``most`` stages (default: ``tiling.most``).
+        ``bands``: seconds of stages; ``combine``: objective of a stage and the later stages."""
         number = most or tiling.most
         done = np.full(len(bands.cuts), np.inf)
         done[-1] = 0.0

@@ -250,7 +250,7 @@ class Solved:
     parts: tuple[Part, ...]
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the distinct solutions with the least objective of any run and problem."""
+        """Yield the distinct choices that attain the least objective of a stage in a problem."""
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
             problems = np.indices(shape)[1].ravel()

@@ -241,8 +241,8 @@ class IntraOp:
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
         """Add solutions to the pool for stages whose ZeRO gathers and gradient sums take longer
-        than the compute beside them; return whether any is new. Runs once per family and number of
-        blocks rounded to a power of two."""
+        than the compute beside them; return whether any is new. Runs once per family of stages and
+        number of blocks rounded to a power of two."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:

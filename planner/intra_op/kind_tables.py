@@ -286,7 +286,8 @@ class KindTables:
 
     @cached_property
     def order(self) -> Order:
-        """Return the elimination order. Raises ``TooWideError`` if tables would be too large."""
+        """Return the order in which to eliminate the block's decisions. Raises ``TooWideError`` if
+        this makes too large tables."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
         key = (tuple(self.sizes), tuple(scopes), self.kept)

@@ -268,7 +268,8 @@ class _Group:
         return found
 
     def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
-        """Yield the positions of inputs whose gradient is written, twice if added to another one.
+        """Yield the positions of inputs whose gradient the fused backward writes. A position occurs
+        twice if its gradient is added to a gradient written before.
 
         All inputs of an addition have the same gradient, which is written only once.
         """

@@ -142,7 +142,7 @@ class _Replays:
 
     @cached_property
     def _roots(self) -> frozenset[str]:
-        """Return the ops whose memory holds a value that some gradient reads."""
+        """Return the ops whose results are saved for the backward, directly or through views."""
         return frozenset(
             self.storages[ref.name, ref.index][0] for refs in self._saved.values() for ref in refs
         )

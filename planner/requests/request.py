@@ -249,7 +249,7 @@ class Request:
 
     @property
     def states(self) -> StateOptions:
-        """Format and place of gradients and optimizer states."""
+        """Format of summed gradients, and whether optimizer states are in host memory."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property

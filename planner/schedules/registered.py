@@ -31,7 +31,7 @@ REGISTERED: dict[str, ScheduleInfo] = {}
 
 
 def register(info: ScheduleInfo) -> None:
-    """Add a schedule to this process's register; replace an earlier one with its name."""
+    """Add a schedule to this process's register; it replaces a schedule of the same name."""
     orders = lru_cache(maxsize=64)(partial(_checked_table, info))
     REGISTERED[info.name] = replace(info, orders=orders)
 

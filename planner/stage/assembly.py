@@ -263,7 +263,7 @@ class StageProblem:
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """Return ``sides`` without repetitions of one decision with the same classes."""
+    """Return the sides of a conversion without duplicates (one decision with equal classes)."""
     found: list[Side] = []
     for side in sides:
         if not any(

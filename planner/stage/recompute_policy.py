@@ -291,7 +291,7 @@ def _points(blocks: Ints, costs: RecomputeCosts) -> _Points:
 
 
 def _combined(one: _Points, other: _Points) -> _Points:
-    """Return the combinations of every point of ``one`` with every point of ``other``."""
+    """Return all unions of a policy of ``one`` and a policy of ``other``, for other blocks."""
     here = np.repeat(np.arange(len(one.seconds)), len(other.seconds))
     there = np.tile(np.arange(len(other.seconds)), len(one.seconds))
     return _Points(
