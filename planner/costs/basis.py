@@ -76,8 +76,8 @@ class CostQueries:
     def transfer(
         self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
     ) -> None:
-        """Record a query of a collective or message of ``num_bytes``. ``what``: its kind, its group
-        of ranks, and all groups that run it at the same time."""
+        """Record a query of a collective or message of ``num_bytes``: its kind, its group of ranks,
+        and all groups that run it at the same time."""
         kind, group, partition = what
         entry = self.transfers.get((kind, group))
         if entry is None:

@@ -129,8 +129,7 @@ def node_strategies(
 def _matching_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
 ) -> tuple[NodeStrategy, ...]:
-    """Return the permitted strategies of an op on the mesh, without restriction on axes
-    ``free``."""
+    """Return the permitted strategies of an op on the mesh, with no limits on axes ``free``."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
     per_axis = [

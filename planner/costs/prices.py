@@ -186,8 +186,7 @@ class Prices(MeshPrices):
     def _around_experts(
         self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
     ) -> tuple[float, float]:
-        """Return (forward, backward) seconds of an expert layer's memory traffic beside
-        products."""
+        """Return (forward, backward) seconds of an expert layer's memory traffic beside matmuls."""
         own = self.assumptions
         copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
         per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte

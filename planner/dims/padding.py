@@ -139,8 +139,7 @@ def _first(graph: Graph, node: Node) -> int:
 
 
 def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
-    """Raise PlanError AP560 unless an op pads targets only at the end, with the value
-    ``ignored``."""
+    """Raise PlanError AP560 unless an op pads targets only at the end, with ``ignored``."""
     pads = tuple(argument(node, 1, "pad", ()))
     mode = "constant" if is_plain else argument(node, 2, "mode", "constant")
     value = argument(node, 2 if is_plain else 3, "value", 0)

@@ -149,8 +149,7 @@ def _is_alone(graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> bool:
 
 
 def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, SeqDim] | None:
-    """Return (index, positions) of the input that brings positions to an op with gradients, or
-    None."""
+    """Return (index, positions) of the input that brings positions to a trained op, or None."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
     for index, ref in enumerate(node.inputs):

@@ -55,8 +55,7 @@ def with_sums(
 
 
 def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
-    """Return the plan with the step time, throughput and stage seconds that ``evaluator``
-    predicts."""
+    """Return the plan with the step time and stage seconds that ``evaluator`` predicts."""
     found, before = evaluator.evaluation(plan, plan.cluster), plan.prediction
     faster = before.step_seconds / found.step_seconds
     stages = tuple(

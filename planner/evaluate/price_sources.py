@@ -63,8 +63,7 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
 def _seconds(
     stages: list[StagePrediction] | tuple[StagePrediction, ...], count: int
 ) -> dict[str, float]:
-    """Return the seconds of a step of ``count`` micro-batches, over all stages, by part
-    (``PARTS``)."""
+    """Return the seconds of a step of ``count`` micro-batches, over all stages, by ``PARTS``."""
     compute = communication = 0.0
     for stage in stages:
         own = stage.seconds

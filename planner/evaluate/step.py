@@ -133,8 +133,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """Return the action table of a pipeline of ``num_stages`` stages (in Chimera: per
-    direction)."""
+    """Return the action table of a pipeline of ``num_stages`` stages (Chimera: per direction)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):
@@ -170,8 +169,7 @@ def message_seconds(cluster: Cluster) -> MessageSeconds:
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
-    """Return, for each stage, the seconds of sending a micro-batch's activations to later
-    stages."""
+    """Return, by stage, the seconds of sending a micro-batch's activations to later stages."""
     found = [0.0] * len(costs)
     chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
     for source, target, share in chained if edges is None else edges:

@@ -172,8 +172,7 @@ def _read_by(
 
 
 def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
-    """Return whether a strategy splits all tensors, and input ``position`` along one of
-    ``dims``."""
+    """Return whether a strategy splits all tensors, input ``position`` along one of ``dims``."""
     own = strategy.inputs[position]
     every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
     return every and own.dim in dims

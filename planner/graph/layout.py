@@ -425,8 +425,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Return whether strategies on axes of ``sizes`` divide grouped dimensions only between
-    groups."""
+    """Return whether strategies on axes of ``sizes`` split grouped dims only between groups."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

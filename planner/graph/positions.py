@@ -68,8 +68,7 @@ def _carried(
 def features_only(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along rows or positions (``dims``), or else
-    all."""
+    """Return the strategies that split no tensor along rows or positions, or else all."""
     fitting = tuple(strategy for strategy in strategies if not splits(node, strategy, dims))
     return fitting or strategies
 

@@ -86,8 +86,7 @@ def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: i
 
 
 def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
-    """Return the seconds per micro-batch of consecutive stages followed by ``after`` other
-    stages."""
+    """Return the seconds per micro-batch of consecutive stages before ``after`` other stages."""
     return [
         float(
             table.costs(after + len(stages) - index, stage.first_device, stage.num_devices)[

@@ -46,8 +46,7 @@ class Cuts:
 
     @cached_property
     def band(self) -> Ints:
-        """Return ``[k, j]``: the class (see ``Cuts``) of the blocks between cuts k and k + j +
-        1."""
+        """Return ``[k, j]``: the class of the blocks between cuts k and k + j + 1."""
         size = len(self.at)
         padded = np.full((size, 2 * size - 1), len(self.lengths), dtype=np.int64)
         padded[:, :size] = self.numbers
@@ -57,8 +56,7 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Return, for each cut k, how many first entries of ``band[k]`` and ``band[k - 1]``
-        agree."""
+        """Return, for each cut k, how many first entries ``band[k]`` and ``band[k - 1]`` share."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)
@@ -110,7 +108,8 @@ class StageBand:
         return self._made[which]
 
     def rows(self, cuts: Ints) -> TileRows:
-        """Return the stage's seconds if it begins at one of ``cuts``, computed when needed."""
+        """Return the stage's seconds if it begins at one of ``cuts`` (positions between blocks),
+        computed when needed."""
         return TileRows(self, cuts)
 
     def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
@@ -134,15 +133,16 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Return q (``which`` 0) or m (1) of stages that begin at ``cuts``, as ``[cut, j]``."""
+        """Return q (``which`` 0) or m (1) of stages that begin at ``cuts``, as ``[cut, j]``; a
+        stage of row ``cut`` ends j + 1 cuts later."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]
         return band[cuts]
 
     def _band(self, which: int, number: int) -> Floats | None:
-        """Return the whole band of q (``which`` 0) or m (1); None while fewer rows than it has were
-        requested. ``number``: rows that this call requests."""
+        """Return q (``which`` 0) or m (1) of all stages, ``[cut, j]``; None while fewer rows were
+        requested than it has. ``number``: rows that this call requests."""
         self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
             self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]

@@ -166,8 +166,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def _kind(host: Host) -> tuple[object, ...]:
-    """Return a key that is equal for interchangeable hosts: everything about a host but its
-    rack."""
+    """Return a key that is equal for interchangeable hosts: all facts about a host but its rack."""
     device = host.device
     return (
         device.speed,

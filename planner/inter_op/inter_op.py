@@ -105,8 +105,8 @@ class Table:
 
 @dataclass
 class _TableSeconds:
-    """Seconds of stages from a ``Table``, as a function of the type ``cuts.Seconds``. Every
-    sequence of consecutive blocks is a class of its own."""
+    """Seconds q and m of stages from a ``Table``, as a function of the type ``cuts.Seconds``. Every
+    stage is a class of its own."""
 
     table: Table
     tiling: Tiling
@@ -177,7 +177,8 @@ class PipelineSearch:
 
     @cached_property
     def _limit(self) -> float:
-        """Return the largest m that a stage of a pipeline with T below ``cutoff`` may have."""
+        """Return the most seconds m, paid only by the slowest stage, that a pipeline faster than
+        ``cutoff`` may have."""
         if not self.tiling.fixed or not np.isfinite(self.cutoff):
             return self.cutoff
         number = self.tiling.most
@@ -188,7 +189,8 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """Return a lower bound of T with ``num_stages`` stages: least Σ q plus least max m."""
+        """Return a lower bound of the seconds T = Σ q + max m of pipelines of ``num_stages``
+        stages: the least Σ q plus the least max m."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
@@ -247,8 +249,8 @@ class PipelineSearch:
         return best if best.seconds < self.cutoff else None
 
     def _middle(self, low: float, high: float, *, is_first: bool) -> float:
-        """Return the bound on m at which to split the interval from ``low`` to ``high``: the bound
-        nearest the middle that was solved already for other numbers of stages, if any."""
+        """Return the limit on m at which to split the interval of limits from ``low`` to ``high``:
+        the limit nearest the middle that was solved already for other numbers of stages, if any."""
         known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
         if known and not self.tiling.fixed:
             return min(known, key=lambda bound: abs(bound - (low + high) / 2))
@@ -258,7 +260,7 @@ class PipelineSearch:
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
         """Return (pipeline of least Σ q in which no stage's m exceeds ``bound``, its max m, its Σ
-        q); None without any."""
+        q) or None. Stages pay q once; only the slowest pays m."""
         sweep = self._sweep("sum", bound, None if bound == self._limit else num_stages)
         if not np.isfinite(sweep.least(num_stages)):
             return None

@@ -151,8 +151,8 @@ class Sweep:
     def _least(
         self, band: StageBand, moves: Moves, later: _After, last: Ints
     ) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Yield (indices into ``moves``, first cuts for each, least objective from each cut).
-        ``later`` has the objective of the later stages, ``last`` the last reachable cut of each
+        """Yield (indices into ``moves``, possible stages; first cuts for each; least objective from
+        each cut). ``later``: objective of the later stages; ``last``: last reachable cut by
         position."""
         if not band.width:
             return
@@ -192,13 +192,12 @@ class Sweep:
         return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
-        """Return the least objective of pipelines of ``num_stages`` stages; infinite without
-        any."""
+        """Return the least objective of pipelines of ``num_stages`` stages; infinite if none."""
         value = self.values[num_stages].get(0) if num_stages < len(self.values) else None
         return float("inf") if value is None else float(value[0])
 
     def stages(self, num_stages: int) -> tuple[tuple[int, int, Move], ...]:
-        """Return (first cut, end cut, move) of each stage of the best ``num_stages`` stages."""
+        """Return (first cut, end cut, devices) of each stage in the best ``num_stages`` stages."""
         found = []
         cut, position = 0, 0
         for left in range(num_stages, 0, -1):
@@ -232,8 +231,8 @@ class _After:
 
     @staticmethod
     def of(after: dict[int, Floats], end: int) -> _After:
-        """Stack the objectives of all positions (arrays by cut) as rows, padded with infinity.
-        ``end`` is the last position."""
+        """Build the object from ``after``, which maps each position on the devices to the later
+        stages' least objective by cut between blocks. ``end``: last position."""
         size = len(next(iter(after.values())))
         values = np.full((len(after), 2 * size), np.inf)
         row, low, high = (np.full(end + 1, fill) for fill in (0, size, -1))
@@ -247,8 +246,7 @@ class _After:
         return bool((self.high[positions] >= 0).any())
 
     def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
-        """Return, for each stop position of a stage, the first and last cut at which the stage may
-        begin."""
+        """Return the first and the last cut at which a stage may begin, for each stop position."""
         at = band.cuts.at
         low = np.minimum(self.low[stops], len(at) - 1)
         begin = np.searchsorted(at, at[low] - band.most_blocks)

@@ -41,8 +41,8 @@ def priced_rates(
     zeros: Sequence[int],
     prices: Sequence[float],
 ) -> Rates:
-    """Return the weights (``Rates``) of a batch of problems: all pairs of a ZeRO stage and a price
-    in seconds per byte. Kept activations count ``in_flight`` times."""
+    """Return the weights of seconds and bytes for a batch of problems: all pairs of a ZeRO stage
+    and a price in seconds per byte. Kept activations count ``in_flight`` times."""
     states = tuple(float(price) for _ in zeros for price in prices)
     return Rates(
         num_microbatches,
@@ -64,7 +64,8 @@ def round_price(price: float) -> float:
 
 
 def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
-    """Return the recomputation policies of a stage that use only ``forced``, or only ``modes``."""
+    """Return a stage's recomputation policies (numbers of recomputed blocks) that use only
+    ``forced`` or, if it is None, only ``modes``."""
     listed = policies(*run.class_counts)
     return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
@@ -78,9 +79,9 @@ def bounds(
     num_zeros: int,
     free_bytes: float,
 ) -> Floats:
-    """Return lower bounds (Lagrangian) of a stage's seconds per micro-batch, ``[zero, policy]``.
-    ``ways``: weights of the problems by recomputation mode; ``free_bytes``: memory limit less fixed
-    bytes."""
+    """Return Lagrangian lower bounds of a stage's seconds per micro-batch, ``[zero, policy]``, for
+    each recomputation policy of ``listed``. ``ways``: by recomputation mode, weights of seconds and
+    bytes; ``free_bytes``: memory limit less fixed bytes."""
     rates = next(iter(ways.values()))
     prices = np.array(rates.state_prices).reshape(num_zeros, -1)
     total = np.zeros((*prices.shape, len(listed)))
@@ -135,7 +136,8 @@ def bound_by_price(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """Yield (lower bound, index of the ZeRO stage, index of the policy), ascending by bound."""
+    """Yield (lower bound, index of the ZeRO stage, index of the recomputation policy) of
+    ``values[zero, policy]``, ascending."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
         zero, policy = divmod(flat, values.shape[1])
         yield float(values[zero, policy]), zero, policy

@@ -91,7 +91,7 @@ def _cells(sizes: Sequence[int], variable: int, near: set[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An eliminated variable, and the factors that contained it (``met``)."""
+    """An eliminated variable, and the terms of the sum that contained it (``met``)."""
 
     variable: int
     met: tuple[Factor, ...]
@@ -130,7 +130,8 @@ class Eliminated:
     _known: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
-        """Return the same result with the ``num_rows`` × ``num_columns`` problems as one row."""
+        """Return the same result, with the batch's ``num_rows`` × ``num_columns`` problems reshaped
+        to one row."""
         rest = self.table.shape[BATCH_AXES:]
         whole = np.broadcast_to(self.table, (num_rows, num_columns, *rest))
         table = whole.reshape(1, num_rows * num_columns, *rest)
@@ -150,7 +151,8 @@ class Eliminated:
         return found
 
     def recalled(self, columns: Ints, values: Ints) -> Ints:
-        """Return the result of ``complete`` for problems of the batch's first row. Cached."""
+        """Return the best values of all variables, ``[assignment, variable]``, given the kept
+        variables' ``values``, for problems of the batch's first row. Cached."""
         keys = [tuple(each) for each in np.column_stack([columns, values]).tolist()]
         new = [number for number, key in enumerate(keys) if key not in self._known]
         if new:
@@ -167,21 +169,22 @@ class Eliminated:
 
 @dataclass
 class Memo:
-    """Cache of elimination steps by the factors that they contain; only steps of factors that were
-    registered by ``note`` are cached."""
+    """Cache of eliminations of a variable, by the terms of the sum (factors) that contain it. Only
+    terms that were registered by ``note`` are cached."""
 
     noted: dict[int, Factor] = field(default_factory=dict)
     steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
 
     def note(self, factor: Factor) -> Factor:
-        """Register a factor that several problems will contain, and return it."""
+        """Register a term of the sum that several problems will contain, and return it."""
         self.noted[id(factor)] = factor
         return factor
 
     def step(
         self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
     ) -> tuple[_Step, Factor]:
-        """Return the step that eliminates a variable from ``met``, and the new factor. Cached."""
+        """Eliminate a variable from the terms ``met`` that contain it; return the step and the new
+        term. Cached."""
         key = (variable, *map(id, met))
         found = self.steps.get(key)
         if found is None:
@@ -195,8 +198,8 @@ class Memo:
 def _eliminated(
     variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
 ) -> tuple[_Step, Factor]:
-    """Eliminate a variable from the factors ``met``, all that contain it; return the step and the
-    new factor: their minimum over the variable."""
+    """Eliminate a variable from the terms ``met``, all that contain it; return the step, and the
+    new term: the minimum of their sum over the variable."""
     others = {other for factor in met for other in factor.scope}
     others.discard(variable)
     scope = tuple(sorted(others))
@@ -242,7 +245,7 @@ def eliminate(
 
 
 def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Floats:
-    """Return the sum of factors as one table over the variables ``scope``."""
+    """Return the sum of terms as one table over the variables ``scope``."""
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
@@ -261,7 +264,7 @@ def _size(table: Floats) -> int:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """Return a factor's table with an axis per variable of ``scope``, of length 1 if absent."""
+    """Return a term's table with an axis per variable of ``scope``, of length 1 if it lacks it."""
     if factor.scope == scope:
         return factor.table
     axes, index = _places(factor.scope, scope)

@@ -24,8 +24,8 @@ from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Cost of a value that one block makes and another reads. ``source``: variable of the value's
-    layout; ``held_bytes``: bytes that a recomputed reader keeps, by the variable's value."""
+    """Cost of a value that one block makes and another reads. ``source``: the variable that decides
+    its layout; ``held_bytes``: bytes that a recomputed reader keeps, by the variable's value."""
 
     link: Link | None
     source: int
@@ -49,7 +49,7 @@ class Family:
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
-        """Build the variables of the stage ``run`` and of all stages of its family."""
+        """Build the optimization problem of ``run`` and all stages with its kinds of blocks."""
         sizes: list[int] = []
         place: dict[tuple[str, int], tuple[int, Ints]] = {}
         first: dict[str, int] = {}
@@ -67,7 +67,7 @@ class Family:
         return Family(model, own, sizes, place, first, run.shared)
 
     def _place(self, node: str) -> tuple[int, Ints]:
-        """Return the variable that decides a node's layout, and the choice each value means."""
+        """Return the variable that decides a node's layout, with the choice for each value."""
         structure = self.model.structure
         if structure.graph[node].kind == "parameter" and structure.is_shared(node):
             return self.place[node, 0]
@@ -75,7 +75,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cost of a value that a block reads from another, by the variables. Cached."""
+        """Return the cost of a value that a block reads from another, by variables. Cached."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]
@@ -100,8 +100,9 @@ class Family:
         return _Crossing(Link(tables, tuple(axes)), source, held)
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
-        """Return the least objective of each of ``runs`` (stages of this family) in every problem
-        of the batch ``rates``. Raises ``TooWideError`` if its tables would be too large."""
+        """Return, for each of ``runs`` (stages of this family), the least seconds per micro-batch
+        in every problem of ``rates`` (weights of seconds and bytes). Raises ``TooWideError`` if its
+        tables would be too large."""
         tables = {kind: own.solve(rates) for kind, own in self.kinds.items()}
         own = {kind: found.table for kind, found in tables.items()}
         factors = self._factors(runs, rates, own)
@@ -117,8 +118,8 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """Return, for each problem, a lower bound of the objective of the stage ``run``, if each
-        block may use any recomputation mode of ``ways``. Raises ``TooWideError``.
+        """Return a lower bound of the seconds per micro-batch of the stage ``run``, for each
+        problem, if each block may use any recomputation mode of ``ways``. Raises ``TooWideError``.
 
         Values that recomputed blocks read from outside count only if all of ``ways`` recompute.
         """
@@ -174,7 +175,8 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return factors: the costs of values that a stage sends or receives, and of the loss."""
+        """Return, as terms of the sum to minimize, the costs of values that each stage sends or
+        receives, and of the loss."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -210,11 +212,11 @@ class Family:
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
     ) -> Iterator[Solution]:
-        """Yield solutions: the choices of every kind of block and shared parameter, given the
-        values of the family's variables.
+        """Yield the layout choices of every kind of block and shared parameter, given the values of
+        the family's variables, ``values[solution, variable]``.
 
-        ``values[solution, variable]``; ``problems``: index of each solution's problem; ``tables``
-        recover the choices inside each kind.
+        ``problems``: index of each solution's problem; ``tables`` recover the choices inside each
+        kind.
         """
         chosen: dict[str, list[tuple[int, ...]]] = {}
         for kind, own in tables.items():
@@ -232,7 +234,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Return counts by run as an array that multiplies tables whose first axis is the run."""
+    """Return counts by stage as an array that multiplies tables whose first axis is the stage."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 

@@ -111,7 +111,7 @@ class IntraOp:
         return found
 
     def note_excess(self, num_bytes: float) -> None:
-        """Record that a stage of no pool needs ``num_bytes`` or more beyond the limit."""
+        """Record that some stage needs ``num_bytes`` or more beyond the memory limit."""
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
@@ -121,9 +121,9 @@ class IntraOp:
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Compute lower bounds of stages of one family by elimination over cost tables.
+        """Compute lower bounds of stages of one family by variable elimination in cost tables.
 
-        Return False if the tables are too wide or the time is up.
+        Return False if the tables are too large or the time is up.
         """
         rates = self._plain(num_microbatches)
         solved = self._solve(runs, rates)
@@ -135,11 +135,11 @@ class IntraOp:
         return True
 
     def _plain(self, num_microbatches: int) -> Rates:
-        """Return the weights of problems, one per ZeRO stage, in which bytes cost nothing."""
+        """Return weights for the search without memory limit: one problem per ZeRO stage."""
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """Return the pool of solutions of the stage's family, with those found while bounding."""
+        """Return the pool of solutions for the stage and all stages of the same kinds of blocks."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -152,7 +152,7 @@ class IntraOp:
         return pool
 
     def _family(self, run: Run) -> Family | None:
-        """Return the optimization problem of the stage's family; None if tables are too wide."""
+        """Return the problem shared by stages of these kinds of blocks; None if it is too large."""
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):
@@ -164,13 +164,13 @@ class IntraOp:
         return self._families[run.family]
 
     def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Return whether cost tables can solve the stage, so that no integer program is needed."""
+        """Return whether cost tables can solve the stage, without integer programs."""
         if (run.key, num_microbatches) in self._bounds:
             return self._family(run) is not None
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve stages of one family by cost tables; None if these are too wide or time is up."""
+        """Solve stages of one family by cost tables; None if these are too large or time is up."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -194,7 +194,7 @@ class IntraOp:
         return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def block_seconds(self, kind: str, num_microbatches: int) -> float:
-        """Return a lower bound of a block's seconds per micro-batch; 0 if tables are too wide."""
+        """Return a lower bound of a block's seconds per micro-batch; 0 if tables are too large."""
         key = (kind, num_microbatches)
         if key not in self._blocks:
             self._blocks[key] = 0.0
@@ -213,7 +213,7 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the cheapest pooled solution, after adding more while its gap is too large."""
+        """Return the pool's cheapest solution, after adding more while its gap is too large."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
         for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
@@ -378,7 +378,7 @@ class IntraOp:
         return found
 
     def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """Solve up to ``most`` integer programs until the gap is at most ``gap``; return the best
+        """Solve up to ``most`` integer programs to bring the gap to ``gap``; return the best
         solution."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
@@ -464,8 +464,7 @@ class IntraOp:
         return answer
 
     def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:
-        """Solve integer programs instead of tables for the shortest, middle and longest of
-        ``runs``.
+        """Solve integer programs, not tables, for the shortest, middle and longest of ``runs``.
 
         Only stages that were solved under every ZeRO stage get a lower bound.
         """
@@ -482,7 +481,7 @@ class IntraOp:
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
     def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
-        """Solve the integer program at a high price per byte, for stages with too wide tables."""
+        """Solve the integer program at a high price per byte, for stages with too large tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(
             rates.num_microbatches,

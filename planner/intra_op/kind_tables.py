@@ -91,8 +91,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Decision of a block whose layouts other blocks see. ``classes``: for each choice a number,
-    equal for equal such layouts; ``firsts``: the first choice of each class."""
+    """Decision of a block (nodes laid out together) whose layouts other blocks see. ``classes``:
+    for each choice a number, equal if these layouts are equal; ``firsts``: first choice of each
+    class."""
 
     decision: int
     classes: Ints
@@ -125,8 +126,7 @@ class EdgeTables:
 
 
 def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """Return the seconds of converting a value that a block reads; None if conversions cost
-    nothing.
+    """Return the seconds of converting a value that a block reads; None if it costs nothing.
 
     Raises ``TooWideError`` if a table over the maker and all uses would be too large.
     """
@@ -185,7 +185,7 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """Cost of converting a value that a block reads, as a factor over variables of the elimination.
+    """Cost of converting a value that a block reads, as a table over variables of an elimination.
     ``axes``: see ``conversion_table``."""
 
     tables: EdgeTables
@@ -197,7 +197,8 @@ class Link:
         return tuple(dict.fromkeys(variable for variable, _ in self.axes))
 
     def factor(self, mode: Recompute) -> Factor:
-        """Return the factor of the conversion's seconds in blocks recomputed by ``mode``."""
+        """Return the seconds of the conversion, in blocks recomputed by ``mode``, as a term of the
+        sum to minimize."""
         twice = self.tables.is_repeated(mode)
         if twice not in self._factors:
             scope, table = conversion_table(self.tables.seconds(twice=twice), self.axes)
@@ -230,7 +231,7 @@ class KindTables:
 
     @staticmethod
     def of(model: StageModel, kind: str) -> KindTables:
-        """Return the tables of a kind of block, shared by all models with equal tables."""
+        """Return the tables of a kind of block, from the cache if they are known."""
         known = model.prices.cache.kind_tables
         return model.common(known, (kind,), lambda: KindTables(model, kind))
 
@@ -250,7 +251,7 @@ class KindTables:
         self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
-        """Return the variable that chooses among ``classes`` of a decision's choices."""
+        """Return the variable that decides the class (in ``classes``) of a decision's choice."""
         size = int(classes.max()) + 1
         if size == len(classes):
             return decision
@@ -265,7 +266,7 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the decisions whose layouts other blocks see."""
+        """Return the decisions (nodes laid out together) whose layouts other blocks see."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables
@@ -286,7 +287,7 @@ class KindTables:
 
     @cached_property
     def order(self) -> Order:
-        """Return the order in which to eliminate the block's decisions. Raises ``TooWideError`` if
+        """Return the order in which to eliminate the block's variables. Raises ``TooWideError`` if
         this makes too large tables."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
@@ -299,11 +300,12 @@ class KindTables:
         return found
 
     def check(self) -> None:
-        """Raise ``TooWideError`` if tables would be too large."""
+        """Raise ``TooWideError`` if the tables that ``solve`` makes would be too large."""
         assert self.order
 
     def solve(self, rates: Rates) -> Eliminated:
-        """Return a block's least cost by the layouts that other blocks see, per problem. Cached."""
+        """Return a block's least cost for each combination of layouts that other blocks see, in
+        each problem of ``rates``. Cached."""
         found = self._solved.get(rates)
         if found is None:
             order = self.order
@@ -319,8 +321,8 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Return seconds, recomputation seconds and bytes of states of all decisions' choices,
-        concatenated along the choices."""
+        """Return seconds, recomputation seconds and bytes of states of all layout choices in the
+        block, concatenated along the choices."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
@@ -330,17 +332,19 @@ class KindTables:
 
     @cached_property
     def _kept_bytes(self) -> dict[Recompute, Floats]:
-        """Map each recomputation mode to the bytes each choice keeps, for all decisions in turn."""
+        """Map each recomputation mode to the bytes kept by every layout choice in the block."""
         modes: tuple[Recompute, ...] = ("none", "selective", "full")
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
-        """Return the sum over a block's decisions of ``of(bytes kept by each choice)``."""
+        """Return the sum of ``of(bytes kept by each choice)`` over a block's decisions (nodes laid
+        out together)."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
 
     def _own(self, rates: Rates) -> list[Factor]:
-        """Return a factor per decision: the cost of each choice, without layout conversions."""
+        """Return, for each decision (nodes laid out together), the cost of each choice without
+        layout conversions, as a term of the sum to minimize."""
         seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
@@ -361,8 +365,8 @@ class KindTables:
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
-        """Return the cost ``part[row, column, choice]`` of decision ``number`` as a factor; batch
-        axes along which it is constant get length 1."""
+        """Return the cost ``part[row, column, choice]`` of decision ``number`` as a term of the sum
+        to minimize; batch axes along which it is constant get length 1."""
         if not self._is_same[number]:
             return Factor((number,), part)
         if rates.saved_prices and self._keeps[rates.mode][number]:
@@ -374,7 +378,7 @@ class KindTables:
 
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Map each recomputation mode to, by decision, whether any choice keeps bytes."""
+        """Map each recomputation mode to, for each decision, whether a choice keeps any bytes."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():
@@ -383,7 +387,8 @@ class KindTables:
 
     @cached_property
     def _is_same(self) -> list[bool]:
-        """Return, by decision, whether its cost is equal for all ZeRO stages and state prices."""
+        """Return, for each decision (nodes laid out together), whether its cost is equal for all
+        ZeRO stages and prices of states."""
         return [
             not own.states[:, :, HELD].any()
             and not own.seconds[:, :, STEP].any()

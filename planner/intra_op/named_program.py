@@ -33,7 +33,7 @@ LONGEST = 100
 
 @dataclass(frozen=True, slots=True)
 class NamedProgram:
-    """A linear program with named columns, and the decisions that its binary columns choose."""
+    """A linear program with column names, and the layout decisions that binary columns make."""
 
     title: str
     program: Program
@@ -62,7 +62,7 @@ def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -
 
 
 def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str]:
-    """Return the names of the columns of a group of columns, number ``number`` of the program."""
+    """Return the names of a group of the program's columns. ``number``: index of the group."""
     if group.kind == "choice":
         (own,) = (decisions[each] for each in group.decisions)
         return [

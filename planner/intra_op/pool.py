@@ -32,7 +32,7 @@ SAME = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Solution (choices of layouts) in the pool, with the costs of stages that use it."""
+    """A solution in the pool (choices of layouts), with the costs of stages that use it."""
 
     table: StageTable
     solution: Solution
@@ -71,7 +71,7 @@ class StageAnswer:
 
 
 def gap_between(bound: float, objective: float) -> float:
-    """Return the part of ``objective`` above the lower bound ``bound``, as a fraction of it.
+    """Return the relative gap (objective - bound) / objective, at least 0.
 
     >>> gap_between(3.0, 4.0), gap_between(5.0, 4.0), gap_between(0.0, 0.0)
     (0.25, 0.0, 0.0)
@@ -162,7 +162,7 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """Return a stage's seconds and bytes if nothing is rerun, ``[solution, zero, figure]``."""
+        """Return a stage's figures without recomputation, ``[solution, zero, figure]``."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
             rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
@@ -185,8 +185,8 @@ class Pool:
         return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
-        """Return seconds and bytes, in every solution, of a term of a stage's cost (block, edge,
-        shared parameter, sent or received value). Cached."""
+        """Return the figures (seconds, bytes), in every solution, of a term of a stage's cost:
+        block, value that a block reads, shared parameter, sent or received value. Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]

@@ -100,8 +100,8 @@ def _preference(pulp_name: str) -> tuple[bool, int]:
 
 
 def import_pulp(what: str) -> Any:
-    """Import the module ``pulp``. Raises MachineError AP402, which names its use ``what``, if it is
-    not installed."""
+    """Import the module ``pulp``. Raises MachineError AP402, which says that ``what`` needs it, if
+    it is not installed."""
     try:
         import pulp
     except ImportError as error:

@@ -90,8 +90,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Block:
-    """Ops of one block, ``names`` in order. ``fixed``: the graph's nodes that depend on no
-    input."""
+    """Ops of one block, ``names`` in order. ``fixed``: nodes that depend on no input."""
 
     graph: Graph
     names: tuple[str, ...]

@@ -140,8 +140,7 @@ def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """Return the most micro-batches that Chimera's rank ``stage`` holds at once in its two
-    stages."""
+    """Return the most micro-batches that Chimera's rank ``stage`` holds at once, in two stages."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 

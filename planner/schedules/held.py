@@ -75,7 +75,8 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
 def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[HalfPairs, ...]:
-    """Return the pairs of ``half_pairs`` for every stage, counted in the schedule's table."""
+    """Return, for every stage, the largest pairs (micro-batches before their backward, with
+    deferred weight gradients) held at one time, counted in the schedule's table."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):

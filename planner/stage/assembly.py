@@ -76,7 +76,7 @@ class StageProblem:
         return self.model.kind(kind).edges
 
     def position(self, name: str) -> int:
-        """Return the position, in ``decisions``, of the decision that lays out node ``name``."""
+        """Return the index in ``decisions`` of the decision that lays out node ``name``."""
         structure = self.model.structure
         if structure.graph[name].kind == "parameter" and structure.is_shared(name):
             return self.start[name]
@@ -147,8 +147,7 @@ class StageProblem:
         )
 
     def solution(self, choices: tuple[int, ...]) -> Solution:
-        """Convert choices, one per decision in the order of ``decisions``, to choices by kind of
-        block and shared parameter."""
+        """Convert choices, one per entry of ``decisions``, to choices by kind of block."""
         found: dict[str, tuple[int, ...]] = {}
         for kind in self.run.counts:
             start = self.start[kind]
@@ -158,7 +157,7 @@ class StageProblem:
         return found
 
     def choices(self, solution: Solution) -> tuple[int, ...]:
-        """Return a solution's choices in the order of ``decisions`` (inverse of ``solution``)."""
+        """Convert choices by kind of block to a choice per entry of ``decisions``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
     def _memory(self, setting: StageOptions, rows: Mapping[Row, Occurrences]) -> Memory:
@@ -196,9 +195,8 @@ class StageProblem:
         )
 
     def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
-        """Return the storages (memory of tensors and their views) that a block of a kind keeps,
-        with their bytes, times ``factor``, by choice. ``kept``: (storage, bytes) by decision and
-        choice."""
+        """Return the storages (memory of a tensor and its views) that a block keeps, with bytes by
+        layout choice, times ``factor``. ``kept``: (storage, bytes) by decision and choice."""
         holders: dict[str, dict[int, list[set[int]]]] = {}
         for number, choices in enumerate(kept):
             for index, parts in enumerate(choices):
@@ -263,7 +261,7 @@ class StageProblem:
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """Return the sides of a conversion without duplicates (one decision with equal classes)."""
+    """Return the uses of a value without duplicates (one decision with equal layout classes)."""
     found: list[Side] = []
     for side in sides:
         if not any(

@@ -115,7 +115,8 @@ class Run:
 
     @cached_property
     def _alike(self) -> tuple[Alike, ...]:
-        """Return each block's (kind, edges), as the same object for equal blocks.
+        """Return, for each block, its kind and edges (values that it reads from other blocks), as
+        the same object for equal blocks.
 
         Most equal tuples of edges are the same object already, which is hashed only once.
         """
@@ -127,14 +128,14 @@ class Run:
 
     @cached_property
     def _distinct(self) -> list[tuple[Alike, int]]:
-        """Return each distinct (kind, edges) of blocks with its number of blocks, in order."""
+        """Return (key, number of blocks) for each class of equal blocks, in order."""
         counts = Counter(map(id, self._alike))
         every = dict(zip(map(id, self._alike), self._alike, strict=True))
         return [(own, counts[mark]) for mark, own in every.items()]
 
     @cached_property
     def block_classes(self) -> tuple[BlockClass, ...]:
-        """Return the classes of equal blocks: of one kind, with equal edges from other blocks."""
+        """Return the classes of equal blocks: one kind, equal values read from other blocks."""
         own = sorted(self._distinct, key=lambda each: _class_key(each[0]))
         return tuple(BlockClass(kind, edges, count) for (kind, edges), count in own)
 
@@ -148,7 +149,7 @@ class Run:
 
     @cached_property
     def class_counts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return the number of blocks of each class of equal blocks, and each class's kind."""
+        """Return two tuples by class of equal blocks: numbers of blocks, and kinds of block."""
         classes = self.block_classes
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
@@ -170,8 +171,8 @@ class Run:
         return tuple(found)
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
-        """Map each term of the stage's cost (kind of block, shared parameter or edge) to how often
-        it occurs in blocks that are not, fully, and selectively recomputed under ``policy``."""
+        """Map each term of the stage's cost (kind of block, shared parameter, or value that a block
+        reads) to how often it occurs in blocks that are not, fully, and selectively recomputed."""
         if policy not in self._occurrences:
             recomputed: dict[Row, list[int]] = {}
             numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)

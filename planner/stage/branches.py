@@ -59,7 +59,7 @@ class StagePlacement:
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """Return the ratio of times in which stage ``target`` receives from stage ``source`` and
+        """Return how many times as long stage ``target`` takes to receive from stage ``source`` as
         from the devices just before its own."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
@@ -70,7 +70,8 @@ class StagePlacement:
 
 
 def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
-    """Return the fewest edges whose paths imply all ``pairs``; None if they form a chain.
+    """Return the fewest (source, target) edges between stages whose paths imply all ``pairs``; None
+    if they form a chain.
 
     >>> reduce_edges([(0, 1), (1, 2), (0, 2)], 3), reduce_edges([(0, 2), (1, 2)], 3)
     (None, ((0, 2), (1, 2)))

@@ -46,8 +46,8 @@ MOST_COMPARED = 1 << 22
 
 @dataclass(frozen=True)
 class Decision:
-    """Nodes whose layouts are chosen together; a choice is one layout for each. ``members`` are op
-    nodes in order, then parameters.
+    """Nodes whose layouts are chosen together. A choice is a layout for each node. ``members`` are
+    op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` have the fields of ``Seconds`` and
     ``StateBytes``; ``skipped_seconds[mode, choice]`` are the forward seconds (device, host,
@@ -71,7 +71,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """Costs of all candidate choices of a kind of block, in arrays like those of ``Decision``."""
+    """Seconds and bytes of all layout choices of a kind of block, in arrays as in ``Decision``."""
 
     seconds: Floats
     states: Floats
@@ -206,7 +206,7 @@ def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
 def parameter_decision(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> Decision:
-    """Return the decision of the layout of a parameter that is read more than once."""
+    """Return the layout decision, with costs, of a parameter that is read more than once."""
     layouts = held_layouts(node, graph, prices, restriction)
     costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
     seconds = np.array([[own for own, _ in each] for each in costs])
@@ -225,7 +225,7 @@ def parameter_decision(
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
-    """Return a choice for each layout in which parameter ``name`` may be stored; cached."""
+    """Return, for each layout, the choice to store parameter ``name`` in it. Cached."""
     return find(
         prices.cache.held_choices,
         (name, layouts),

@@ -120,15 +120,16 @@ class KindModel:
         return tuple(tuple(held.read for held in choices) for choices in self._held)
 
     def parts(self, mode: Recompute) -> Kept:
-        """Return (storage, bytes) kept from forward to backward under a recomputation mode, by
-        decision and choice, without values of other blocks."""
+        """Return the storages (memory of a tensor and its views) kept from forward to backward
+        under a recomputation mode, as (storage, bytes) by decision and choice, without values of
+        other blocks."""
         if mode == "none":
             return self.saved
         return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """Return the bytes kept by each choice from forward to backward, for all decisions in turn;
-        a storage that several decisions keep counts for the first.
+        """Return the bytes that each choice of each decision (nodes laid out together) keeps from
+        forward to backward; a storage that several decisions keep counts for the first.
 
         The sum over a block's decisions is at most the bytes that the block keeps.
         """

@@ -93,12 +93,12 @@ class DecisionSpace:
 
     @property
     def bounds(self) -> list[int]:
-        """Return, for each decision, one more than the number of its last candidate choice."""
+        """Return, for each decision, one more than its last choice's number."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
     def kept(self, rows: Ints) -> tuple[Candidates, ...]:
-        """Return the decisions with only the candidate choices numbered ``rows``. Cached."""
+        """Return the decisions with only the layout choices numbered ``rows``. Cached."""
         key = rows.tobytes()
         if key not in self.pruned:
             starts = [0, *self.bounds[:-1]]
@@ -109,15 +109,15 @@ class DecisionSpace:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Split ascending numbers of candidate choices into an array for each decision."""
+        """Split ascending numbers of layout choices into an array for each decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
 def decision_space(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> DecisionSpace:
-    """Build the decisions of a block, without prices, in the order of their first nodes. ``merge``:
-    views join the decision whose result they read."""
+    """Build the layout decisions of a block, without prices, in the order of their first nodes.
+    ``merge``: views join the decision whose result they read."""
     skipped = replay(block, graph, prices).skipped
     builder = _Builder(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in merge_nodes(block, graph, prices, restriction, merge=merge):
@@ -210,7 +210,7 @@ def _follow(
 
 @dataclass
 class _Builder:
-    """Builder of a ``DecisionSpace``, to which decisions are added one by one."""
+    """Builder of a block's layout decisions (``DecisionSpace``), added one by one."""
 
     graph: Graph
     prices: Prices
@@ -346,7 +346,7 @@ def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
 def structure_key(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return a key of a block's unpriced decisions: equal keys mean equal ``DecisionSpace``.
+    """Return a key that is equal if the layout decisions of a block (``DecisionSpace``) are equal.
 
     It is equal for all meshes and numbers of rows for which the block's nodes have the same
     strategies on every axis (ignoring bytes of collectives) and the same products of axes divide
@@ -371,8 +371,7 @@ def structure_key(
 def _axis_key(
     block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return a key of a mesh axis: its permitted uses, and the strategies of a block's nodes on
-    it."""
+    """Return a key of a mesh axis: its permitted uses, and the strategies of the block's nodes."""
     size = prices.mesh.shape[axis]
     given = (
         restriction.split_batch,
@@ -397,7 +396,7 @@ def _axis_key(
 
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
-    """Return a number for the result of ``make``, equal for equal results; cached by ``key``."""
+    """Return a number that is equal for equal results of ``make``; cached by ``key``."""
     numbers = prices.cache.trait_numbers
     number: int = find(
         prices.cache.traits,

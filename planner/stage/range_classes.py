@@ -69,13 +69,13 @@ class RunClasses:
 
     @cached_property
     def lengths(self) -> Ints:
-        """Return the number of blocks of the runs of each class."""
+        """Return the number of blocks of a run, by class."""
         return np.array([stop - start for start, stop in self.firsts], dtype=np.int64)
 
     @cached_property
     def roles(self) -> Mapping[tuple[bool, bool], Ints]:
-        """Map (whether a run begins at the model's first block, whether it ends at the last) to the
-        numbers of the classes of such runs."""
+        """Map (whether a run of blocks begins at the model's first, whether it ends at the last) to
+        the numbers of the classes of such runs."""
         size, found = self.num_blocks, {}
         for first in (True, False):
             for last in (True, False):
@@ -87,8 +87,8 @@ class RunClasses:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """Return the classes grouped into series, whose classes differ only in how often one block
-        is repeated; every class is in exactly one."""
+        """Return the classes in series. Classes of a series differ only in how often one block is
+        repeated; every class is in one series."""
         found: dict[object, list[tuple[int, int]]] = {}
         for number, (start, stop) in enumerate(self.firsts):
             parts = self._parts(start, stop)
@@ -113,7 +113,7 @@ class RunClasses:
         return found
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return blocks ``start`` to ``stop`` as (signature of equal blocks, repetitions) pairs."""
+        """Return blocks ``start`` to ``stop`` as (block signature, repetitions) pairs."""
         found = []
         while start < stop:
             end = min(int(self._ends[start]), stop)
@@ -123,7 +123,7 @@ class RunClasses:
 
 
 def run_classes(structure: Structure) -> RunClasses:
-    """Return the classes of all runs (consecutive blocks) that cost the same as a stage."""
+    """Return the classes of runs (consecutive blocks) that cost the same as a stage."""
     marks, reach = _marks(structure)
     known: dict[object, int] = {}
     signatures = np.array([known.setdefault(mark, len(known)) for mark in marks], dtype=np.int64)
@@ -281,7 +281,7 @@ def _first_of_a_module(graph: Graph, block: Block) -> str:
 
 
 def without_inner(classes: RunClasses, begins: Collection[int]) -> RunClasses:
-    """Return the classes without stages that contain a block of ``begins`` after their first."""
+    """Return the classes without stages that contain a block of ``begins``, unless as the first."""
     if not begins:
         return classes
     numbers = classes.numbers.copy()

@@ -46,8 +46,7 @@ FEWEST_POINTS = 10
 
 
 class RecomputePolicy(NamedTuple):
-    """Numbers of fully and of selectively recomputed blocks of a stage, by class of equal
-    blocks."""
+    """Numbers of fully and selectively recomputed blocks of a stage, by class of equal blocks."""
 
     full: tuple[int, ...] = ()
     selective: tuple[int, ...] = ()
@@ -120,10 +119,9 @@ class Policies:
         return total
 
     def largest(self, sizes: Floats) -> Floats:
-        """Return, for each policy, the largest of its recomputed blocks' ``sizes``, 0 if it has
-        none.
+        """Return, for each policy, the largest size of its recomputed blocks, 0 if none.
 
-        Takes sizes ``[mode, …, class]``; returns ``[…, policy]``.
+        Takes ``sizes[mode, …, class]``; returns ``[…, policy]``.
         """
         largest = np.zeros((*sizes.shape[1:-1], len(self)))
         for used, of_mode in zip(self._is_used, sizes, strict=True):
@@ -174,7 +172,7 @@ def group_policies(
 
 @lru_cache(maxsize=4096)
 def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
-    """Return the number of policies that ``policies`` returns for the same arguments."""
+    """Return the number of recomputation policies that ``policies`` returns for these arguments."""
     return prod(own.shape[1] for own in group_policies(counts, kinds)[1])
 
 
@@ -270,7 +268,7 @@ def _front(
     costs: RecomputeCosts,
     modes: Sequence[Recompute],
 ) -> _Points:
-    """Return the Pareto front of seconds and bytes of policies that recompute only in ``modes``."""
+    """Return the Pareto front (seconds, bytes) of policies that recompute only in ``modes``."""
     points = _points(np.zeros((2, 1, len(counts)), dtype=np.int64), costs)
     for group, own in zip(*group_policies(counts, kinds), strict=True):
         allowed = own[:, Policies(own).within(modes)]
@@ -291,7 +289,8 @@ def _points(blocks: Ints, costs: RecomputeCosts) -> _Points:
 
 
 def _combined(one: _Points, other: _Points) -> _Points:
-    """Return all unions of a policy of ``one`` and a policy of ``other``, for other blocks."""
+    """Return all policies that join a policy of ``one`` and a policy of ``other``; their seconds
+    and kept bytes add up."""
     here = np.repeat(np.arange(len(one.seconds)), len(other.seconds))
     there = np.tile(np.arange(len(other.seconds)), len(one.seconds))
     return _Points(

@@ -75,7 +75,7 @@ class StageCost:
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
-        """Return (forward, backward): seconds in which a micro-batch is launched and computed."""
+        """Return (forward, backward): seconds to launch and compute all blocks of a micro-batch."""
         own = self.seconds
         forward = max(own.forward_compute, own.forward_issue)
         return forward, max(own.backward_compute, own.backward_issue)
@@ -105,7 +105,7 @@ class StageCost:
         return self._with_exposed(both, self.issued_groups)
 
     def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
-        """Return seconds: (forward, backward, gathers before the first forward, end of step)."""
+        """Return seconds: (forward, backward, gathers before the first forward, step's end)."""
         found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
         forward, backward, gather, end = map(float, found)
         return forward, backward, gather, end
@@ -116,7 +116,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """Return the seconds by block, compute at least as long as its launch by the host."""
+        """Return the seconds by block, with compute at least as long as its launch by the host."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -223,7 +223,7 @@ class PolicyCosts:
 class StageTable:
     """Costs of all stages of the same kinds of blocks, with given layouts of their nodes.
 
-    ``choices``: the choice of each decision of ``assembly``. A row is a term of a stage's cost.
+    ``choices``: for each decision (nodes laid out together), its choice.
     """
 
     def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
@@ -239,7 +239,7 @@ class StageTable:
         self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
     def row(self, row: Row) -> RowCost:
-        """Return the cost of one block, shared parameter, or edge (value that a block reads)."""
+        """Return the cost of one block, shared parameter or edge (value that a block reads)."""
         if row not in self.rows:
             self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
         return self.rows[row]
@@ -293,7 +293,7 @@ class StageTable:
         )
 
     def _edge(self, edge: Edge) -> RowCost:
-        """Return the cost of a value read from another block; recomputed readers keep the value."""
+        """Return the cost of a value read from another block; a recomputed reader keeps it."""
         forward, backward = self._conversion(edge)
         recompute = forward * np.array(self.model.repeats(edge))
         seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
@@ -346,7 +346,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """Return ``RowCost.unrecomputed`` of a row, or the same for a sent or received value."""
+        """Return a term's seconds and bytes without recomputation, ``[zero, figure]``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))

@@ -47,7 +47,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
     """A value that a stage sends or receives, or the loss. ``seconds[choice, direction]`` (forward,
-    backward) of its conversion or transfer depend on the choice of the layouts of ``node``."""
+    backward) of its conversion or transfer, by the layout choice of ``node``."""
 
     node: str
     is_received: bool
@@ -56,14 +56,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Distinct layouts that a value may have; ``of_choice``: the layout's index by choice."""
+    """Distinct layouts that a value may have. ``of_choice``: index of the layout by choice."""
 
     layouts: tuple[Layout, ...]
     of_choice: Ints
 
     @staticmethod
     def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
-        """Build the options from all choices' layouts; ``cache`` shares equal tuples of layouts."""
+        """Build the options from the layouts of all choices. ``cache`` shares equal tuples."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
         return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
@@ -71,10 +71,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Distinct layouts that the uses of a value in a block may need. ``columns``: for each use and
-    choice, the layout's index.
+    """Distinct layouts that the uses of a value in a block may need. ``columns``: for each use, the
+    index of the layout by choice.
 
-    ``alone``: all uses belong to one decision and always need the same layout.
+    ``alone``: all uses belong to one decision (nodes laid out together) and need equal layouts.
     """
 
     layouts: tuple[Layout, ...]
@@ -130,7 +130,7 @@ class StageModel:
         return self.merge, self.restriction.key, self.prices.key
 
     def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return the result of ``make``, cached for all models that differ in ``link`` only."""
+        """Return the result of ``make``, cached for all models that are equal but for ``link``."""
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
@@ -188,7 +188,7 @@ class StageModel:
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
     def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[..., SavedTensors]:
-        """Return the function ``KindModel.held`` of a kind of block; it caches its results."""
+        """Return a cached function (decision, choice) → ``SavedTensors`` for a kind of block."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], SavedTensors] = {}
@@ -232,7 +232,7 @@ class StageModel:
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
-        """Return the layouts in which a use (an op's input) may need its value."""
+        """Return the layouts in which an op may need its input (``use``)."""
         node, at = use.node, use.position
         key = ("wanted", node, at)
         return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
@@ -240,7 +240,8 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """Return the results of ``layout`` for the choices of the decision that has ``member``."""
+        """Return the distinct layouts of a node's input or output (``layout``) in all choices of
+        the decision that has node ``member``."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -267,7 +268,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """Return the kind of block (or shared parameter) and the decision that lay out a node."""
+        """Return the kind of block (or shared parameter), and the decision, of a node's layout."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
@@ -293,8 +294,8 @@ class StageModel:
         return self.structure.graph[edge.name].outputs[edge.index]
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """Return the distinct layouts that a value's uses in a block may need, and for each use an
-        array of the layout's index by choice."""
+        """Return the distinct layouts that a value's uses in a block may need, and for each use the
+        index of the layout by choice."""
         found = self._targets(edge)
         return found.layouts, found.columns
 
@@ -332,8 +333,8 @@ class StageModel:
         )
 
     def merged(self, edge: Edge) -> Merged:
-        """Return the seconds of converting a value that a block reads, by classes of layouts that
-        cost the same."""
+        """Return the seconds of converting a value that a block reads, with layouts that cost the
+        same merged to classes."""
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
@@ -354,8 +355,8 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """Return (boundary, how often it occurs) for the values that a stage of the blocks ``run``
-        sends and receives, and for the loss."""
+        """Return (boundary, how often it occurs) for values that a stage of the blocks ``run``
+        sends and receives, and for the loss. A boundary has the seconds of one value."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss
@@ -364,7 +365,7 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """Return the boundary of a value sent to later stages, or of the loss, made whole."""
+        """Return the conversion seconds of a sent value, or of the loss, which is made whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
@@ -374,7 +375,7 @@ class StageModel:
         return self._boundaries[key]
 
     def _incoming(self, ref: Ref, first: Use) -> Boundary:
-        """Return the boundary of a value received in the layout that its first use needs."""
+        """Return the transfer seconds of a value received in the layout its first use needs."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:

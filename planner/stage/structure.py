@@ -141,7 +141,7 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Return whether a node's input from outside the block has a decision of its own."""
+        """Return whether the layout of a node's input from outside the block is chosen apart."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
@@ -158,7 +158,8 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """Return the edges of parameters that blocks of a kind use alone but more than once."""
+        """Return the uses (``Edge``) of parameters that only one kind of block uses, but more than
+        once in a block."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]
@@ -236,7 +237,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Return, for each block, its edges in a stage that makes all values it reads."""
+        """Return, for each block, the values it reads if its stage makes all of them."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
@@ -277,7 +278,7 @@ class Structure:
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
     def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """Return the edge (value with its uses) to block ``at`` from a block of its stage."""
+        """Return the edge (value with its uses) to block ``at`` from a block of the same stage."""
         return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
@@ -290,14 +291,14 @@ class Structure:
 
     @cached_property
     def _crossed(self) -> tuple[Ints, Ints]:
-        """Return, as arrays over ``crossing``, the blocks that make and that last read values."""
+        """Return two arrays over ``crossing``: blocks that make, and that last read, the values."""
         every = [(made, last) for _, made, last in self.crossing]
         made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
         return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
-        """Return (value, block that makes it, last block that reads it), if a later block does."""
+        """Return (value, block that makes it, last block that reads it) if later blocks do."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])
             for ref, readers in self.readers.items()

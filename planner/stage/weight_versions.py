@@ -17,8 +17,7 @@ from .stage_cost import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:
-    """Return whether a schedule updates weights while micro-batches are between forward and
-    backward.
+    """Return whether a schedule updates weights in the middle of a step's micro-batches.
 
     >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
     (True, False)
@@ -55,8 +54,7 @@ def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> Sta
 
 
 def _version_share(rules: PrecisionPolicy) -> float:
-    """Return the bytes of one version of the weights divided by the bytes of parameters in all
-    copies.
+    """Return the bytes of one version of the weights, divided by the bytes of all their copies.
 
     Versions are in the compute format: in mixed precision they have no master copy.
     """
