@@ -178,10 +178,10 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Return whether the backward repeats the collectives of an op only if it reruns the op.
+        """Return whether the backward repeats an op's collectives only if it reruns the op.
 
-        This package's own backward also repeats others: it reruns the kernels of attention over
-        several ranks, with their collectives, for the tensors that autograd keeps.
+        This package's own backward repeats more: it reruns the kernels of attention over several
+        ranks, with their collectives, for the tensors that autograd keeps.
         """
         return bool(self.recomputed)
 

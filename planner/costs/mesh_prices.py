@@ -189,8 +189,8 @@ class MeshPrices:
         """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes per rank.
         ``held``: layout in which it is stored; ``zero``: ZeRO stage.
 
-        Over ``state_axes`` the latency of collectives is not included, as a block's parameters
-        travel together; ``block_sync`` has it once per block.
+        Latencies of collectives over the ranks that shard states are not included, as a block's
+        parameters travel together; ``block_sync`` has them once per block.
         """
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes

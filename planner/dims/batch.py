@@ -194,7 +194,7 @@ class _Propagation:
         return self.labels if all(self._holds(node) for node in operations) else None
 
     def run_apart(self) -> set[str]:
-        """Label as many nodes as possible; return the names of the rest, which mix several rows."""
+        """Find the placements of all nodes that mix no rows; return the names of the others."""
         operations = [node for node in self.graph if node.kind == "op"]
         met: set[str] = set()
         self._start()
@@ -242,7 +242,7 @@ class _Propagation:
         return number
 
     def _advance(self, node: Node) -> bool:
-        """Label a node's outputs, given its inputs' labels; return False if no strategy fits."""
+        """Add the placements of a node's outputs, given its inputs'; return False if none fit."""
         refs = node.inputs
         held = [self._used(ref) for ref in refs]
         if not any(held) or (node.outputs and Ref(node.name) in self.labels):

@@ -109,7 +109,7 @@ def find_places(graph: Graph) -> SeqDims:
 
 
 def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
-    """Add a node to ``found``: the positions in its outputs, or that its result is a sum over
+    """Record, in ``found``, the positions in a node's outputs, or that its result is a sum over
     positions."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
@@ -169,7 +169,7 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
 
 
 def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add an op that reads sums over positions to ``found.sums``. Raises PlanError AP548 if it is
+    """Record that an op on sums over positions makes such a sum. Raises PlanError AP548 if it is
     not linear in them."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
@@ -196,8 +196,9 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
 
 
 def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add an op of attention that is written in separate ops; its last two dimensions are query and
-    key positions. Raises PlanError AP548 if inputs have other positions."""
+    """Record the positions in the output of an op of attention that is written in separate ops; its
+    last two dimensions are query and key positions. Raises PlanError AP548 if inputs have
+    others."""
     written = found.written[node.name]
     rows = len(node.spec.shape) - 2
     whole = SeqDim(rows, count=found.length)
@@ -216,7 +217,8 @@ def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add a random op. Raises PlanError AP548 if one dimension has both positions and rows."""
+    """Record the positions in a random op's output. Raises PlanError AP548 if one dimension has
+    both positions and rows."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
     if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
@@ -252,8 +254,8 @@ def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _follow_loss(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add a loss over classes to ``found.sums``. Raises PlanError AP548 if its mean is not over
-    rows that are counted (``Graph.accumulation``)."""
+    """Record that a loss over classes is a sum over positions. Raises PlanError AP548 if its mean
+    is not over rows that are counted (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
     if place is None or place.dim == classes:

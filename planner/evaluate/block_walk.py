@@ -196,8 +196,9 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """Let the forward, and the backward or each half of a split backward, end only when both
-        the device and the host that issues its ops have finished."""
+        """Raise the host's seconds so that the forward, and the backward or each half of a split
+        backward, ends only when both the device and the host that launches its ops have
+        finished."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(

@@ -122,7 +122,7 @@ def _figures(values: Sequence[object] | None) -> object:
 def _own_costs(
     pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
 ) -> StageCosts:
-    """Return the simulator's input for these stages, with edges only if they form no chain."""
+    """Return the simulator's input for these stages; a chain of stages gets no edges."""
     edges, slices = pipeline.edges, pipeline.slices
     if edges is not None and _pairs(edges) == chain(len(costs)):
         edges = None

@@ -253,8 +253,9 @@ class _After:
         return begin, self.high[stops] - 1
 
     def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
-        """Return an array ``[move, cut, j]``, j < ``width``: the later stages' objective from the
-        position ``stops[move]`` and the cut j + 1 after ``cuts[move, cut]``."""
+        """Return an array ``[i, cut, j]``, j < ``width``: the later stages' objective if they begin
+        at position ``stops[i]`` on the devices, j + 1 cuts (positions between blocks) after
+        ``cuts[i, cut]``."""
         step = self.values.strides[1]
         rows, size = self.values.shape
         every = np.lib.stride_tricks.as_strided(
@@ -264,8 +265,8 @@ class _After:
         return found
 
     def strip(self, stop: int, cuts: range, columns: range) -> Floats:
-        """Return a view ``[j, cut]``, j in ``columns``: the later stages' objective from position
-        ``stop`` and the cut j + 1 after ``cut``."""
+        """Return a view ``[j, cut]``, j in ``columns``: the later stages' objective if they begin
+        at position ``stop`` on the devices, j + 1 cuts (positions between blocks) after ``cut``."""
         step = self.values.strides[1]
         start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))

@@ -115,13 +115,13 @@ class IntraOp:
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Compute lower bounds of stages of one family by solving them without a memory limit."""
+        """Compute lower bounds of stages (of the same kinds of blocks), ignoring memory limits."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Compute lower bounds of stages of one family by variable elimination in cost tables.
+        """Compute lower bounds of stages (of the same kinds of blocks) from cost tables.
 
         Return False if the tables are too large or the time is up.
         """
@@ -170,7 +170,8 @@ class IntraOp:
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve stages of one family by cost tables; None if these are too large or time is up."""
+        """Solve stages of the same kinds of blocks by cost tables; None if too large or too
+        late."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None

@@ -142,8 +142,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return how often a product computes each distinct value, as both operands are equally
-        repeated; 1 if they are not."""
+        """Return how often a product's output repeats each distinct value, if both operands repeat
+        their values equally; else 1."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 

@@ -254,8 +254,8 @@ class Request:
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """Return the allowed schedules with one stage per rank. For a forced schedule that is
-        derived from pipelines of another (Chimera, TeraPipe) it is the other schedule."""
+        """Return the schedules of one stage per rank for which to search pipelines: all allowed;
+        for a forced Chimera or TeraPipe the schedule whose pipelines it takes over."""
         name = self.forced.schedule
         if name is not None and not self.forces_chunks:
             return (BASE_SCHEDULE.get(name, name),)

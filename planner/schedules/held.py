@@ -102,19 +102,21 @@ def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
 
 
 def is_split(pairs: HalfPairs) -> bool:
-    """Return whether a pair of ``half_pairs`` has micro-batches with deferred weight gradients."""
+    """Return whether some micro-batches have deferred weight gradients. ``pairs`` are numbers of
+    micro-batches (before their backward, with deferred weight gradients)."""
     return any(late for _, late in pairs)
 
 
 def most_held(pairs: HalfPairs) -> int:
-    """Return the most micro-batches held at once: those before their backward and those whose
-    weight gradients are deferred, together."""
+    """Return the most micro-batches held at once. ``pairs`` are numbers of micro-batches (before
+    their backward, with deferred weight gradients)."""
     return max(waiting + late for waiting, late in pairs)
 
 
 def held_bytes(pairs: HalfPairs, kept_bytes: float, late_bytes: float) -> float:
-    """Return the most bytes of activations that a stage holds at once. A micro-batch holds
-    ``kept_bytes`` until its backward, then ``late_bytes`` until its deferred weight gradients.
+    """Return the most bytes of activations that a stage holds at once, given its ``pairs`` of
+    numbers of micro-batches (before their backward, with deferred weight gradients), which hold
+    ``kept_bytes`` and ``late_bytes`` each.
 
     >>> held_bytes(((3, 0), (2, 1)), 10.0, 20.0)
     40.0

@@ -221,9 +221,9 @@ class StageProblem:
     def _peaks(
         self, rows: Mapping[Row, Occurrences], zero: int
     ) -> tuple[tuple[Alternative, ...], ...]:
-        """Return two groups of transient bytes by choice: the working memory of each op; the
-        gathered weights and recomputed values of each kind of block. The largest of each group
-        counts."""
+        """Return two groups of alternatives of transient bytes, by layout choice: for each op its
+        working memory; for each kind of block its gathered weights and recomputed values. The
+        largest of each group counts."""
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)

@@ -268,7 +268,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """Return the kind of block (or shared parameter), and the decision, of a node's layout."""
+        """Return the kind of block (or shared parameter) and the decision that has a node."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
