@@ -100,8 +100,9 @@ class StageBand:
         return self.cuts.width(self.most_blocks)
 
     def _classes(self, which: int) -> Floats:
-        """Return the stage's seconds q (``which`` 0) or m (1) by class of blocks (``Cuts``),
-        infinite where m exceeds the bound; the last entry, for impossible stages, is infinite."""
+        """Return the stage's seconds q (paid once; ``which`` 0) or m (paid only by the slowest
+        stage; 1) by class of blocks (``Cuts``); infinite where m exceeds the bound, and in a last
+        entry."""
         if which not in self._made:
             own = np.where(self._within, self.by_class[which], np.inf)
             self._made[which] = np.append(own, np.inf)
@@ -121,8 +122,8 @@ class StageBand:
         return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
     def along(self, which: int, strip: TileBlock) -> Floats:
-        """Return the seconds q (``which`` 0) or m (1) of a strip as an array ``[j, cut]``, with a
-        single column if all cuts have equal seconds."""
+        """Return the seconds q (paid once; ``which`` 0) or m (paid only by the slowest stage; 1) of
+        the stages of a strip, ``[j, cut]``, with a single column if all cuts have equal seconds."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
             return self._classes(which)[self.cuts.band[cuts.start, columns], None]
@@ -133,8 +134,8 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Return q (``which`` 0) or m (1) of stages that begin at ``cuts``, as ``[cut, j]``; a
-        stage of row ``cut`` ends j + 1 cuts later."""
+        """Return the seconds q (paid once; ``which`` 0) or m (paid only by the slowest stage; 1) of
+        stages that begin at one of ``cuts``, as ``[cut, j]``, where they end j + 1 cuts later."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]
@@ -151,8 +152,8 @@ class StageBand:
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Seconds of a stage that begins at one of ``cuts``: ``once`` (q) and ``slowest`` (m), as
-    arrays ``[cut, j]`` for stages that end j + 1 cuts later."""
+    """Seconds of a stage that begins at one of ``cuts`` (positions between blocks) and ends j + 1
+    cuts later, ``[cut, j]``: ``once`` is paid once, ``slowest`` only by the slowest stage."""
 
     band: StageBand
     cuts: Ints
@@ -168,9 +169,9 @@ class TileRows:
 
 @dataclass(frozen=True, slots=True)
 class TileBlock:
-    """Seconds of a stage that begins at one of the consecutive ``cuts`` and ends j + 1 cuts later,
-    j in ``columns``: ``once`` (q) and ``slowest`` (m), ``[j, cut]``. ``is_alike``: all cuts have
-    equal seconds."""
+    """Seconds of a stage that begins at one of the consecutive ``cuts`` (positions between blocks)
+    and ends j + 1 cuts later, j in ``columns``, as ``[j, cut]``: ``once`` is paid once, ``slowest``
+    only by the slowest stage. ``is_alike``: all cuts have equal seconds."""
 
     band: StageBand
     cuts: range

@@ -221,8 +221,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _After:
-    """Least objective of the later stages. For each position, ``row`` is its row in ``values``, and
-    ``low`` and ``high`` its first and last cut with a finite value."""
+    """Least objective of the later stages, by the position on the devices and the cut between
+    blocks where they begin. ``row``: row of a position in ``values``; ``low``, ``high``: its first
+    and last cut with a finite value."""
 
     values: Floats
     row: Ints

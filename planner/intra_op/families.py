@@ -75,7 +75,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cost of a value that a block reads from another, by variables. Cached."""
+        """Return the cost of a value that a block reads from another, by variables (layouts)."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]

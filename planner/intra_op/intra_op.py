@@ -170,8 +170,7 @@ class IntraOp:
         return self._prepare_by_tables((run,), num_microbatches)
 
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve stages of the same kinds of blocks by cost tables; None if too large or too
-        late."""
+        """Solve stages of the same kinds of blocks by cost tables; None if too large or late."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None

@@ -131,7 +131,7 @@ class _Replays:
 
     @cached_property
     def _makes(self) -> frozenset[str]:
-        """Return the ops that save values they make (results, statistics), so they must rerun."""
+        """Return the ops whose backward reads values that they make (result, statistics)."""
         extra = self.rules.saved_extra_bytes
         return frozenset(
             name

@@ -128,7 +128,7 @@ class Run:
 
     @cached_property
     def _distinct(self) -> list[tuple[Alike, int]]:
-        """Return (key, number of blocks) for each class of equal blocks, in order."""
+        """Return (kind and edges, number of blocks) for each class of equal blocks."""
         counts = Counter(map(id, self._alike))
         every = dict(zip(map(id, self._alike), self._alike, strict=True))
         return [(own, counts[mark]) for mark, own in every.items()]

@@ -237,7 +237,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Return, for each block, the values it reads if its stage makes all of them."""
+        """Return, for each block, the values (``Edge``) it reads, if its stage makes them all."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
