@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 
 class AutoparallelError(Exception):
-    """Root of the tree. ``code`` is stable and documented in docs/errors.md.
+    """Base class of all errors of the package. ``code`` is stable and documented in docs/errors.md.
 
     ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module path or
     option; ``fix`` a remedy to try.
@@ -61,7 +61,7 @@ def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) ->
 
 
 class UsageError(AutoparallelError):
-    """A file, an option or the contract of a model file is wrong."""
+    """A file, an option or a model file's functions are wrong. Exit code 2."""
 
     exit_code = 2
 

@@ -194,8 +194,8 @@ class _Conversion(torch.autograd.Function):
 
 def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
     """Convert a rank's local tensor to another layout by collectives, differentiably. ``steps``,
-    from ``planner.graph.layout.conversion_steps``, are one change of placement each. Integers and
-    booleans, which have no gradient, are converted forward only; along a mesh axis of one rank
+    from ``planner.graph.graph.layout.conversion_steps``, are one change of placement each. Integers
+    and booleans, which have no gradient, are converted forward only; along a mesh axis of one rank
     nothing is done."""
     for step in steps:
         if communicator.size(step.axis) == 1:

@@ -31,12 +31,11 @@ Localize = Callable[[Node, Specs, Specs], Arguments]
 def op_case(
     node: Node, inputs: Specs, outputs: Specs, work: Work, *, in_tf32: bool = False
 ) -> OpCase | None:
-    """Return the case (op, shapes, arguments) by which a profile stores a node at local shapes;
-    None if there is nothing to measure.
+    """Return the op, shapes and arguments by which a profile stores a node at local shapes; None if
+    there is nothing to measure.
 
     There is nothing for an op without forward and backward work, or with an argument that a profile
-    cannot express. ``work`` is the op's work at the same shapes. ``in_tf32``: its products run in
-    TF32.
+    cannot express. ``work``: FLOPs and bytes at these shapes. ``in_tf32``: products run in TF32.
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
@@ -73,7 +72,7 @@ _LOWER_RIGHT = "autoparallel.lower_right_attention.default"
 
 
 def _canonical(arguments: Arguments) -> str:
-    """Format ``[args, kwargs]`` as text, with tensors numbered in call order."""
+    """Return the arguments as text, with tensors numbered in call order."""
     numbers = itertools.count()
     args, kwargs = map_refs(arguments, lambda _: {"tensor": next(numbers)})
     return canonical(args, kwargs)
@@ -92,7 +91,7 @@ def _argument(node: Node, position: int, name: str, value: Any) -> Arguments:
 
 
 def _size_at(position: int) -> Localize:
-    """Return a function that sets the op's size argument to the shape of the local output."""
+    """Return a function that replaces an op's size argument by the size of the local output."""
 
     def localize(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
         return _argument(node, position, "size", list(outputs[0].shape))
@@ -133,8 +132,8 @@ def _split(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _slice(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Return a slice's arguments at local shapes: if it keeps the whole dimension, it keeps the
-    whole local part."""
+    """Return the arguments of a slicing op at local shapes. An op that keeps the whole dimension
+    also keeps the whole local part."""
     dim = _dim(node, 1, len(inputs[0].shape))
     if outputs[0].shape[dim] == inputs[0].shape[dim]:
         return (node.args[0], dim, 0, sys.maxsize), {}
@@ -164,7 +163,7 @@ in transposed convolutions, with ``output_padding`` before and ``dilation`` afte
 
 
 def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Return a convolution's arguments at local shapes; ``groups`` counts this rank's groups."""
+    """Return a convolution's arguments at local shapes, with ``groups`` of this rank only."""
     position = 8 if packet(node.op) == "convolution" else _GROUPS_AT
     groups = node.args[position] if position < len(node.args) else node.kwargs.get("groups", 1)
     if groups == 1:
@@ -175,7 +174,7 @@ def _convolution(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
 
 
 def _counted(node: Node, inputs: Specs, outputs: Specs) -> Arguments:
-    """Return a random op's arguments without its key, which does not affect the time."""
+    """Return a random op's arguments without its random key, which does not affect its time."""
     kept = {name: value for name, value in node.kwargs.items() if name not in ("key", "start")}
     return node.args, {**kept, "number": 0}
 
