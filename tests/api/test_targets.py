@@ -169,7 +169,7 @@ def test_a_tuple_of_meta_tensors_is_a_batch(model_file: Path) -> None:
 
 
 def test_check_tells_parameters_bytes_batch_and_loss(model_file: Path) -> None:
-    text = check_target(load_target(str(model_file), {"width": 1000, "depth": 4}), 4, None)
+    text = str(check_target(load_target(str(model_file), {"width": 1000, "depth": 4}), 4, None))
     assert "Net, 4.00 M parameters in 8 tensors, 0 B allocated" in text
     assert "x (4, 8) float32" in text
     assert "loss_fn(outputs, batch)" in text
