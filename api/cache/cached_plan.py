@@ -94,9 +94,10 @@ def reuse_or_search(
                 NO_FIT, known.what, why=known.why, where=known.where, fix=known.fix
             )
     elif known is not MISSING:
-        return known and replace(known, solver=replace(known.solver, is_reused=True))
+        plan: Found = known
+        return plan and replace(plan, solver=replace(plan.solver, is_reused=True))
     try:
-        plan: Found = search()
+        plan = search()
     except InfeasibleError as error:
         if error.code == NO_FIT:
             refused = _Refused(limit, error.what, error.why, error.where, error.fix)
