@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from ..cost_model.cluster.given_text import printable
+
 
 class AutoparallelError(Exception):
     """Base class of all errors of the package. ``code`` is stable and documented in docs/errors.md.
@@ -52,7 +54,7 @@ class AutoparallelError(Exception):
             if text:
                 lines.append(f"  {label} {text}")
         lines += [f"  {note}" for note in getattr(self, "__notes__", ())]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) -> AutoparallelError:

@@ -46,7 +46,7 @@ def launch(
     loaded = load_plan(plan)
     folder = Path(output)
     job = job_of(
-        loaded,
+        loaded.cluster,
         name=name,
         hosts=read_hosts(hosts),
         folder=folder,

@@ -13,6 +13,7 @@ from autoparallel.cost_model.cluster.detect import is_at_hand
 from autoparallel.options.outputs import writing
 from autoparallel.options.results import result_stream
 from autoparallel.planner.plan import Plan
+from autoparallel.report.printing import PlainConsole
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
@@ -25,7 +26,7 @@ def stdout_console() -> Console:
     """Return a console on stdout: 80 columns without a terminal, 120 at most."""
     stream = result_stream()
     columns = shutil.get_terminal_size((80, 24)).columns if stream.isatty() else 80
-    return Console(file=stream, width=max(60, min(columns, 120)), highlight=False)
+    return PlainConsole(file=stream, width=max(60, min(columns, 120)), highlight=False)
 
 
 def next_steps(plan: Plan, path: str) -> list[tuple[str, str]]:

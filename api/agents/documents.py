@@ -27,6 +27,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.rules.listing import RuleText
 from autoparallel.runtime.verify.verify import Difference
 from autoparallel.systems.system import Deviation
+from autoparallel.target.check import CheckedTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class PlanFile(Plan):
 
 
 CLASSES: tuple[Any, ...] = (Explanation, CacheContents, Preset, Finding, RuleText, PlanFile)
-CLASSES += (Device, Link, Exposed, Difference, Deviation)
+CLASSES += (CheckedTarget, Device, Link, Exposed, Difference, Deviation)
 
 TEXT = files("autoparallel.agents").joinpath("results.txt").read_text(encoding="utf-8")
 _OF_COMMANDS, _OF_RECORDS = (part.splitlines() for part in TEXT.split("\n\n"))

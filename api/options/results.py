@@ -11,6 +11,8 @@ from typing import TextIO
 
 import typer
 
+from autoparallel.cost_model.cluster.given_text import printable
+
 _results: list[TextIO] = []
 """Stack of the real stdout while ``others_on_stderr`` redirects stdout; the last is used."""
 
@@ -55,7 +57,7 @@ def result_stream() -> TextIO:
 
 def say(text: str, *, nl: bool = True) -> None:
     """Print a result on stdout, with a line break unless ``nl`` is False."""
-    typer.echo(text, file=result_stream(), nl=nl)
+    typer.echo(printable(text), file=result_stream(), nl=nl)
 
 
 def schema_name(command: str) -> str:

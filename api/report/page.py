@@ -169,7 +169,7 @@ def header(plan: Plan) -> RenderableType:
     first = Text.assemble(
         (model_name(plan), "bold"),
         f"  {count_text(model.num_parameters)} parameters",
-        f"  {settings}" if settings else "",
+        f"  {' '.join(settings.split())}" if settings else "",
     )
     second = Text(
         f"{batch_text(plan)}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +83,17 @@ def shortened(text: str, size: int = 60) -> str:
     return text if len(text) <= size else f"{text[:size]}…"
 
 
-def check_texts(value: Any) -> None:
-    """Raise ``ValueError`` if a text in ``value`` (JSON or TOML data) has control characters."""
-    for text in _texts(value):
-        if _CONTROLS.search(text):
-            raise ValueError(f"{shortened(printable(text))!r} contains control characters")
-
-
-def _texts(value: Any) -> Iterator[str]:
+def check_texts(value: Any, breaks: str = "") -> None:
+    """Raise ``ValueError`` if any text in ``value`` (parsed JSON or TOML) contains control
+    characters, unless they are in ``breaks``; values of settings may have tabs and newlines."""
     if isinstance(value, str):
-        yield value
+        kept = value.translate(dict.fromkeys(map(ord, breaks)))
+        if _CONTROLS.search(kept) or "\n" in kept or "\t" in kept:
+            raise ValueError(f"{shortened(repr(value))} contains control characters")
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
+            check_texts(key)
+            check_texts(item, "\n\t" if key == "settings" else breaks)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            check_texts(item, breaks)

@@ -27,6 +27,7 @@ from ..tracing.call_trace import replaces_values
 from .blocks import find_blocks
 from .export import PREFIX, Exported, LossFn, export_loss, export_repeats
 from .lower import Lowered, lower
+from .refusals import check_names
 from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
 from .repeats import find_repeats
@@ -73,6 +74,7 @@ def capture(
         each if isinstance(each, Example | None) else Example.of(each) for each in (batch, all_rows)
     )
     assert few is not None
+    check_names(model, few.batch)
     with gc_paused():
         return _captured(model, few, every, way)
 

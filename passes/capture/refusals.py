@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from torch import fx
+from torch import fx, nn
 
+from ...cost_model.cluster.given_text import check_texts
 from ...planner.errors import CaptureError
+from ..programs.batch import Batch, leaves
 from ..tracing.locate import user_source
+
+
+def check_names(model: nn.Module, batch: Batch) -> None:
+    """Raise CaptureError AP217 if a name in the model or its batch contains control characters."""
+    named = (model.named_modules(), model.named_parameters(), model.named_buffers())
+    try:
+        check_texts([name for names in named for name, _ in names])
+        check_texts([step for path, _ in leaves(batch) for step in path])
+    except ValueError as error:
+        raise CaptureError(
+            "AP217",
+            "a name of a module, parameter or input cannot be planned",
+            why=f"{error}, which would reach terminals, plans and logs",
+            where=type(model).__name__,
+            fix="rename it: add_module, register_parameter, setattr and the keys of a batch give "
+            "such names",
+        ) from error
 
 
 def unknown_size_error(path: str, source: str) -> CaptureError:
