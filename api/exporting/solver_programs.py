@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from autoparallel.analysis.plan_model import load_plan_model
 from autoparallel.options.outputs import check_output_file, writing
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.intra_op.pulp_solver import import_pulp
 from autoparallel.planner.search.stage_program import stage_program
 from autoparallel.planning.plan_files import load_plan
 
@@ -69,7 +68,6 @@ def plan_program(
     Raises the errors of ``load_plan``, ``check_trusted`` and ``stage_program``, and PlanError AP550
     if the model has changed since the plan was made.
     """
-    import_pulp("an integer program in a file")
     plan = load_plan(plan_path)
     made = load_plan_model(
         plan, plan_path, trust=trust, profile=cast("Mode", profile), database=database

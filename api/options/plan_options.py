@@ -28,6 +28,7 @@ from autoparallel.planner.requests.request import (
     DERIVED_SCHEDULES,
     SCHEDULES,
     Forced,
+    IntraOpMethod,
     check_allowed,
     check_tolerance,
 )
@@ -229,6 +230,11 @@ class PlanOptions:
     solver: str = option(
         "highs", "of integer programs: highs, or one of PuLP's that is installed: cbc, gurobi, scip"
     )
+    intra_op: IntraOpMethod = option(
+        "elimination",
+        "layouts by elimination (exact tables; one integer program proves), or ilp for every stage",
+        choices=Choices("AP330", get_args(IntraOpMethod)),
+    )
     processes: int = option(
         1,
         "processes of the search; default: 2 if there are 2 cores",
@@ -306,6 +312,7 @@ class SearchOptions(TypedDict, total=False):
     num_candidates: int
     search: str
     solver: str
+    intra_op: IntraOpMethod
     processes: int | None
     profile: Mode
     database: str | None

@@ -57,7 +57,7 @@ class Limits:
     (``recompute``).
 
     ``gap``: allowed distance of a stage's cost from its proven lower bound, relative to the cost.
-    ``solver`` solves the integer programs.
+    ``solver`` solves the integer programs; without ``uses_tables`` they choose all layouts.
     """
 
     memory_bytes: float
@@ -66,6 +66,7 @@ class Limits:
     gap: float = 0.01
     modes: tuple[Recompute, ...] = MODES
     solver: Solver = HIGHS
+    uses_tables: bool = True
 
 
 _Bounded = tuple[Sequence[Run], Rates]
@@ -153,6 +154,8 @@ class IntraOp:
 
     def _family(self, run: Run) -> Family | None:
         """Return the problem shared by stages of these kinds of blocks; None if it is too large."""
+        if not self.limits.uses_tables:
+            return None
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):

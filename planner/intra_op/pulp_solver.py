@@ -1,7 +1,7 @@
 """Solvers of PuLP: programs as PuLP problems, solved by any solver that PuLP supports.
 
 In: a program as arrays, the name of a solver. Out: a ``pulp.LpProblem``, or the solver's result.
-PuLP is an optional dependency, imported on use. Source: Mitchell, O'Sullivan and Dunning, "PuLP: a
+PuLP is imported on use. Source: Mitchell, O'Sullivan and Dunning, "PuLP: a
 linear programming toolkit for Python", 2011.
 
 PuLP reports no lower bound, and command-line solvers write solutions with eight digits. So
@@ -51,12 +51,12 @@ CBC = ("COIN_CMD", "PULP_CBC_CMD")
 def find_solver(name: str) -> Solver:
     """Return the solver that ``--solver`` names: HiGHS, or an installed solver of PuLP.
 
-    Raises UsageError AP331 if PuLP does not know the name, MachineError AP402 if PuLP or the solver
+    Raises UsageError AP331 if PuLP does not know the name, MachineError AP402 if the solver
     is not installed.
     """
     if name.lower() == HIGHS.name:
         return HIGHS
-    pulp = import_pulp(f"--solver {name}")
+    pulp = import_pulp()
     with _quiet():
         known = pulp.listSolvers()
         available = pulp.listSolvers(onlyAvailable=True)
@@ -99,18 +99,10 @@ def _preference(pulp_name: str) -> tuple[bool, int]:
     return pulp_name.endswith("_CMD"), CBC.index(pulp_name) if pulp_name in CBC else 0
 
 
-def import_pulp(what: str) -> Any:
-    """Import the module ``pulp``. Raises MachineError AP402, which says that ``what`` needs it, if
-    it is not installed."""
-    try:
-        import pulp
-    except ImportError as error:
-        raise MachineError(
-            "AP402",
-            f"{what} needs PuLP",
-            why="the package pulp is not installed",
-            fix="pip install 'torch-autoparallel[solvers]'",
-        ) from error
+def import_pulp() -> Any:
+    """Import the module ``pulp`` on first use, as this takes a while."""
+    import pulp
+
     return pulp
 
 
@@ -137,7 +129,7 @@ def _pulp_problem(
     program: Program, name: str, names: Sequence[str], *, integral: bool
 ) -> tuple[Any, list[Any]]:
     """Return a program as a ``pulp.LpProblem`` with its variables, one per column."""
-    pulp = import_pulp("a program as a PuLP problem")
+    pulp = import_pulp()
     names = names or [f"x{number}" for number in range(program.num_columns)]
     problem = pulp.LpProblem(name, pulp.LpMinimize)
     with _quiet():
@@ -188,7 +180,7 @@ class _Loaded:
     def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
         self.budget = Budget.of(options.time_limit_seconds)
         self.program, self.pulp_name, self.options = program, pulp_name, options
-        self.pulp = import_pulp(f"the solver {pulp_name}")
+        self.pulp = import_pulp()
         self.problem, self.variables = _pulp_problem(program, "stage", (), integral=False)
 
     def run(self, *, integral: bool) -> Raw:

@@ -72,6 +72,9 @@ class Placer(Protocol):
         ...
 
 
+IntraOpMethod = Literal["elimination", "ilp"]
+
+
 @dataclass(frozen=True, slots=True)
 class Forced:
     """Choices of the user, which the search must keep; None leaves a choice to the search.
@@ -202,7 +205,8 @@ class Request:
     distance from the fastest plan within which the simplest plan is chosen (0: the fastest).
     ``pins`` are required layouts, ``stage_at`` blocks that must begin stages; ``max_tp`` and
     ``features`` are limits, ``goal`` is the objective. ``target`` and ``settings`` are only copied
-    to the plan. ``solver`` names the solver of integer programs. ``placer`` searches pipelines;
+    to the plan. ``intra_op`` solves the layouts of stages: cost tables by elimination, or integer
+    programs, by the solver that ``solver`` names. ``placer`` searches pipelines;
     with None the dynamic program does.
     """
 
@@ -229,6 +233,7 @@ class Request:
     settings: Mapping[str, Any] = field(default_factory=dict)
     placer: Placer | None = None
     solver: str = "highs"
+    intra_op: IntraOpMethod = "elimination"
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:

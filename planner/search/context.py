@@ -120,6 +120,7 @@ class SearchContext:
                 request.gap,
                 request.features.recompute,
                 find_solver(request.solver),
+                request.intra_op != "ilp",
             ),
             Budget.of(request.time_limit_seconds),
             basis,

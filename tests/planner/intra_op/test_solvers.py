@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pulp
@@ -37,6 +37,7 @@ from autoparallel.planner.integer_programs.program import (
     Solver,
     Status,
 )
+from autoparallel.planner.intra_op.families import Family
 from autoparallel.planner.intra_op.pulp_solver import PulpSolver, find_solver
 from autoparallel.planner.requests.request import Request
 
@@ -231,14 +232,6 @@ def test_a_solver_that_is_not_installed_is_told_with_those_that_are() -> None:
     assert caught.value.code == "AP402"
 
 
-def test_without_pulp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pulp", None)
-    assert find_solver("highs") is HIGHS
-    with pytest.raises(MachineError, match=r"torch-autoparallel\[solvers\]") as caught:
-        find_solver("cbc")
-    assert caught.value.code == "AP402"
-
-
 def test_a_plan_found_with_cbc_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory binds, so that integer programs are solved."""
     solved: list[str] = []
@@ -270,3 +263,22 @@ def test_where_nothing_fits_every_solver_says_so(solver: str) -> None:
     with pytest.raises(InfeasibleError) as caught:
         plan(graph, blocks, cluster(2), request)
     assert caught.value.code == "AP301"
+
+
+@pytest.mark.parametrize("share", [None, 0.8])
+@pytest.mark.parametrize("number", [1, 3])
+def test_stages_by_integer_programs_have_plans_as_fast(
+    monkeypatch: pytest.MonkeyPatch, number: int, share: float | None
+) -> None:
+    """Elimination of cost tables is not used at all."""
+    graph, blocks = mlp(number, rows=8, width=32, inner=64)
+    request, on = Request(8, gap=0.0), cluster(4)
+    ours = plan(graph, blocks, on, request)
+    if share is not None:
+        limit = int(share * ours.prediction.peak_memory_bytes)
+        request = replace(request, memory_limit_bytes=limit)
+        ours = plan(graph, blocks, on, request)
+    monkeypatch.setattr(Family, "solve", None)
+    theirs = plan(graph, blocks, on, replace(request, intra_op="ilp"))
+    assert theirs.solver.num_problems > 0
+    assert theirs.prediction.step_seconds == pytest.approx(ours.prediction.step_seconds, rel=SAME)
