@@ -110,7 +110,7 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 class OpWork(Protocol):
     """Work of an op on one rank, forward and backward; its properties are explained in
-    ``planner.rules.work``."""
+    ``planner.ops.work``."""
 
     @property
     def family(self) -> str: ...

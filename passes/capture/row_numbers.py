@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
-from ...planner.rules.table import packet
+from ...planner.ops.table import packet
 from ..graph_passes.hoist import hoist_constants
 from ..graph_passes.masks import has_equal_rows
 from ..ops.torch_ops import SIZED_BY_OUTPUT, resolve

@@ -32,10 +32,10 @@ from ..graph.layout import Layout, NodeLayout
 from ..kernels.recompute import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..kernels.recompute import Replay as Replay
 from ..kernels.recompute import find_replay
-from ..rules.balanced_attention import as_run
-from ..rules.saved import expert_pairs
-from ..rules.storage import copy_of
-from ..rules.table import packet
+from ..ops.balanced_attention import as_run
+from ..ops.saved import expert_pairs
+from ..ops.storage import copy_of
+from ..ops.table import packet
 from .choices import input_specs
 from .price_cache import find
 from .prices import Prices

@@ -19,9 +19,9 @@ from typing import Any
 
 from ...cost_model.profile.case import OpCase, ProfileError, TensorCase, canonical
 from ..graph.graph import Node, TensorSpec, map_refs
-from ..rules.case import argument
-from ..rules.table import packet
-from ..rules.work import Work, is_lower_right
+from ..ops.case import argument
+from ..ops.table import packet
+from ..ops.work import Work, is_lower_right
 
 Specs = Sequence[TensorSpec]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

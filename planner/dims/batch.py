@@ -15,10 +15,10 @@ from typing import Any
 
 from ..graph.graph import Accumulation, Graph, Node, Ref
 from ..graph.layout import PARTIAL, AxisStrategy, Placement, shard
-from ..rules.annotation import FLOATS
-from ..rules.case import argument
-from ..rules.strategies import op_form, op_strategies
-from ..rules.table import LOSSES, packet
+from ..ops.annotation import FLOATS
+from ..ops.case import argument
+from ..ops.strategies import op_form, op_strategies
+from ..ops.table import LOSSES, packet
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..graph.graph import Graph, Node, Ref
 from ..graph.positions import position_dims
-from ..rules import axis_strategies
-from ..rules.case import argument
+from ..ops import axis_strategies
+from ..ops.case import argument
 from .sequence_places import CLASS_LOSSES, MEAN, SeqDims, find_places
 
 _IGNORED = -100

@@ -17,8 +17,8 @@ from ..errors import PlanError
 from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
-from ..rules import axis_strategies
-from ..rules.case import argument
+from ..ops import axis_strategies
+from ..ops.case import argument
 from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"

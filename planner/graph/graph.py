@@ -73,7 +73,7 @@ class Ref:
 class OpRule:
     """Sharding rule of an op that the user registered; it is stored with the nodes of that op.
 
-    ``annotation`` is in the grammar of ``planner.rules.annotation``. ``flops`` computes the
+    ``annotation`` is in the grammar of ``planner.ops.annotation``. ``flops`` computes the
     forward's FLOPs from the (local) shapes of the input tensors; ``saved_bytes``, from the same
     shapes, the bytes that the backward reads besides inputs (masks, statistics).
     """

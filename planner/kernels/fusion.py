@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..graph.graph import Blocks, Fused, Graph, Node, Ref
-from ..rules.saved import saved
-from ..rules.table import packet
-from ..rules.work import FAMILIES_FUSED, family_of
+from ..ops.saved import saved
+from ..ops.table import packet
+from ..ops.work import FAMILIES_FUSED, family_of
 
 APART = frozenset(
     (

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph.graph import Graph, Node, Ref
-from ..rules.case import argument
-from ..rules.table import packet
+from ..ops.case import argument
+from ..ops.table import packet
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..graph.graph import Block, Blocks, Fused, Graph, Node, Ref
-from ..rules.products import product_factors
-from ..rules.table import packet
-from ..rules.work import family_of
+from ..ops.products import product_factors
+from ..ops.table import packet
+from ..ops.work import family_of
 from .fusion import APART, is_fusible, with_fused
 from .mask_share import Masks
 

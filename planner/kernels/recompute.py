@@ -22,9 +22,9 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from ..graph.graph import Block, Graph, Node, Ref
+from ..ops.rules_protocol import Rules
+from ..ops.table import packet
 from ..plan import Recompute
-from ..rules.rules_protocol import Rules
-from ..rules.table import packet
 
 RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
 """Recomputation modes, in the order of arrays that are indexed by mode."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from autoparallel.__main__ import run_command
-from autoparallel.planner.rules import RULES
+from autoparallel.planner.ops import RULES
 
 
 def test_every_op_with_a_rule_is_listed_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from one_stage import plan
 from random_cases import random_case
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK

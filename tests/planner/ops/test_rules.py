@@ -11,10 +11,10 @@ from kept_captures import capture_once
 
 from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import AxisStrategy
-from autoparallel.planner.rules import RULES, axis_strategies, has_rule, strategies_form
-from autoparallel.planner.rules.annotation import bind, parse
-from autoparallel.planner.rules.saved import saved
-from autoparallel.planner.rules.views import match_dims
+from autoparallel.planner.ops import RULES, axis_strategies, has_rule, strategies_form
+from autoparallel.planner.ops.annotation import bind, parse
+from autoparallel.planner.ops.saved import saved
+from autoparallel.planner.ops.views import match_dims
 from autoparallel.target.load import load_target
 
 F, INT, BOOL = "float32", "int64", "bool"

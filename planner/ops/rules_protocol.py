@@ -1,4 +1,4 @@
-"""The interface of ``planner.rules``, for code that accepts any implementation of it."""
+"""The interface of ``planner.ops``, for code that accepts any implementation of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..graph.layout import AxisStrategy
 
 
 class Rules(Protocol):
-    """Interface of ``planner.rules``: strategies, work and saved values of an op."""
+    """Interface of ``planner.ops``: strategies, work and saved values of an op."""
 
     def axis_strategies(
         self, node: Node, graph: Graph, axis_size: int
