@@ -22,7 +22,7 @@ from autoparallel.planner.dims.batch import BATCH_NORMS
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.find_plan import SearchMethod, plan
 from autoparallel.planner.graph.graph import Blocks, Graph
-from autoparallel.planner.ops.table import packet
+from autoparallel.planner.ops.case import packet
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.tables import SharedTables

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ...planner.ops.case import packet
+from ...planner.ops.catalog import spec_named
 from ..ops.eight_bits import eight_bit_linear, of_data, of_weights
 from .compiled_runs import OF_WEIGHTS
 
@@ -130,19 +132,27 @@ def _convolution_data(
     return _convolution(gradient, data, weight, rest, bias_shape=None, mask=mask)[0]
 
 
-_CONVOLUTION = SplitOp(0, (1, 2), _convolution_data, _convolution_weights)
-
-HALVES: dict[Any, SplitOp] = {
-    aten.linear.default: SplitOp(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
-    eight_bit_linear: SplitOp(0, (1, 2), of_data, of_weights),
-    aten.mm.default: SplitOp(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
-    aten.bmm.default: SplitOp(0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
-    aten.addmm.default: SplitOp(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
-    aten.embedding.default: SplitOp(1, (0,), None, _embedding_weights),
+_CONVOLUTION = (_convolution_data, _convolution_weights)
+_FUNCTIONS: dict[Any, tuple[Any, Any]] = {
+    aten.linear.default: (lambda g, w, x, rest: g @ w, _linear_weights),
+    eight_bit_linear: (of_data, of_weights),
+    aten.mm.default: (lambda g, w, x, rest: g @ w.t(), _matmul_weights),
+    aten.bmm.default: (lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
+    aten.addmm.default: (lambda g, w, x, rest: g @ w.t(), _addmm_weights),
+    aten.embedding.default: (None, _embedding_weights),
     aten.conv1d.default: _CONVOLUTION,
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
 }
+
+
+def _split_op(op: Any, of_data: Any, of_weights: Any) -> SplitOp:
+    late = spec_named("linear" if op is eight_bit_linear else packet(str(op))).weight_gradient
+    assert late is not None, op
+    return SplitOp(late.data, late.weights, of_data, of_weights)
+
+
+HALVES = {op: _split_op(op, *functions) for op, functions in _FUNCTIONS.items()}
 """Ops whose weight gradients can be deferred, each with the two functions of its split backward."""
 
 

@@ -18,7 +18,7 @@ from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
-from ..ops.expert_traffic import ExpertKernels
+from ..ops.experts import ExpertKernels
 from ..plan import Mode
 from .precision import EIGHT_BITS
 
@@ -150,7 +150,7 @@ class CostAssumptions:
     keeps the rank's part of its input from before the gather, and gathers it again beside the
     gradient of the input (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2).
     ``casts_experts``: in fp8 the products of experts are 8-bit, too. ``expert_kernels``: the
-    kernels of experts (``planner.ops.expert_traffic``); unless separate, experts keep only the
+    kernels of experts (``planner.ops.experts``); unless separate, experts keep only the
     inputs of their products and activations. ``dispatcher``: transport of tokens to experts.
     ``imbalance``: tokens of the fullest rank of experts divided by the mean; ``routing``: the
     experts that a token may visit. ``copies_states``: parameters and gradients pass through buffers

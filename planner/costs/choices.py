@@ -34,7 +34,7 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
-from ..ops.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
+from ..ops.experts import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .price_cache import find

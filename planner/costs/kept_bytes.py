@@ -32,10 +32,11 @@ from ..graph.layout import Layout, NodeLayout
 from ..kernels.recompute import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..kernels.recompute import Replay as Replay
 from ..kernels.recompute import find_replay
-from ..ops.balanced_attention import as_run
-from ..ops.saved import expert_pairs
+from ..ops.case import packet
+from ..ops.catalog import spec_of
+from ..ops.experts import as_run
+from ..ops.products import expert_pairs
 from ..ops.storage import copy_of
-from ..ops.table import packet
 from .choices import input_specs
 from .price_cache import find
 from .prices import Prices
@@ -212,21 +213,6 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
     return tuple(found)
 
 
-_CONVOLUTION = (0, (1, 2))
-
-POSITIONS = {
-    "linear": (0, (1, 2)),
-    "mm": (0, (1,)),
-    "bmm": (0, (1,)),
-    "addmm": (1, (2, 0)),
-    "embedding": (1, (0,)),
-    "conv1d": _CONVOLUTION,
-    "conv2d": _CONVOLUTION,
-    "conv3d": _CONVOLUTION,
-}
-"""Positions of data and of weights in the arguments of ops that defer weight gradients."""
-
-
 def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
@@ -244,7 +230,9 @@ def weight_grad_parts(
     """Return (storage, bytes per rank) of the tensors kept for deferred weight gradients."""
     if not weight_grad_share(node, graph, prices):
         return ()
-    data = node.args[POSITIONS[packet(node.op)][0]]
+    late = spec_of(node).weight_gradient
+    assert late is not None  # it has a share
+    data = node.args[late.data]
     root, spec = memory_of(data, node, graph, prices)
     made = prices.local_bytes(node.spec, layout.outputs[0])
     found = [(f"{node.name}:gradient", made)]
@@ -256,10 +244,10 @@ def weight_grad_parts(
 
 def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
     """Return the fraction of a node's backward that computes weight gradients: 0, 0.5 or 1."""
-    positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
-    if positions is None or node.kwargs:
+    late = spec_of(node).weight_gradient if node.kind == "op" else None
+    if late is None or node.kwargs:
         return 0.0
-    data, weights = _argument(node, positions[0]), [_argument(node, at) for at in positions[1]]
+    data, weights = _argument(node, late.data), [_argument(node, at) for at in late.weights]
     given = [each for each in weights if each is not None]
     if data is None or weights[0] is None or _is_of_parameters(data, graph, prices):
         return 0.0

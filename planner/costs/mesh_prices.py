@@ -37,7 +37,7 @@ from ...cost_model.ops.memory import (
 from ...cost_model.profile.lookup import Profile
 from ..graph.graph import TensorSpec
 from ..graph.layout import Layout, Mesh
-from ..ops.rules_protocol import Rules
+from ..ops import Rules
 from ..plan import Precision
 from .basis import RUNTIME, CostAssumptions, CostQueries
 from .price_cache import ConversionCache, PriceCache, find

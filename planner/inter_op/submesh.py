@@ -30,7 +30,7 @@ from ..graph.expert_dims import expert_dims, is_expert_layer
 from ..graph.graph import Graph, Node
 from ..graph.layout import AxisStrategy, Mesh
 from ..graph.positions import Strategies
-from ..ops.rules_protocol import Rules
+from ..ops import Rules
 from ..requests.features import ATTENTION
 from ..requests.request import Forced, Request, divisors
 from .heterogeneous import run_sizes

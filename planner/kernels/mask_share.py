@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph.graph import Graph, Node, Ref
-from ..ops.case import argument
-from ..ops.table import packet
+from ..ops.case import argument, packet
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

@@ -25,8 +25,8 @@ from autoparallel.planner.graph.expert_dims import (
     token_nodes,
 )
 from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
-from autoparallel.planner.ops.dispatch import as_received
-from autoparallel.planner.ops.saved import expert_pairs
+from autoparallel.planner.ops.experts import as_received
+from autoparallel.planner.ops.products import expert_pairs
 from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target
 

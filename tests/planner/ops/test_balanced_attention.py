@@ -36,7 +36,7 @@ from autoparallel.planner.graph.layout import (
     shard,
 )
 from autoparallel.planner.ops import axis_strategies, work
-from autoparallel.planner.ops.balanced_attention import BALANCED_ATTENTION, as_run
+from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request

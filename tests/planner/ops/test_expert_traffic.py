@@ -18,7 +18,7 @@ from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import INVARIANT, Mesh, NodeLayout
-from autoparallel.planner.ops.expert_traffic import ExpertKernels, expert_traffic
+from autoparallel.planner.ops.experts import ExpertKernels, expert_traffic
 
 TOKENS, CHOSEN, EXPERTS, HIDDEN, WIDTH = 32, 2, 4, 16, 24
 PAIRS, BYTES = TOKENS * CHOSEN, 2
