@@ -60,25 +60,6 @@ def _linear_weights(
     return (rows.t() @ _rows(data), bias)[: len(shapes)]
 
 
-def _matmul_weights(
-    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    return (_rows(data).t() @ _rows(gradient),)
-
-
-def _addmm_weights(
-    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    bias = None if shapes[1] is None else gradient.sum_to_size(shapes[1])
-    return data.t() @ gradient, bias
-
-
-def _bmm_weights(
-    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    return (data.transpose(1, 2) @ gradient,)
-
-
 def _embedding_weights(
     gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
@@ -136,9 +117,18 @@ _CONVOLUTION = (_convolution_data, _convolution_weights)
 _FUNCTIONS: dict[Any, tuple[Any, Any]] = {
     aten.linear.default: (lambda g, w, x, rest: g @ w, _linear_weights),
     eight_bit_linear: (of_data, of_weights),
-    aten.mm.default: (lambda g, w, x, rest: g @ w.t(), _matmul_weights),
-    aten.bmm.default: (lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
-    aten.addmm.default: (lambda g, w, x, rest: g @ w.t(), _addmm_weights),
+    aten.mm.default: (
+        lambda g, w, x, rest: g @ w.t(),
+        lambda g, x, shapes, rest: (x.t() @ g,),
+    ),
+    aten.bmm.default: (
+        lambda g, w, x, rest: g @ w.transpose(1, 2),
+        lambda g, x, shapes, rest: (x.transpose(1, 2) @ g,),
+    ),
+    aten.addmm.default: (
+        lambda g, w, x, rest: g @ w.t(),
+        lambda g, x, shapes, rest: (x.t() @ g, shapes[1] and g.sum_to_size(shapes[1])),
+    ),
     aten.embedding.default: (None, _embedding_weights),
     aten.conv1d.default: _CONVOLUTION,
     aten.conv2d.default: _CONVOLUTION,

@@ -143,9 +143,9 @@ def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
     """Return the parts of its input that ``user`` takes along ``dim``; empty if it is not an op
     that takes parts."""
     kind, size, rank = spec_of(user), spec.shape[dim], len(spec.shape)
-    if kind.form not in ("take", "split", "slice"):
+    if kind.form not in ("cut", "parts", "take"):
         return []
-    if argument(user, 2 if kind.form == "split" else 1, "dim", 0) % rank != dim:
+    if argument(user, 2 if kind.form == "parts" else 1, "dim", 0) % rank != dim:
         return []
     if kind.form == "take":
         first = 0 if kind.name == "unbind" else argument(user, 2, "index", 0) % size
@@ -153,7 +153,7 @@ def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
             _Cut(Ref(user.name, at), first + at, first + at + 1, dim, True)
             for at in range(len(user.outputs))
         ]
-    if kind.form == "split":
+    if kind.form == "parts":
         start, cuts = 0, []
         for at, output in enumerate(user.outputs):
             stop = start + output.shape[dim]

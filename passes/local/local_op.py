@@ -58,10 +58,6 @@ class LocalOp:
     def input_layout(self, name: str) -> Layout:
         return self.layout.inputs[self.positions[name]]
 
-    def input_shape(self, name: str) -> tuple[int, ...]:
-        """Return the local shape of the tensor argument ``name``."""
-        return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
-
     def local_specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         """Return the specs of the rank's parts of inputs and outputs."""
         sizes = self.rank.mesh.shape

@@ -189,14 +189,7 @@ def kept_parts(
         (f"{node.name}:{index}", prices.local_bytes(spec, placed))
         for index, (spec, placed) in enumerate(zip(node.outputs, layout.outputs, strict=True))
     ]
-    inputs = tuple(
-        prices.local(spec, each)
-        for spec, each in zip(input_specs(node, graph), layout.inputs, strict=True)
-    )
-    outputs = tuple(
-        prices.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
-    )
-    extra = prices.rules.kept_extra_bytes(node, inputs, outputs)
+    extra = prices.rules.kept_extra_bytes(node, *_local_specs(node, layout, graph, prices))
     if extra:
         found.append((f"{node.name}:extra", int(extra)))
     return (*batch, *found)

@@ -28,13 +28,13 @@ from ..graph.graph import Node, TensorSpec
 from ..graph.layout import BALANCED, AxisStrategy, InnerCollective, shard
 from .annotation import Signature
 from .case import Case, Specs, annotate, argument, packet
-from .spec import OpSpec, Product, Products, by, never
+from .elementwise import UNARY
+from .spec import Product, Products, by, statistic_bytes
 
 BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
 """Op of causal attention on two runs of query positions (``passes.ops.lower_right``)."""
 
 _BACKWARD = 2.5
-_STATISTIC_BYTES = 4
 
 
 def attention(case: Case) -> Signature | None:
@@ -71,7 +71,7 @@ def num_scores(inputs: Specs) -> int:
 
 
 def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
-    statistic = max(_STATISTIC_BYTES, outputs[0].itemsize)
+    statistic = statistic_bytes(outputs)
     if writes_scores(node, inputs):
         factors = sum(spec.numel for spec in inputs[:3])
         return (factors + num_scores(inputs)) * statistic
@@ -86,14 +86,13 @@ def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
 
 
 def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
-    """Return (batch · heads, queries, keys, head size) of an attention, forward and backward."""
+    """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
     query, key = inputs[:2]
-    own = ((prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),)
-    return own, own if wanted else ()
-
-
-def _balanced_products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
-    own = _halves(node, inputs[0])
+    own: tuple[Product, ...] = (
+        (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),
+    )
+    if packet(node.op) != ATTENTION.name:
+        own = _halves(node, query)
     return own, own if wanted else ()
 
 
@@ -127,35 +126,20 @@ def _of_pairs(pairs: int, inputs: Specs, wanted: Sequence[int]) -> tuple[int, in
     return forward, int(forward * _BACKWARD) if wanted else 0
 
 
-ATTENTION = OpSpec(
+ATTENTION = replace(
+    UNARY,
     name="scaled_dot_product_attention",
     rule=by(attention),
     family="attention",
     flops=_flops,
-    factors=(),
-    product=None,
     products=_products,
-    reads="inputs",
-    kernels=(1, 1),
-    is_counted=False,
     keeps="both",
     kept_bytes=_kept_bytes,
     is_costly=True,
-    weight_gradient=None,
-    form="other",
     memory="queries",
-    is_identity=never,
-    copies=0,
-    fusion="any",
     autocast="lower",
-    local=None,
-    is_sized=False,
-    loss=None,
-    largest_index=None,
     script="F.{}(3)",
     result="attended",
-    is_weighted=False,
-    is_inline=False,
 )
 
 SPECS = (
@@ -165,7 +149,6 @@ SPECS = (
         name="balanced_attention",
         rule=None,
         flops=_balanced_flops,
-        products=_balanced_products,
         reads="halves",
         # Forward: two of attention, two copies of sent values, one to join both results. Backward:
         # two of attention, two copies of sent values, one to join the queries' gradients; two for

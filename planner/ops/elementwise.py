@@ -7,8 +7,7 @@ from dataclasses import replace
 from ..graph.graph import Node
 from .annotation import Signature
 from .case import Case, Specs, annotate, argument, is_ref, letters_of
-from .spec import OpSpec, annotated, by, named, never, nothing_kept, per_element
-from .views import size_at
+from .spec import OpSpec, annotated, by, named, never, nothing_kept, per_element, size_at
 
 
 def add(case: Case) -> Signature | None:
@@ -60,10 +59,6 @@ def new(case: Case) -> Signature:
     return Signature((tuple(before),), (letters_of(len(shape)),))
 
 
-def _always(node: Node, inputs: Specs, outputs: Specs) -> bool:
-    return True
-
-
 def _has_dtype(node: Node, inputs: Specs, outputs: Specs) -> bool:
     return inputs[0].dtype == outputs[0].dtype and not node.kwargs.get("copy", False)
 
@@ -108,6 +103,8 @@ UNARY = OpSpec(
     is_weighted=False,
     is_inline=False,
 )
+SIGNS = {"bitwise_and": "&", "bitwise_or": "|", "eq": "==", "ne": "!="}
+SIGNS |= {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 BINARY = replace(UNARY, rule=annotated("*, * => *"))
 SUM = replace(UNARY, name="add", rule=by(add), keeps="nothing", script="a + b", result="sum_")
 QUOTIENT = replace(UNARY, name="div", rule=by(divide), keeps="division", script="a / b")
@@ -123,7 +120,7 @@ CLONE = replace(
     script=".{}()",
 )
 CAST = replace(CLONE, name="_to_copy", rule=by(convert), script="", result="cast", is_inline=True)
-ALIAS = replace(CLONE, name="alias", family="view", is_identity=_always)
+ALIAS = replace(CLONE, name="alias", family="view", is_identity=lambda node, inputs, outputs: True)
 FILLED = replace(CLONE, name="zeros_like", rule=annotated("* => *"), form="fill", script="")
 SIZED = replace(
     FILLED, name="new_zeros", rule=by(new), memory="new", local=size_at(1), is_sized=True
@@ -172,14 +169,7 @@ SPECS = (
         "remainder xlogy",
     ),
     *named(BINARY, "atan2 fmax fmin maximum minimum", keeps="inputs"),
-    *named(BINARY, "bitwise_and", script="a & b"),
-    *named(BINARY, "bitwise_or", script="a | b"),
-    *named(BINARY, "eq", script="a == b"),
-    *named(BINARY, "ge", script="a >= b"),
-    *named(BINARY, "gt", script="a > b"),
-    *named(BINARY, "le", script="a <= b"),
-    *named(BINARY, "lt", script="a < b"),
-    *named(BINARY, "ne", script="a != b"),
+    *(replace(BINARY, name=name, script=f"a {sign} b") for name, sign in SIGNS.items()),
     *named(BINARY, "pow", keeps="power", autocast="float32", script="a ** b", result="power"),
     SUM,
     *named(SUM, "sub", script="a - b", result="difference"),

@@ -12,7 +12,8 @@ from dataclasses import replace
 from ..graph.graph import Node
 from .annotation import FLOATS, Letters, Signature
 from .case import Case, Specs, annotate, is_ref, letters_of, linear
-from .spec import Change, OpSpec, WeightGradient, by, named, never, nothing_kept, per_element
+from .elementwise import UNARY
+from .spec import WeightGradient, by, named, per_element
 
 _PICKED = "v"
 _WRITTEN = "w"
@@ -174,57 +175,22 @@ def one_hot(case: Case) -> Signature:
     return linear((letters,), ((*letters, None),), is_linear=False)
 
 
-def _num_rows(node: Node, inputs: Specs) -> int | None:
-    return inputs[0].shape[0]
-
-
-def _num_classes(node: Node, inputs: Specs) -> int | None:
-    return node.spec.shape[-1]
-
-
 def _size_of_dim(node: Node, inputs: Specs) -> int | None:
     dim = node.args[1]
     return inputs[0].shape[dim] if isinstance(dim, int) else None
 
 
-def _smallest_size(node: Node, inputs: Specs) -> int | None:
-    return min(inputs[0].shape)
-
-
-def _classes(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
-    """Return the number of classes: a part of the indices may lack the highest class."""
-    return ((1, "num_classes", outputs[0].shape[-1]),)
-
-
-GATHER = OpSpec(
+GATHER = replace(
+    UNARY,
     name="gather",
     rule=by(gather),
     family="copy",
     flops=per_element(0, 0),
-    factors=(),
-    product=None,
-    products=None,
     reads="rows",
-    kernels=(1, 1),
-    is_counted=False,
     keeps="inputs",
-    kept_bytes=nothing_kept,
-    is_costly=False,
-    weight_gradient=None,
-    form="other",
     memory="new",
-    is_identity=never,
-    copies=0,
     fusion="apart",
-    autocast="as inputs",
-    local=None,
-    is_sized=False,
-    loss=None,
     largest_index=_size_of_dim,
-    script="",
-    result="",
-    is_weighted=False,
-    is_inline=False,
 )
 SCATTER = replace(GATHER, name="scatter", rule=by(scatter), reads="inputs", keeps="written")
 WRITTEN = replace(SCATTER, name="index_add", rule=by(index_add), largest_index=None)
@@ -232,7 +198,13 @@ WRITTEN = replace(SCATTER, name="index_add", rule=by(index_add), largest_index=N
 SPECS = (
     GATHER,
     *named(GATHER, "index_select", rule=by(index_select), keeps="rest"),
-    *named(GATHER, "index", rule=by(index), keeps="rest", largest_index=_smallest_size),
+    *named(
+        GATHER,
+        "index",
+        rule=by(index),
+        keeps="rest",
+        largest_index=lambda node, inputs: min(inputs[0].shape),
+    ),
     *named(
         GATHER,
         "embedding",
@@ -241,7 +213,7 @@ SPECS = (
         keeps="rest",
         weight_gradient=WeightGradient(1, (0,)),
         fusion="any",
-        largest_index=_num_rows,
+        largest_index=lambda node, inputs: inputs[0].shape[0],
         is_weighted=True,
     ),
     SCATTER,
@@ -257,8 +229,9 @@ SPECS = (
         "one_hot",
         rule=by(one_hot),
         keeps="input",
-        local=_classes,
+        # a part of the indices may lack the highest class
+        local=lambda node, inputs, outputs: ((1, "num_classes", outputs[0].shape[-1]),),
         is_sized=True,
-        largest_index=_num_classes,
+        largest_index=lambda node, inputs: node.spec.shape[-1],
     ),
 )

@@ -16,18 +16,8 @@ from math import prod
 from ..graph.graph import Node
 from .annotation import Shape, Signature
 from .case import Case, Specs, annotate, argument
-from .spec import (
-    Change,
-    OpSpec,
-    Product,
-    Products,
-    WeightGradient,
-    annotated,
-    by,
-    named,
-    never,
-    nothing_kept,
-)
+from .elementwise import UNARY
+from .spec import Change, Product, Products, WeightGradient, annotated, by, named
 
 Names = tuple[str, ...]
 _EXPERT_WIDTHS = 3
@@ -210,27 +200,11 @@ def _equation(node: Node) -> str:
     return str(argument(node, 0, "equation"))
 
 
-def _of_matmul(node: Node, shapes: Sequence[Shape]) -> Product | None:
-    return matmul_product(shapes[0], shapes[1])
-
-
 def _of_linear(node: Node, shapes: Sequence[Shape]) -> Product | None:
     if not all(shapes):
         return None
     first, second = shapes[:2]
     return 1, prod(first[:-1]), second[0] if len(second) > 1 else 1, first[-1]
-
-
-def _of_outer(node: Node, shapes: Sequence[Shape]) -> Product | None:
-    return 1, shapes[0][0], shapes[1][0], 1
-
-
-def _of_einsum(node: Node, shapes: Sequence[Shape]) -> Product | None:
-    return einsum_product(_equation(node), shapes)
-
-
-def _none(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
-    return (), ()
 
 
 Forward = Callable[[Node, Specs, Specs], int]
@@ -251,10 +225,6 @@ def _rows_by_columns(first: int) -> Forward:
     """Return a function of a product's FLOPs whose inner dimension is the last of input
     ``first``."""
     return lambda node, inputs, outputs: 2 * outputs[0].numel * inputs[first].shape[-1]
-
-
-def _outer_flops(node: Node, inputs: Specs, outputs: Specs) -> int:
-    return 2 * outputs[0].numel
 
 
 def _einsum_flops(node: Node, inputs: Specs, outputs: Specs) -> int:
@@ -302,35 +272,20 @@ def _expert_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     return inputs[1].numel * gathered * outputs[0].itemsize
 
 
-MATMUL = OpSpec(
+MATMUL = replace(
+    UNARY,
     name="matmul",
     rule=by(matmul),
     family="matmul",
     flops=_flops(_rows_by_columns(0), (0, 1)),
     factors=(0, 1),
-    product=_of_matmul,
-    products=None,
-    reads="inputs",
-    kernels=(1, 1),
-    is_counted=False,
+    product=lambda node, shapes: matmul_product(*shapes[:2]),
     keeps="others",
-    kept_bytes=nothing_kept,
     is_costly=True,
-    weight_gradient=None,
-    form="other",
     memory="new",
-    is_identity=never,
     copies=2,
-    fusion="any",
     autocast="lower",
-    local=None,
-    is_sized=False,
-    loss=None,
-    largest_index=None,
     script="a @ b",
-    result="",
-    is_weighted=False,
-    is_inline=False,
 )
 MM = replace(
     MATMUL,
@@ -391,8 +346,8 @@ SPECS = (
         UNKEPT,
         name="outer",
         rule=annotated("i, j -> i j"),
-        flops=_flops(_outer_flops, (0, 1)),
-        product=_of_outer,
+        flops=_flops(lambda node, inputs, outputs: 2 * outputs[0].numel, (0, 1)),
+        product=lambda node, shapes: (1, shapes[0][0], shapes[1][0], 1),
         autocast="as inputs",
     ),
     replace(
@@ -401,14 +356,14 @@ SPECS = (
         rule=by(einsum),
         flops=_flops(_einsum_flops, range(52)),
         factors=tuple(range(52)),
-        product=_of_einsum,
+        product=lambda node, shapes: einsum_product(_equation(node), shapes),
         is_costly=True,
     ),
     replace(
         UNKEPT,
         name="_grouped_mm",
         rule=by(grouped_mm),
-        products=_none,
+        products=lambda node, inputs, wanted: ((), ()),
         autocast="as inputs",
     ),
     replace(

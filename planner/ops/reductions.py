@@ -10,6 +10,7 @@ from ..graph.graph import Node
 from ..graph.layout import InnerCollective
 from .annotation import FLOATS, Letters, Signature
 from .case import Case, Specs, annotate, argument, is_ref, letters_of
+from .elementwise import UNARY
 from .spec import (
     Change,
     Loss,
@@ -19,14 +20,12 @@ from .spec import (
     annotated,
     by,
     named,
-    never,
     nothing_kept,
     per_element,
     reduces,
+    statistic_bytes,
 )
 
-_STATISTIC_BYTES = 4
-_INDEX_BYTES = 8
 _COUNT_BYTES = 8
 _REDUCTION_MEAN = 1
 _REDUCTION_NONE = 0
@@ -104,10 +103,7 @@ def class_loss(case: Case) -> Signature | None:
         inner = dict.fromkeys(rows, (InnerCollective("all_reduce", _COUNT_BYTES),))
     count = target.numel * max(logits.itemsize, 4)
     sums = 3 if case.argument(5, "label_smoothing", 0.0) else 2
-    inner["v"] = (
-        InnerCollective("all_reduce", count),
-        InnerCollective("all_reduce", sums * count),
-    )
+    inner["v"] = (InnerCollective("all_reduce", count), InnerCollective("all_reduce", sums * count))
     return Signature(
         inputs=(scores, scores if of_probabilities else rows, *((None,),) * weighted),
         outputs=(() if case.outputs[0].shape == () else rows,),
@@ -127,23 +123,15 @@ def _own_groups(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]
     return ((1, "num_groups", max(1, argument(node, 1, "num_groups") // parts)),)
 
 
-def _statistic_bytes(outputs: Specs) -> int:
-    return max(_STATISTIC_BYTES, outputs[0].itemsize)
-
-
 def _mean_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     normalized: int = prod(argument(node, 1, "normalized_shape"))
-    return outputs[0].numel // max(normalized, 1) * _statistic_bytes(outputs)
-
-
-def _mean_and_scale_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
-    return 2 * _mean_bytes(node, inputs, outputs)
+    return outputs[0].numel // max(normalized, 1) * statistic_bytes(outputs)
 
 
 def _group_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     out = outputs[0]
     groups: int = argument(node, 1, "num_groups") * out.shape[1] // node.spec.shape[1]
-    return 2 * out.shape[0] * max(groups, 1) * _statistic_bytes(outputs)
+    return 2 * out.shape[0] * max(groups, 1) * statistic_bytes(outputs)
 
 
 def _channel_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
@@ -153,7 +141,7 @@ def _channel_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     It is then written out in elementary ops, so that its statistics can be summed over the ranks
     (``passes.ops.batch_norm``).
     """
-    out, itemsize = outputs[0], _statistic_bytes(outputs)
+    out, itemsize = outputs[0], statistic_bytes(outputs)
     split = [whole != own for whole, own in zip(node.spec.shape, out.shape, strict=True)]
     is_split = any(split[:1] + split[2:])
     return 2 * out.shape[1] * itemsize + (out.numel * itemsize if is_split else 0)
@@ -163,10 +151,6 @@ def _probability_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     # fused, the log-probabilities are recomputed from the classes' log-sum
     classes = 1 if node.fused is None else inputs[0].shape[min(1, len(inputs[0].shape) - 1)]
     return inputs[0].num_bytes // classes
-
-
-def _place_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
-    return outputs[0].numel * _INDEX_BYTES
 
 
 def _num_classes(node: Node, inputs: Specs) -> int | None:
@@ -183,35 +167,19 @@ def _windows(base: OpSpec, name: str, rule: str = "{} -> {}", **facts: Any) -> t
     )
 
 
-NORM = OpSpec(
+NORM = replace(
+    UNARY,
     name="layer_norm",
     rule=by(normalized_last),
     family="norm",
     flops=per_element(8, 14),
-    factors=(),
-    product=None,
-    products=None,
-    reads="inputs",
-    kernels=(1, 1),
-    is_counted=False,
     keeps="inputs",
-    kept_bytes=_mean_and_scale_bytes,
-    is_costly=False,
-    weight_gradient=None,
-    form="other",
+    kept_bytes=lambda node, inputs, outputs: 2 * _mean_bytes(node, inputs, outputs),
     memory="new",
-    is_identity=never,
-    copies=0,
-    fusion="any",
     autocast="inside",
-    local=None,
-    is_sized=False,
-    loss=None,
-    largest_index=None,
     script="F.{}(4)",
     result="norm",
     is_weighted=True,
-    is_inline=False,
 )
 BATCH_NORM = replace(
     NORM,
@@ -247,11 +215,7 @@ TOTAL = replace(
 )
 SCAN = replace(REDUCTION, name="cumprod", rule=along(1, None, is_linear=False), fusion="products")
 SORT = replace(
-    REDUCTION,
-    name="sort",
-    rule=along(1, -1, is_linear=False),
-    keeps="indices",
-    fusion="apart",
+    REDUCTION, name="sort", rule=along(1, -1, is_linear=False), keeps="indices", fusion="apart"
 )
 LOSS = replace(
     REDUCTION,
@@ -271,8 +235,9 @@ CLASS_LOSS = replace(
     result="loss",
 )
 POOL = replace(REDUCTION, name="avg_pool2d", script="F.{}()")
-MAX_POOL = replace(POOL, kept_bytes=_place_bytes, fusion="apart")
+MAX_POOL = replace(POOL, kept_bytes=lambda node, inputs, outputs: 8 * outputs[0].numel)
 WINDOW = replace(POOL, family="elementwise", flops=per_element(1, 2), script="")
+PLACES = replace(WINDOW, kept_bytes=MAX_POOL.kept_bytes)
 NEAREST = replace(WINDOW, family="copy", flops=per_element(0, 0), keeps="nothing")
 TRIANGLE = replace(WINDOW, rule=annotated("*b _ _ -> *b _ _"), keeps="nothing")
 RESIZED = replace(WINDOW, rule=annotated("n c _ _ -> n c _ _"), autocast="float32")
@@ -321,11 +286,7 @@ SPECS = (
     *named(SCAN, "cumprod", autocast="float32"),
     *named(SCAN, "logcumsumexp", keeps="both"),
     *named(
-        SCAN,
-        "cumsum",
-        rule=along(1, None, is_linear=True),
-        keeps="nothing",
-        autocast="float32",
+        SCAN, "cumsum", rule=along(1, None, is_linear=True), keeps="nothing", autocast="float32"
     ),
     SORT,
     *named(SORT, "argsort", keeps="input"),
@@ -352,9 +313,9 @@ SPECS = (
     ),
     *_windows(POOL, "avg_pool{}"),
     *_windows(POOL, "adaptive_avg_pool{}", keeps="nothing"),
-    *_windows(MAX_POOL, "max_pool{}", "{} => {}"),
-    *_windows(replace(WINDOW, kept_bytes=_place_bytes), "max_pool{}_with_indices", "{} => {}, {}"),
-    *_windows(replace(WINDOW, kept_bytes=_place_bytes), "adaptive_max_pool{}", "{} => {}, {}"),
+    *_windows(MAX_POOL, "max_pool{}", "{} => {}", fusion="apart"),
+    *_windows(PLACES, "max_pool{}_with_indices", "{} => {}, {}"),
+    *_windows(PLACES, "adaptive_max_pool{}", "{} => {}, {}"),
     *_windows(WINDOW, "reflection_pad{}"),
     *_windows(WINDOW, "replication_pad{}"),
     *_windows(NEAREST, "upsample_nearest{}", autocast="float32"),

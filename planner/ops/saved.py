@@ -13,9 +13,7 @@ from .annotation import Shape
 from .attention import num_scores, writes_scores
 from .case import Specs
 from .catalog import spec_of
-from .spec import Product
-
-_STATISTIC_BYTES = 4
+from .spec import Product, statistic_bytes
 
 
 def plain_product(node: Node, shapes: Sequence[Shape]) -> Product | None:
@@ -102,7 +100,7 @@ def saved_extra_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if not any(spec.requires_grad for spec in outputs):
         return 0
     if node.fused is not None and node.fused.is_attention:
-        statistic = max(_STATISTIC_BYTES, outputs[0].itemsize)
+        statistic = statistic_bytes(outputs)
         return _num_score_rows(node, inputs) * statistic if node.fused.writes else 0
     return spec_of(node).kept_bytes(node, inputs, outputs)
 
@@ -112,7 +110,7 @@ def kept_extra_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
     if not writes_scores(node, inputs):
         return saved_extra_bytes(node, inputs, outputs)
     out = outputs[0]
-    wide = max(_STATISTIC_BYTES, out.itemsize)
+    wide = statistic_bytes(outputs)
     return num_scores(inputs) * wide + out.numel * (wide - out.itemsize)
 
 

@@ -1,8 +1,8 @@
 """The record of an op: each fact that planner, passes, profiler and scripts know about it.
 
 A family of ops (``products``, ``attention``, ``elementwise``, ``reductions``, ``views``,
-``indexing``) is a tuple of records. No fact has a default: the first record of a family has all of
-them, and ``named`` derives the others by the facts that differ.
+``indexing``) is a tuple of records. No fact has a default: the record of an op without special
+facts, ``abs``, has all of them, and others derive from a similar op by the facts that differ.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..graph.graph import Node
-from .annotation import Letters, Pattern, Signature, parse
+from .annotation import Pattern, Signature, parse
 from .case import Case, Specs, annotate, letters_of
 
 Family = Literal[
@@ -51,13 +51,13 @@ Form = Literal[
     "repeat",
     "reshape",
     "same",
-    "slice",
-    "split",
+    "cut",
+    "parts",
     "take",
 ]
 """Change of the entries of the first input: ``same`` keeps their order and shape, ``reshape`` their
-order, ``move`` permutes dims, ``slice`` and ``split`` cut one, ``take`` removes one. ``fill``: all
-entries are equal."""
+order, ``move`` permutes dims, ``cut`` keeps a range of one, ``parts`` divides one, ``take`` removes
+one. ``fill``: all entries are equal."""
 
 Memory = Literal["new", "ordered", "queries", "dense", "view"]
 """Memory of the outputs: new and row-major; new with the order of dims of an input of that shape,
@@ -158,11 +158,6 @@ class OpSpec:
     is_inline: bool
 
 
-def named(base: OpSpec, names: str, **facts: Any) -> tuple[OpSpec, ...]:
-    """Return a record for each name in ``names``: ``base`` with other ``facts``."""
-    return tuple(replace(base, name=name, **facts) for name in names.split())
-
-
 def nothing_kept(node: Node, inputs: Specs, outputs: Specs) -> int:
     """Return 0, the bytes that an op keeps besides its inputs and outputs."""
     return 0
@@ -173,6 +168,16 @@ def never(node: Node, inputs: Specs, outputs: Specs) -> bool:
     return False
 
 
+def named(base: OpSpec, names: str, **facts: Any) -> tuple[OpSpec, ...]:
+    """Return a record for each name in ``names``: ``base`` with other ``facts``."""
+    return tuple(replace(base, name=name, **facts) for name in names.split())
+
+
+def statistic_bytes(outputs: Specs) -> int:
+    """Return the bytes of a statistic that a kernel keeps, a number in float32 at least."""
+    return max(4, outputs[0].itemsize)
+
+
 def per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:
     """Return a function of an op's FLOPs, given the FLOPs per element of its largest tensor."""
 
@@ -181,6 +186,17 @@ def per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:
         return forward * elements, backward * elements if wanted else 0
 
     return flops
+
+
+def size_at(position: int) -> Callable[[Node, Specs, Specs], tuple[Change, ...]]:
+    """Return a local form that sets the argument ``size`` to the shape of the output."""
+
+    def local(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
+        if node.op == "aten.view.dtype":
+            return ()
+        return ((position, "size", list(outputs[0].shape)),)
+
+    return local
 
 
 def annotated(annotation: str) -> Rule:
@@ -229,24 +245,18 @@ def reduces(position: int, *, is_sum: bool) -> Rule:
         reduced = case.dims(position, "dim") if has_dim else tuple(range(case.rank))
         before = letters_of(case.rank, () if is_sum else reduced)
         terms = ((0,),) if is_sum else ()
-        return Signature(
-            (before,), (_left(case, before, reduced),) * len(case.outputs), terms, sums=is_sum
+        keeps_dims = len(case.outputs[0].shape) == case.rank
+        after = tuple(
+            None if dim in reduced else letter
+            for dim, letter in enumerate(before)
+            if keeps_dims or dim not in reduced
         )
+        return Signature((before,), (after,) * len(case.outputs), terms, sums=is_sum)
 
     return Rule(
         signature,
         "*a dim *c -> *a *c" if is_sum else "*a [dim] *c => *a *c",
         "any dim; a reduced one gives partial sums" if is_sum else "any dim that stays",
-    )
-
-
-def _left(case: Case, before: Letters, reduced: tuple[int, ...]) -> Letters:
-    """Return the letters that a reduction leaves of ``before``."""
-    keeps_dims = len(case.outputs[0].shape) == case.rank
-    return tuple(
-        None if dim in reduced else letter
-        for dim, letter in enumerate(before)
-        if keeps_dims or dim not in reduced
     )
 
 

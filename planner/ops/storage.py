@@ -110,9 +110,9 @@ def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
                 0 if dim < offset or shape[dim - offset] != size else strides[dim - offset]
                 for dim, size in enumerate(target)
             )
-        case "slice" | "split":
+        case "cut" | "parts":
             step = case.argument(4, "step", 1) if spec.name == "slice" else 1
-            dim = case.dims(1 if spec.form == "slice" else 2, "dim", 0)[0]
+            dim = case.dims(1 if spec.form == "cut" else 2, "dim", 0)[0]
             return tuple(
                 stride * step if at == dim else stride for at, stride in enumerate(strides)
             )

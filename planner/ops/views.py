@@ -9,7 +9,8 @@ from dataclasses import replace
 from ..graph.graph import Node
 from .annotation import Letters, Shape, Signature
 from .case import Case, Specs, argument, letters_of, linear
-from .spec import Change, OpSpec, along, annotated, by, named, never, nothing_kept, per_element
+from .elementwise import UNARY
+from .spec import Change, along, annotated, by, named, per_element, size_at
 
 _LARGEST = 2**63 - 1
 """Value of ``end`` in a slice without an end."""
@@ -208,17 +209,6 @@ def pad(case: Case) -> Signature:
     return linear((letters,), (letters,), is_linear=mode == "constant" and not value)
 
 
-def size_at(position: int) -> Callable[[Node, Specs, Specs], tuple[Change, ...]]:
-    """Return a local form that sets the argument ``size`` to the shape of the output."""
-
-    def local(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
-        if node.op == "aten.view.dtype":
-            return ()
-        return ((position, "size", list(outputs[0].shape)),)
-
-    return local
-
-
 def _unflattened(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
     dim = _dim(node, 1, inputs)
     count = len(argument(node, 2, "sizes"))
@@ -230,10 +220,6 @@ def _repeats(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
     own = (1,) * (len(output) - len(own)) + own
     repeats = [whole // part for whole, part in zip(output, own, strict=True)]
     return ((1, "dims" if node.op.startswith("aten.tile") else "repeats", repeats),)
-
-
-def _repeats_all(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
-    return ((3, "output_size", None),)
 
 
 def _dim(node: Node, position: int, inputs: Specs) -> int:
@@ -267,44 +253,27 @@ def _whole(name: str) -> Callable[[Node, Specs, Specs], tuple[Change, ...]]:
     return local
 
 
-RESHAPE = OpSpec(
+RESHAPE = replace(
+    UNARY,
     name="reshape",
     rule=by(reshape),
     family="view",
     flops=per_element(0, 0),
-    factors=(),
-    product=None,
-    products=None,
-    reads="inputs",
-    kernels=(1, 1),
-    is_counted=False,
     keeps="nothing",
-    kept_bytes=nothing_kept,
-    is_costly=False,
-    weight_gradient=None,
     form="reshape",
     memory="view",
-    is_identity=never,
-    copies=0,
-    fusion="any",
-    autocast="as inputs",
     local=size_at(1),
     is_sized=True,
-    loss=None,
-    largest_index=None,
     script=".{}(*)",
-    result="",
-    is_weighted=False,
-    is_inline=False,
 )
 UNSIZED = replace(RESHAPE, local=None, is_sized=False, script=".{}()")
 MOVE = replace(UNSIZED, name="transpose", rule=by(permute), form="move")
-SPLIT = replace(RESHAPE, name="split", rule=by(cut), form="split", local=_parts, script=".split()")
+SPLIT = replace(RESHAPE, name="split", rule=by(cut), form="parts", local=_parts, script=".split()")
 SLICE = replace(
     UNSIZED,
     name="slice",
     rule=by(cut),
-    form="slice",
+    form="cut",
     local=_whole("end"),
     script="",
     result="part",
@@ -355,7 +324,7 @@ SPECS = (
         "repeat_interleave",
         rule=by(repeat_interleave),
         form="other",
-        local=_repeats_all,
+        local=lambda node, inputs, outputs: ((3, "output_size", None),),
         script="",
     ),
     replace(JOIN, result="joined"),

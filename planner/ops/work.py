@@ -176,7 +176,7 @@ def _view(spec: OpSpec, inputs: Specs, outputs: Specs) -> Work:
     source, made = inputs[0], sum(each.num_bytes for each in outputs)
     if not (source.requires_grad and any(each.requires_grad for each in outputs)):
         return _FREE
-    if spec.form in ("slice", "split", "take") and made > 0 and outputs[0].shape != source.shape:
+    if spec.form in ("cut", "parts", "take") and made > 0 and outputs[0].shape != source.shape:
         return Work("copy", 0, 0, 0, source.num_bytes + made, kernels_forward=0)
     if spec.form == "expand" and outputs[0].numel > source.numel:
         return Work("reduction", 0, outputs[0].numel, 0, source.num_bytes + made, kernels_forward=0)
