@@ -211,8 +211,8 @@ Forward = Callable[[Node, Specs, Specs], int]
 
 
 def _flops(forward: Forward, factors: Sequence[int]) -> Callable[..., tuple[int, int]]:
-    """Return a function of a product's FLOPs, from those of its forward: the backward takes as many
-    for each factor with a gradient."""
+    """Return a function of a product's FLOPs, given the function ``forward``: the backward takes as
+    many FLOPs as the forward for each factor with a gradient."""
 
     def flops(node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]) -> tuple[int, int]:
         product = forward(node, inputs, outputs)
@@ -222,8 +222,8 @@ def _flops(forward: Forward, factors: Sequence[int]) -> Callable[..., tuple[int,
 
 
 def _rows_by_columns(first: int) -> Forward:
-    """Return a function of a product's FLOPs whose inner dimension is the last of input
-    ``first``."""
+    """Return a function of the FLOPs of a product whose inner dimension is the last dimension of
+    input ``first``."""
     return lambda node, inputs, outputs: 2 * outputs[0].numel * inputs[first].shape[-1]
 
 

@@ -36,9 +36,9 @@ Keeps = Literal[
 ]
 """Tensors that a backward reads. ``rest``: all inputs but the first. ``both``: inputs and output.
 ``indices``: the second output. ``others``: for the gradient of a factor the other factor.
-``choice``: input and result, or only the indices if these are returned. ``division`` and ``power``
-by which gradients are wanted. ``condition``: the first input. ``interpolation``: everything if the
-weight is a tensor. ``written``: indices, but neither the tensor written to nor the values."""
+``choice``: inputs and result, or only the indices if the op returns them. ``condition``: the first
+input. ``division`` and ``power``: inputs and result, by the wanted gradients. ``interpolation``:
+all inputs if the weight is a tensor. ``written``: neither the tensor written to nor the values."""
 
 Form = Literal[
     "as_complex",
@@ -56,19 +56,19 @@ Form = Literal[
     "take",
 ]
 """Change of the entries of the first input: ``same`` keeps their order and shape, ``reshape`` their
-order, ``move`` permutes dims, ``cut`` keeps a range of one, ``parts`` divides one, ``take`` removes
-one. ``fill``: all entries are equal."""
+order, ``move`` permutes dims, ``cut`` keeps a range of a dim, ``parts`` divides a dim, ``take``
+removes a dim. ``fill``: all entries are equal."""
 
 Memory = Literal["new", "ordered", "queries", "dense", "view"]
-"""Memory of the outputs: new and row-major; new with the order of dims of an input of that shape,
-or of attention's queries; the input's if that is dense; the input's."""
+"""Memory of the outputs: ``new`` and row-major; new, with dims in the order of an input of equal
+shape (``ordered``) or of ``queries``; the input's if it is ``dense``; the input's (``view``)."""
 
 Fusion = Literal["any", "groups", "products", "apart"]
-"""Kernels of a compiler that may contain the op: all; only those without matrix products; only
-those with; none."""
+"""Kernels of a compiler that may contain the op: any; ``groups`` without matrix products; kernels
+with ``products``; none but its own (``apart``)."""
 
 Autocast = Literal["float32", "inside", "lower", "as inputs"]
-"""Dtype under autocast: float32; float32 inside of the kernel; half precision; by the inputs.
+"""Dtype under autocast: float32; float32 ``inside`` of the kernel only; half precision (``lower``).
 Source: aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
 AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_PROMOTE)."""
 
@@ -110,22 +110,28 @@ class WeightGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSpec:
-    """Record of an op. ``name`` lacks namespace and overload.
+    """Record of an op. ``name`` lacks namespace and overload; a function gets the node and the
+    specs of its inputs and outputs, at local shapes.
 
-    Layouts: ``rule`` (None: the op is never split). Work: ``family``; ``flops`` from a node, its
-    inputs, its outputs and the positions of wanted gradients, as (forward, backward); ``factors``,
-    the positions of the factors of a product; ``product`` of factors of given shapes; ``products``
-    instead if there are several; ``reads``, the memory that a forward reads; ``kernels`` in forward
-    and backward, as multiples of the family's; ``is_counted`` if random numbers are drawn from
-    their positions. Gradient: ``keeps``; ``kept_bytes``, bytes kept besides; ``is_costly`` if
-    selective recomputation keeps the result; ``weight_gradient`` if it can be deferred. Storage:
-    ``form``; ``memory``; ``is_identity`` if a call changes nothing; ``copies``, the number of
-    factors that are copied unless they are rows. Kernels: ``fusion``; ``autocast``. Parts:
-    ``local``, the arguments that change with local shapes of inputs and outputs; ``is_sized`` if
-    those are sizes of the output. Values: ``loss``; ``largest_index``, the exclusive bound of
-    integer inputs. Scripts: ``script``, the call as text, ``{}`` for the name; ``result``, the name
-    of the result; ``is_weighted`` if it is named after its module; ``is_inline`` if it is written
-    inside of another expression.
+    - Layouts: ``rule``; without a rule the op is never split.
+    - Work: ``family``; ``flops`` in forward and backward, given the positions of wanted gradients;
+      ``factors``, their positions in a product; ``product`` of factors of given shapes, or
+      ``products`` if there are several; ``reads``, the memory that a forward reads (``rows``: only
+      rows that are looked up; ``twice``: the first input twice; ``halves``: of balanced attention);
+      ``kernels`` in forward and backward, in multiples of its family's; ``is_counted``, if random
+      numbers are hashes of their positions.
+    - Gradient: ``keeps``; ``kept_bytes`` besides inputs and outputs; ``is_costly``, if selective
+      recomputation keeps the result; ``weight_gradient``, if it can be deferred.
+    - Storage: ``form``; ``memory``; ``is_identity``, if a call returns its input; ``copies``, the
+      number of factors that the op copies unless their strides allow to fold them into rows.
+    - Kernels: ``fusion``; ``autocast``.
+    - Parts: ``local``, the arguments that change with shapes; ``is_sized``, if they are sizes of
+      the output.
+    - Values: ``loss``; ``largest_index``, the exclusive upper bound of integer inputs.
+    - Scripts: ``script``, the call (``{}`` is the name, ``(*)`` takes sizes without brackets,
+      ``(3)`` takes three arguments by position); ``result``, a name for the result, or
+      ``is_weighted``, if it is named after the module; ``is_inline``, if a call of one tensor is
+      written inside of another expression.
     """
 
     name: str
