@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 from ..graph.graph import Node, OpRule
 from . import attention, elementwise, indexing, products, reductions, views
-from .annotation import Signature
+from .annotation import Signature, bind
 from .case import Case, Specs, packet
 from .elementwise import UNARY
 from .spec import Family, OpSpec, annotated, describe_splits, named
@@ -67,14 +68,36 @@ def spec_of(node: Node) -> OpSpec:
 def registered(name: str, rule: OpRule) -> OpSpec:
     """Return the record of an op that the user registered with a rule."""
     spec = replace(spec_named(name), rule=annotated(rule.annotation))
-    estimate = rule.saved_bytes
-    if estimate is None:
-        return spec
+    of_shapes, kept_of_shapes = rule.flops, rule.saved_bytes
+
+    def flops(node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]) -> tuple[int, int]:
+        if of_shapes is not None:
+            forward = int(of_shapes(*(each.shape for each in inputs)))
+        else:
+            made = sum(each.numel for each in outputs)
+            product = annotated_flops(rule.annotation, inputs, outputs)
+            forward = product or max(made, inputs[0].numel)
+        return forward, 2 * forward * bool(wanted)  # as for a product of two factors
 
     def kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
-        return int(estimate(*(each.shape for each in inputs)))
+        assert kept_of_shapes is not None
+        return int(kept_of_shapes(*(each.shape for each in inputs)))
 
-    return replace(spec, keeps="nothing", kept_bytes=kept_bytes)
+    if kept_of_shapes is not None:
+        spec = replace(spec, keeps="nothing", kept_bytes=kept_bytes)
+    return replace(spec, flops=flops)
+
+
+def annotated_flops(annotation: str, inputs: Specs, outputs: Specs) -> int:
+    """Return the FLOPs of the product that an annotation with summed letters describes, else 0."""
+    signature = bind(annotation, [s.shape for s in inputs], [s.shape for s in outputs])
+    if signature is None or not signature.terms or len(inputs) < 2:
+        return 0
+    sizes: dict[str, int] = {}
+    for letters, spec in zip(signature.inputs, inputs, strict=True):
+        sizes |= {letter: size for letter, size in zip(letters, spec.shape, strict=True) if letter}
+    kept = {letter for letters in signature.outputs for letter in letters}
+    return 2 * prod(sizes.values()) if set(sizes) - kept else 0
 
 
 def family_of(node: Node) -> Family:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from ..graph.graph import Fused, Node, OpRule
-from .annotation import bind
 from .case import Specs
-from .catalog import spec_of
+from .catalog import annotated_flops, spec_of
 from .products import gradient_products
 from .saved import plain_product, product_factors, saved_inputs, saved_outputs
 from .spec import Family, OpSpec, Product, Products
@@ -55,7 +53,7 @@ def work(node: Node, inputs: Specs, outputs: Specs) -> Work:
     if node.kind != "op" or not outputs or spec.is_identity(node, inputs, outputs):
         return _FREE
     if node.rule is not None:
-        return _registered(node.rule, inputs, outputs)
+        return _registered(node, node.rule, inputs, outputs)
     if node.fused is not None:
         return _fused(node, node.fused, inputs, outputs)
     if spec.family == "view":
@@ -148,27 +146,14 @@ def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
     return (product,), gradient_products(product, first=first, second=second)
 
 
-def _registered(rule: OpRule, inputs: Specs, outputs: Specs) -> Work:
-    """Return the work of a registered op: the user's estimate, or an estimate by its annotation's
-    product.
-
-    The backward counts twice the forward, as for a product of two factors.
-    """
-    signature = bind(rule.annotation, [s.shape for s in inputs], [s.shape for s in outputs])
-    kept = {letter for letters in signature.outputs for letter in letters} if signature else set()
-    sizes: dict[str, int] = {}
-    for letters, spec in zip(signature.inputs if signature else (), inputs, strict=False):
-        sizes |= {letter: size for letter, size in zip(letters, spec.shape, strict=True) if letter}
-    is_product = bool(signature and signature.terms and set(sizes) - kept and len(inputs) > 1)
-    if rule.flops is not None:
-        flops = int(rule.flops(*(spec.shape for spec in inputs)))
-    else:
-        made = sum(spec.numel for spec in outputs)
-        flops = 2 * prod(sizes.values()) if is_product else max(made, inputs[0].numel)
-    wanted = bool(_wanted(inputs, outputs))
-    num_bytes = sum(spec.num_bytes for spec in [*inputs, *outputs])
+def _registered(node: Node, rule: OpRule, inputs: Specs, outputs: Specs) -> Work:
+    """Return the work of a registered op, which reads and writes each of its tensors once."""
+    wanted = _wanted(inputs, outputs)
+    forward, backward = spec_of(node).flops(node, inputs, outputs, wanted)
+    num_bytes = sum(each.num_bytes for each in [*inputs, *outputs])
+    is_product = annotated_flops(rule.annotation, inputs, outputs) > 0
     family: Family = "matmul" if is_product else "elementwise"
-    return Work(family, flops, 2 * flops * wanted, num_bytes, 2 * num_bytes * wanted)
+    return Work(family, forward, backward, num_bytes, 2 * num_bytes * bool(wanted))
 
 
 def _view(spec: OpSpec, inputs: Specs, outputs: Specs) -> Work:
