@@ -116,7 +116,8 @@ def _open_streams() -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run a command line and return its exit code. ``--traceback`` may be anywhere in it."""
+    """Run a command line and return its exit code. ``--traceback`` (print the Python traceback of
+    an error) is accepted at any position."""
     show_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     try:
@@ -145,7 +146,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _refuse(error: Any) -> int:
-    """Print an error in the command's arguments with a fix, and return the exit code."""
+    """Print click's error about a command's arguments, with a fix, and return the exit code."""
     context = error.ctx
     path = "autoparallel" if context is None else context.command_path
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":

@@ -126,7 +126,7 @@ class _Case:
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     def graph(self) -> Graph:
-        """Return a graph of the op, whose inputs are op results so that every layout is offered."""
+        """Return a graph of the op. Its inputs are outputs of copies, which may have any layout."""
         nodes: list[Node] = []
         for index, tensor in enumerate(self.tensors):
             kind: Any = "parameter" if tensor.requires_grad else "input"
@@ -144,7 +144,7 @@ class _Case:
         return Graph(tuple(nodes), Ref(OP), 0)
 
     def check_fit(self, outputs: Sequence[TensorSpec]) -> None:
-        """Raise UsageError AP161 if the annotation does not match the shapes of these tensors."""
+        """Raise UsageError AP161 if the annotation does not match the inputs and ``outputs``."""
         if self.rule is None:
             return
         shapes = [tuple(tensor.shape) for tensor in self.tensors]

@@ -23,9 +23,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from ..cost_model.cluster.given_text import printable
+
 
 class AutoparallelError(Exception):
-    """Root of the tree. ``code`` is stable and documented in docs/errors.md.
+    """Base class of all errors of the package. ``code`` is stable and documented in docs/errors.md.
 
     ``what`` is one sentence; ``why`` the cause; ``where`` the user's ``file:line``, module path or
     option; ``fix`` a remedy to try.
@@ -52,7 +54,7 @@ class AutoparallelError(Exception):
             if text:
                 lines.append(f"  {label} {text}")
         lines += [f"  {note}" for note in getattr(self, "__notes__", ())]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) -> AutoparallelError:
@@ -61,7 +63,7 @@ def _rebuild(kind: type[AutoparallelError], code: str, what: str, *rest: str) ->
 
 
 class UsageError(AutoparallelError):
-    """A file, an option or the contract of a model file is wrong."""
+    """A file, an option or a model file's functions are wrong. Exit code 2."""
 
     exit_code = 2
 

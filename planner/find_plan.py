@@ -29,7 +29,6 @@ from .proposers.alike import is_alike
 from .proposers.interleaved import interleaved
 from .proposers.local_search import local_search
 from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
-from .proposers.refined import free_axes, refined_layouts
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
 from .proposers.uneven_shares import uneven_shares
@@ -62,8 +61,6 @@ PROPOSERS: tuple[Proposer, ...] = (
     dynamic_program,  # pipelines of one stage per rank: stages of one size, then of any
     parallel_branches,  # branches of the model on devices of their own
     local_search,  # cuts next to the cuts of the fastest candidates
-    refined_layouts,  # the fastest again, their layouts proven by integer programs
-    free_axes,  # meshes whose axis "dp" splits weights too
     uneven_shares,  # unlike devices take unequal shares of the batch
     interleaved,  # several stages per rank
     replicated,  # Chimera
@@ -71,18 +68,18 @@ PROPOSERS: tuple[Proposer, ...] = (
 )
 """All proposers of the search, in the order in which they run."""
 
-ONE_STAGE_PER_RANK = PROPOSERS[:6]
-OTHER_SCHEDULES = PROPOSERS[6:]
+ONE_STAGE_PER_RANK = PROPOSERS[:4]
+OTHER_SCHEDULES = PROPOSERS[4:]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
     """Options of a search: its proposers, the processes it runs in, whether to bound the result.
 
-    ``start_workers`` starts processes, each of which searches some of the micro-batch sizes.
-    ``is_bounded``: also compute a lower bound on the step time, which about doubles the search
-    time. ``tables`` may hold cost tables of earlier searches of the same graphs with the same
-    rules.
+    ``proposers``: functions that yield candidate plans, run in order. ``start_workers`` starts
+    processes, each of which searches some of the micro-batch sizes. ``is_bounded``: also compute a
+    lower bound on the step time, which about doubles the search time. ``tables`` may hold cost
+    tables of earlier searches of the same graphs with the same rules.
     """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
@@ -112,13 +109,13 @@ def plan(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> Plan:
-    """Find the fastest plan that fits in memory.
+    """Find the fastest plan that fits in memory. ``rules``: sharding rules of ops; ``basis``:
+    measured prices; ``observe`` is told of progress.
 
-    Raises ``UsageError`` for a request that cannot be met (AP170 if times must be measured but are
-    not, AP546 and AP158 for a forced schedule that an option excludes, AP196 and AP197 for gradient
-    sums that the plan cannot run), ``InfeasibleError`` (AP301) if nothing fits in memory,
-    ``TimeLimitError`` (AP701) if nothing was found in time, ``InternalError`` (AP999) if the two
-    prices of the plan differ.
+    Raises UsageError for a request that cannot be met (AP170 if times must be measured but are not,
+    AP546 and AP158 for a forced schedule that an option excludes, AP196 and AP197 for gradient sums
+    that the plan cannot run), InfeasibleError AP301 if nothing fits in memory, TimeLimitError AP701
+    if nothing was found in time, InternalError AP999 if the two prices of the plan differ.
     """
     check_forced(request.forced)
     check_forced_servers(request.forced, cluster)
@@ -202,8 +199,8 @@ def search(
     basis: Basis = DEFAULT,
     method: SearchMethod = DEFAULT_METHOD,
 ) -> SearchResult:
-    """Search every order of the hosts and return the result of the best order. Raises the errors of
-    ``plan``."""
+    """Search every order of the hosts and return the result of the order with the fastest
+    candidate. Raises the errors of ``plan``."""
     own_blocks = pinned_blocks(graph, blocks, request.pins)
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
@@ -245,8 +242,8 @@ def search(
 def run_proposers(
     context: SearchContext, proposers: Sequence[Proposer] = PROPOSERS
 ) -> CandidatePool:
-    """Run the proposers and return the pool of their candidates, even after Ctrl-C. Raises the
-    errors of ``plan``."""
+    """Run the proposers (functions that yield candidate plans) and return the pool of candidates,
+    even after Ctrl-C. Raises the errors of ``plan``."""
     context.check_total_bytes()
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
@@ -272,10 +269,10 @@ def run_proposers(
 
 
 def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Proposer]:
-    """Return the proposers to run: if the request has a placer, it replaces the dynamic program."""
+    """Return the proposers to run; the request's placer, if any, replaces the dynamic program."""
     if request.placer is None:
         return proposers
-    of_placer = (placed_pipelines, refined_layouts, *OTHER_SCHEDULES)
+    of_placer = (placed_pipelines, *OTHER_SCHEDULES)
     return [each for each in of_placer if each is placed_pipelines or each in proposers]
 
 
@@ -283,8 +280,8 @@ def _for_request(request: Request, proposers: Sequence[Proposer]) -> Sequence[Pr
 class SearchResult:
     """Result of a search over orders of the hosts.
 
-    ``pool`` has the candidates of the best order, ``others`` the candidates of all other orders;
-    ``contexts`` has the search state of every order, () if no lower bound can be computed.
+    ``pool`` has the candidates of the best order, ``others`` the candidates of all other orders.
+    ``contexts``: search state of every order, () if no lower bound can be computed.
     """
 
     graph: Graph
@@ -298,9 +295,8 @@ class SearchResult:
     contexts: tuple[SearchContext, ...]
 
     def best_plan(self) -> Plan:
-        """Return the simplest plan within the tolerance of the fastest, with its lower bound, the
-        other candidates, and the proven possible gain of better layouts
-        (``SolverInfo.layouts_gap``)."""
+        """Return the simplest plan within the tolerance of the fastest, with a lower bound of the
+        step time, the other candidates, and the most that better layouts can gain."""
         context, pool = self.context, self.pool
         pinned = pinned_blocks(self.graph, self.blocks, self.request.pins)
         tolerance = self.request.tolerance
@@ -323,7 +319,8 @@ class SearchResult:
         return replace(found, solver=replace(self._solver_info(found), simplest=why))
 
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
-        """Build a candidate's plan, with the ranks and kinds of blocks that the caller gave."""
+        """Return a candidate as a plan on the caller's ranks and blocks, which the search may have
+        reordered and split into other kinds."""
         order, request, context = self.order, self.request, self.context
         found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
         found = in_given_ranks(found, order, self.cluster)
@@ -332,7 +329,7 @@ class SearchResult:
         return in_given_kinds(found, pinned, self.blocks)
 
     def _solver_info(self, plan: Plan) -> SolverInfo:
-        """Return the plan's gap to the lower bound, the search effort, and why it ended early, if
+        """Return the plan's gap to the lower bound, the search's effort, and why it ended early, if
         it did.
 
         There is no lower bound for plans with sequence slices, which skip masked pairs of attention
@@ -361,7 +358,7 @@ class SearchResult:
 def check_prediction(
     plan: Plan, graph: Graph, blocks: Blocks, *, rules: Rules, basis: Basis
 ) -> None:
-    """Raise ``InternalError`` if ``evaluate`` does not reproduce the plan's seconds and bytes."""
+    """Raise InternalError AP999 if ``evaluate`` does not reproduce the plan's seconds and bytes."""
     found = evaluate(graph, blocks, plan, plan.cluster, rules=rules, basis=basis)
     pairs = {
         "seconds of a step": (plan.prediction.step_seconds, found.step_seconds),

@@ -33,9 +33,10 @@ Offload = Literal["none", "optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The planned model: ``target`` and ``settings`` rebuild it, ``fingerprint`` checks it.
+    """The planned model: ``target`` and ``settings`` rebuild it, ``fingerprint`` (a hash) checks
+    it.
 
-    ``seq`` is None if the model has no sequence dimension. ``float32_ops`` is "none" without half
+    ``seq``: sequence length, None without sequences. ``float32_ops`` is "none" without half
     precision. ``gradient_dtype``: format in which gradients are summed and held.
     """
 
@@ -53,7 +54,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Decisions for a block. ``kind`` is the key of its layouts in its stage's ``layouts``."""
+    """Decisions for one block. ``kind`` is equal for blocks that are laid out alike."""
 
     name: str
     kind: str
@@ -62,9 +63,8 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """An all-reduce of gradients after the last backward. It sums part ``part`` of ``num_parts`` of
-    the stage's bucket number ``bucket`` (``gradient_buckets``), over each of the mesh ``axes`` in
-    turn.
+    """An all-reduce of gradients after the last backward: of part ``part`` of ``num_parts`` of the
+    stage's bucket number ``bucket`` (``gradient_buckets``), over each of the mesh ``axes`` in turn.
 
     The gradients are complete after the backward of the stage's block number ``block``; -1: after
     the whole backward. ``num_bytes`` is the size of the sum. ``algorithm`` runs it (see
@@ -83,14 +83,13 @@ class GradientSum:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A stage: a run of blocks on a mesh of devices, with all its decisions.
+    """A stage: consecutive blocks on a mesh of devices, with all its decisions.
 
-    ``devices`` are cluster ranks in the mesh's row-major order. ``zero`` is the ZeRO stage of
-    parameters that are replicated over mesh axis 0, over which states are sharded. ``layouts`` maps
-    a node's name, in the first block of its kind in the whole graph, to its chosen layout; inputs,
-    constants and shared parameters have their own names. ``forward_seconds``/``backward_seconds``
-    are per micro-batch. ``shares`` are the rows of a micro-batch that each coordinate of mesh axis
-    0 takes; () for an even split. ``gradient_sums`` are the all-reduces of a stage that shards no
+    ``devices``: cluster ranks in the mesh's row-major order. ``zero``: ZeRO stage of parameters
+    that are replicated over mesh axis 0, over which states are sharded. ``layouts`` maps a node, by
+    its name in the first block of its kind in the whole graph, to its layout; inputs, constants and
+    shared parameters have their own names. ``shares``: rows of a micro-batch at each index along
+    mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
     """
 
@@ -115,18 +114,18 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """Predicted seconds per micro-batch, seconds per step, and bytes on the worst rank.
+    """Predicted seconds and bytes of a stage, on its worst rank.
 
     ``seconds`` per micro-batch: forward, backward (recomputation included), compute, communication
-    (its exposed part), states (gathering parameters and summing gradients) and hidden_states (its
-    part that overlaps compute), send (to the next stage), receive, and for split backwards
-    weight_gradients (the part that can wait). Per step: parameter_gather and gradient_sync (whole),
-    exposed_sync (the part of both that lengthens the step), slowed_share (of the compute beside
-    them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations, transient,
-    buffers, reserve as the search prices them. In a finished plan they are the bytes of its rank's
-    peak, with master (the copy that the optimizer steps), gathered, inputs, communication,
-    communicators and fragmentation. Its transient and recomputation bytes come from running stages
-    on fake tensors; working has these bytes as the rules of ops predict them.
+    (not overlapped), states (gathering parameters, summing gradients), hidden_states (the
+    overlapped part of states), send (to later stages), receive, and for split backwards
+    weight_gradients (the part that can wait). Per step: parameter_gather, gradient_sync,
+    exposed_sync (the part of both that lengthens the step), slowed_share (fraction of compute lost
+    beside them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations,
+    transient, buffers, reserve as the search prices them. In a finished plan they are the bytes of
+    its rank's peak, with master (the copy that the optimizer steps), gathered, inputs,
+    communication, communicators and fragmentation; its transient and recomputation bytes come from
+    running stages on fake tensors, and working has these bytes as the rules of ops predict them.
     """
 
     seconds: Mapping[str, float]
@@ -155,9 +154,9 @@ class ProfileUse:
 class Prediction:
     """Predicted figures of the whole step.
 
-    ``sources`` is the share of the time by source of prices ("measured", "interpolated", "spec");
-    they add up to 1; ``sources_of`` splits it into "compute" and "communication", which together
-    add up to 1. ``profile`` is None without a profile.
+    ``peak_memory_bytes``: of the fullest device. ``sources``: fractions of the time by source of
+    prices ("measured", "interpolated", "spec"), with the sum 1; ``sources_of`` splits them into
+    "compute" and "communication". ``profile`` is None without measurements.
     """
 
     step_seconds: float
@@ -172,8 +171,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another plan that the search considered: its configuration in one line (see ``summary``),
-    its predictions, and the main difference from the chosen plan."""
+    """Another plan that the search considered: its configuration in one line, its predictions, and
+    the main difference from the chosen plan (``reason``)."""
 
     summary: str
     step_seconds: float
@@ -183,8 +182,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Simplest:
-    """The reason for a plan that is not the fastest: it is the simplest of ``num_equal`` plans
-    within ``tolerance`` of ``fastest_seconds``. ``fastest`` describes the fastest plan."""
+    """The reason why a plan is not the fastest: it is the simplest of ``num_equal`` plans within
+    the relative ``tolerance`` of ``fastest_seconds``. ``fastest`` describes the fastest plan."""
 
     tolerance: float
     num_equal: int
@@ -196,17 +195,16 @@ class Simplest:
 class SolverInfo:
     """Statistics of the search, and the quality of the plan under the cost model.
 
-    ``bound_seconds`` is a lower bound on the step of any plan in the searched space (0 if unknown),
-    so the plan's step is within ``gap`` of the best: gap = 1 - bound / step. The searched space
-    sums gradients in backward order, by the library. ``seconds`` splits planning time by phase.
-    ``stopped`` names the cause of an early end, if any.
+    ``bound_seconds``: lower bound on the step of any plan in the searched space (0 if unknown), so
+    the plan's step is within ``gap`` = 1 - bound / step of the best. The searched space sums
+    gradients in backward order, by the library. ``seconds``: planning time by phase. ``stopped``:
+    cause of an early end, if any.
 
     ``layouts_gap``: the fraction by which better layouts, ZeRO stages and recomputation on the same
-    meshes can at most shorten T, the dynamic program's time of the pipeline. It is proven by
-    integer programs for every stage; with several stages per rank, for the pipeline before it was
-    cut further. None if unknown. ``simplest`` is None if the plan is the fastest found. ``solver``
-    solved the integer programs. ``is_reused``: the plan was taken from an earlier search, to which
-    ``seconds`` belong.
+    meshes can at most shorten the pipeline's time in the dynamic program, proven by integer
+    programs for every stage; with several stages per rank, for the pipeline before it was cut
+    further. None if unknown. ``simplest`` is None if the plan is the fastest found. ``solver``
+    solved the integer programs. ``is_reused``: the plan, and ``seconds``, are of an earlier search.
     """
 
     gap: float
@@ -224,8 +222,8 @@ class SolverInfo:
 class Tried:
     """A part of the cluster, or a memory limit, for which a plan was searched.
 
-    ``step_seconds`` is 0 if there is no plan; ``value`` is its objective (tokens per dollar, or
-    bytes), None if there is none; ``reason`` explains why the plan was rejected, "" if it was not.
+    ``step_seconds`` is 0 without a plan; ``value`` is its objective (tokens per dollar, or bytes),
+    None without a plan; ``reason`` says why the plan was rejected, "" if it was not.
     """
 
     name: str
@@ -256,9 +254,9 @@ class GoalReport:
 class ServerPlan:
     """Training with parameter servers, in which every worker runs the plan's only stage.
 
-    ``workers`` and ``servers`` are cluster ranks, which may be the same. ``shares`` are the
-    micro-batches of a step that each worker computes. ``staleness`` is the bound of ssp, else 0.
-    With ``replicas`` every server's part is also held, as a copy, by the next server.
+    ``workers`` and ``servers`` are cluster ranks, which may be the same. ``shares``: micro-batches
+    of a step by worker. ``staleness``: bound on a worker's lead in iterations under ssp, else 0.
+    With ``replicas`` each server's part is also held, as a copy, by the next server.
     """
 
     workers: tuple[int, ...]
@@ -273,14 +271,13 @@ class ServerPlan:
 class Plan:
     """The plan of a training run, which executes exactly its decisions.
 
-    ``replicated_ops`` have no sharding rule; ``replicated_seconds`` are the seconds of a step that
-    every rank spends on each of them, whole. ``unsharded_ops`` run whole because an axis does not
-    divide them. ``goal`` is None if the objective is time and devices have no price. ``slices`` are
-    the lengths of the slices of sequences, if any. ``compiled``: blocks are priced, and run,
-    compiled. ``gradient_order``: with "priority" a step's last sums of gradients, and their
-    updates, run beside the next step's forward. ``offload``: "optimizer" keeps masters and
-    optimizer states in host memory and steps on the host. ``servers`` is None without parameter
-    servers.
+    ``replicated_ops`` have no sharding rule; ``replicated_seconds``: seconds of a step that every
+    rank spends on each of them. ``unsharded_ops`` run whole because an axis does not divide them.
+    ``goal`` is None if the objective is time and devices have no price. ``slices``: lengths of
+    sequence slices, if any. ``compiled``: blocks are priced, and run, compiled. ``gradient_order``:
+    with "priority" a step's last gradient sums, and their updates, run beside the next step's
+    forward. ``offload``: "optimizer" keeps masters and optimizer states in host memory and steps on
+    the host. ``servers`` is None without parameter servers.
     """
 
     model: ModelInfo
@@ -306,7 +303,7 @@ class Plan:
 
     @property
     def states(self) -> StateOptions:
-        """Format and place of gradients and optimizer states."""
+        """Format of summed gradients, and whether optimizer states are in host memory."""
         return StateOptions(self.model.gradient_dtype, self.offload == "optimizer")
 
     @property
@@ -315,12 +312,12 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of stages that share devices; 1 if each has its own."""
+        """Return the number of stages per pipeline rank; 1 if each has its own devices."""
         return len(self.stages) // len({frozenset(stage.devices) for stage in self.stages})
 
     @property
     def tf32(self) -> tuple[str, ...] | None:
-        """Return the families of float32 products that the plan runs in TF32, on any device.
+        """Return the families of ops whose float32 products run in TF32, on any device.
 
         None if the plan does not say, or if no device has TF32.
         """
@@ -334,7 +331,7 @@ class Plan:
 
 
 def rows_text(shares: Sequence[int]) -> str:
-    """Format unequal shares of rows; a count replaces equal neighbours.
+    """Format rows by mesh index as text; a count replaces equal neighbours.
 
     >>> rows_text((3, 3, 5))
     '2×3:5'

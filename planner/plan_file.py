@@ -26,7 +26,7 @@ CHECKSUMS = "checksums"
 
 
 def dumps(plan: Plan) -> str:
-    """Format a plan as the text of a plan file."""
+    """Return a plan as the text of a plan file."""
     return json.dumps(to_table(plan), indent=1, sort_keys=True) + "\n"
 
 

@@ -38,8 +38,8 @@ SCHEDULE_TITLES = {
 class RankSummary:
     """Facts of one pipeline rank: its mesh, its ZeRO stage, and its blocks.
 
-    ``num_full`` of its blocks are recomputed in full, ``num_selective`` selectively. ``shares``:
-    the samples that each coordinate of mesh axis 0 takes, () if they are equal.
+    ``num_full`` of its blocks are recomputed fully, ``num_selective`` selectively. ``shares``:
+    samples of a micro-batch at each index along mesh axis 0, () if they are equal.
     """
 
     mesh: Mesh
@@ -51,7 +51,7 @@ class RankSummary:
 
 
 def plan_summary(plan: Plan) -> str:
-    """Format the configuration of a plan as one line."""
+    """Return the configuration of a plan (degrees, ZeRO, schedule, micro-batches) as one line."""
     if plan.servers is not None:
         parts = (servers_text(plan.servers), f"{plan.num_microbatches} × {plan.microbatch_size}")
         return SEPARATOR.join(parts)
@@ -113,7 +113,7 @@ def summary_text(
 
 
 def strategy_parts(ranks: Sequence[RankSummary], schedule: str) -> list[str]:
-    """Return the parts of a plan's summary line that precede the micro-batches."""
+    """Return the parts of a plan's summary line that precede the micro-batches, as texts."""
     has_one_zero = len({rank.zero for rank in ranks}) == 1
     texts = [_rank_text(rank, with_zero=not has_one_zero) for rank in ranks]
     if len(set(texts)) == 1:
@@ -148,7 +148,7 @@ def schedule_text(name: str, num_chunks: int = 1, num_slices: int = 0) -> str:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """Format the degrees of a mesh above one; "dp" includes "ep", which splits the batch, too.
+    """Format the degrees of a mesh that exceed 1; "dp" counts "ep" too, as both split the batch.
 
     >>> mesh_text(Mesh(("dp", "tp"), (4, 2))), mesh_text(Mesh(("dp", "ep"), (2, 4)))
     ('dp=4 tp=2', 'dp=8 ep=4')
@@ -173,7 +173,7 @@ def _rank_text(rank: RankSummary, *, with_zero: bool) -> str:
 
 
 def _counted(texts: Iterable[str]) -> list[str]:
-    """Replace equal neighbours by one text that begins with their number."""
+    """Replace equal neighbours by one text that begins with their number ("2 × dp=4")."""
     runs = [(text or "one device", len(list(run))) for text, run in groupby(texts)]
     return [f"{count} × {text}" if count > 1 else text for text, count in runs]
 

@@ -20,7 +20,7 @@ from autoparallel.report.printing import plain_table
 
 
 def cluster(*, text: str, json: bool) -> None:
-    """Carry out ``autoparallel show cluster``."""
+    """Print the devices and links of the cluster ``text``, or all presets if ``text`` is ""."""
     if not text:
         _show_presets(json)
         return
@@ -125,7 +125,7 @@ def link_figures(link: Link) -> Figures:
 
 
 def wires_table(wires: Wires) -> Table:
-    """Return a table of the number of links between each two devices of a host."""
+    """Return a table of the number of direct links between each pair of devices of a host."""
     table = plain_table(("device", "right"), *((str(n), "right") for n in range(len(wires))))
     for number, row in enumerate(wires):
         table.add_row(str(number), *("-" if n == number else str(c) for n, c in enumerate(row)))
@@ -133,7 +133,8 @@ def wires_table(wires: Wires) -> Table:
 
 
 def figure_table(figures: Figures) -> Table:
-    """Return rows of ``Figures`` as a table; a source that repeats is shown once."""
+    """Return a table with a row (name, value, source) per figure; a source equal to that of the row
+    above is printed as "as above"."""
     table = plain_table(("figure", "left"), ("value", "right"), ("source", "left"))
     before = ""
     for name, value, source in figures:

@@ -13,7 +13,7 @@ from autoparallel.report.comparison import comparison_json, print_comparison
 
 
 def compare(*, items: list[str], html: str | None, trust: bool, json: bool) -> None:
-    """Carry out ``autoparallel compare``."""
+    """Print a table that compares the plans, runs and baselines ``items`` with the first item."""
     check_output_file(html, "--html")
     with plan_cache() as cache, progress() as observe:
         found = load_items(items, cache.values, trust=trust, observe=observe)

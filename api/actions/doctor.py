@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from shlex import join, quote
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +16,8 @@ from autoparallel.actions.terminal import stdout_console
 from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.doctor.checks import DoctorRequest, Finding, check_machine
 from autoparallel.doctor.facts import machine_facts
+from autoparallel.launching.examined import doctor_commands, examine_hosts
+from autoparallel.launching.job import PORT, check_lines, job_of, read_hosts
 from autoparallel.options.results import say_json
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.planning.plan import find_cluster
@@ -21,13 +25,30 @@ from autoparallel.planning.plan_files import load_plan
 from autoparallel.runtime.launch.launch import is_launched, launch
 
 
-def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool) -> None:
-    """Carry out ``autoparallel doctor``."""
+def doctor(
+    *,
+    plan: str | None,
+    cluster: str | None,
+    hosts: str | None,
+    setup: str,
+    timeout: float,
+    json: bool,
+) -> None:
+    """Check this machine, or all hosts of a cluster, and print the results; raise if a check
+    failed. ``plan`` (a plan file) or ``cluster`` give the cluster, ``hosts`` the machines to check
+    over ssh after the commands of ``setup``; ``timeout`` is in seconds."""
     wanted = _wanted(plan, cluster)
     is_joined = is_launched(os.environ)
-    if wanted.cluster is not None and (is_joined or wanted.num_hosts == 1):
+    hint = ""
+    if hosts is not None:
+        options = [f"--timeout={timeout}"]
+        if plan is not None or cluster is not None:
+            given = str(plan or cluster)
+            path = str(Path(given).resolve()) if Path(given).is_file() else given
+            options += ["--cluster" if plan is None else "--plan", path]
+        findings = _of_hosts(wanted, read_hosts(hosts), setup, options)
+    elif wanted.cluster is not None and (is_joined or wanted.num_hosts == 1):
         findings = _examined(wanted, timeout)
-        hint = ""
     else:
         findings = list(check_machine(machine_facts(), wanted))
         hint = _hint(wanted)
@@ -37,7 +58,8 @@ def doctor(*, plan: str | None, cluster: str | None, timeout: float, json: bool)
 
 
 def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
-    """Return the cluster and memory to check. Raises UsageError AP380 if both options are given."""
+    """Return the requirements to check: the plan's cluster and peak bytes, the named cluster, or
+    none. Raises UsageError AP380 if both options are given."""
     if plan is not None and cluster is not None:
         raise UsageError(
             "AP380", "--plan and --cluster are both given", fix="give one: a plan has a cluster"
@@ -48,8 +70,34 @@ def _wanted(plan: str | None, cluster: str | None) -> DoctorRequest:
     return DoctorRequest(find_cluster(cluster)) if cluster is not None else DoctorRequest()
 
 
+def _of_hosts(
+    wanted: DoctorRequest, hosts: tuple[str, ...], setup: str, options: Sequence[str]
+) -> list[Finding]:
+    """Run the checks on hosts over ssh, with a cluster by torchrun, which measures links too."""
+    folder, arguments = Path.cwd(), (*options, "--json")
+    check_lines({"--setup": setup, "this folder": str(folder), "--plan or --cluster": options[-1]})
+    if wanted.cluster is None:
+        lines = (f"cd -- {quote(str(folder))}", setup, join(("autoparallel", "doctor", *arguments)))
+        command = f"bash -c {quote(chr(10).join(lines))}"
+        return examine_hosts(dict.fromkeys(hosts, command), together=False)
+    job = job_of(
+        wanted.cluster,
+        name="doctor",
+        hosts=hosts,
+        folder=folder,
+        setup=setup,
+        arguments=arguments,
+        port=PORT,
+        max_restarts=0,
+    )
+    return examine_hosts(doctor_commands(job), together=True)
+
+
 def _examined(wanted: DoctorRequest, timeout: float) -> list[Finding]:
-    """Run the checks on every rank (torchrun's, or processes started here); return all findings."""
+    """Run the checks on every rank, started by torchrun or else here, and return all results.
+
+    ``timeout`` is the number of seconds without progress after which the check ends.
+    """
     assert wanted.cluster is not None
     found: list[dict[str, Any]] = launch(
         "autoparallel.doctor.worker:examine",
@@ -65,7 +113,8 @@ def _hint(wanted: DoctorRequest) -> str:
         return "devices and links are measured with --plan or --cluster"
     count = wanted.cluster.host_size or "N"
     return (
-        "devices and links are measured when every host runs this under torchrun:\n"
+        "devices and links are measured with --hosts A,B,… over ssh, or when every\n"
+        "host runs this under torchrun:\n"
         f"  torchrun --nnodes {wanted.num_hosts} --nproc-per-node {count} "
         "--rdzv-backend c10d \\\n    --rdzv-endpoint HOST:29400 -m autoparallel doctor …"
     )

@@ -39,7 +39,7 @@ def estimate(
     settings: list[str] | None,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel estimate``."""
+    """Print the devices, days and dollars that training ``target`` needs, by kind of device."""
     count = None if tokens is None else parse_count(tokens, "--tokens")
     prices = parse_prices(price)
     if sort in ("days", "dollars") and count is None:

@@ -34,7 +34,8 @@ def explain(
     trust: bool,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel explain``."""
+    """Print one of: the alternatives to a plan's choice ``name``; the plan with forced degrees
+    (``why_not``) or on a changed cluster (``what_if``); a run's metrics beside predictions."""
     asked = [bool(name), why_not is not None, bool(what_if), measured is not None]
     if sum(asked) != 1:
         raise UsageError(
@@ -73,7 +74,11 @@ def explain(
 def _measured(
     plan: Plan, path: str, measured: str, database: str | None, *, trust: bool, json: bool
 ) -> None:
-    """Print predictions beside a run's metrics, and beside measured times of blocks if any."""
+    """Print a plan's predictions beside the metrics of a run (file ``measured``).
+
+    If the profile database has measurements for the plan's devices, predicted compute seconds of
+    blocks and stages are also printed beside prices from these measurements.
+    """
     run, blocks = read_run(Path(measured)), None
     if find_profile(plan.cluster, "auto", database) is not None:
         with plan_cache() as cache:

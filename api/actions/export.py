@@ -25,7 +25,7 @@ def export(
     trust: bool,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel export``."""
+    """Write a checkpoint's weights, or a plan for another training system, into ``output``."""
     if is_plan_format(to, source):
         assert to is not None
         own = {"--model": model, "--lora": lora, "--dtype": dtype}
@@ -69,7 +69,7 @@ def program(
     database: str | None,
     trust: bool,
 ) -> None:
-    """Carry out ``autoparallel show program``."""
+    """Write the integer program that chooses the layouts of the plan's stage number ``stage``."""
     check_format(output)
     found = plan_program(
         plan,

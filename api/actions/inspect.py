@@ -24,7 +24,7 @@ def inspect(
     trust: bool,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel inspect``."""
+    """Print a report of a plan file on stdout, or write it as the page ``html``."""
     loaded = load_plan(plan)
     check_output_file(html, "--html")
     if html is not None:

@@ -38,7 +38,7 @@ def launch(
     port: int,
     max_restarts: int,
 ) -> None:
-    """Carry out ``autoparallel launch``."""
+    """Write the files that start a plan's training on all hosts by Slurm, Kubernetes or ssh."""
     if slurm + k8s + ssh != 1:
         raise UsageError(
             "AP370", "one launcher must be chosen", fix="give one of --slurm, --k8s and --ssh"
@@ -46,7 +46,7 @@ def launch(
     loaded = load_plan(plan)
     folder = Path(output)
     job = job_of(
-        loaded,
+        loaded.cluster,
         name=name,
         hosts=read_hosts(hosts),
         folder=folder,

@@ -31,7 +31,10 @@ from autoparallel.target.register_op import registered_rules
 
 
 def ops(*, name: str | None, target: str | None, json: bool) -> None:
-    """Carry out ``autoparallel show ops``."""
+    """Print the sharding rules of all ops, or only of ops whose name contains ``name``.
+
+    With ``target`` the rules that the target's file registers are included.
+    """
     registered = {}
     if target is not None:
         load_target(target)
@@ -82,7 +85,10 @@ def schedules(
     slices: int,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel show schedules``."""
+    """Print the list of pipeline schedules or, with ``name``, the timeline of this schedule.
+
+    ``chunks`` is the number of stages per rank, ``slices`` the number of parts of a sequence.
+    """
     if target is not None:
         load_target(target)
     if name is not None:
@@ -97,7 +103,8 @@ def schedules(
 
 
 def facts(info: ScheduleInfo) -> dict[str, Any]:
-    """Return the properties of a pipeline schedule (name, memory, source, …) as JSON values."""
+    """Return the properties of a pipeline schedule as JSON values by name: its name, family, bubble
+    and memory formulas, source, and whether it can run or only be simulated."""
     executed = {find_schedule(name).name for name in FORCED_SCHEDULES}
     return {
         "name": info.name,
@@ -182,7 +189,7 @@ def _draw(
 
 
 def cache(*, action: Literal["show", "clear"], json: bool) -> None:
-    """Carry out ``autoparallel show cache``."""
+    """Print the number and size of the values in the user's cache, or clear the cache."""
     if action == "clear":
         freed = clear_cache()
         if not json:

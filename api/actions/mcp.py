@@ -37,18 +37,18 @@ LEFT_OUT = ("json", "json_schema", "check", "html")  # options that choose the o
 
 
 def mcp(*, skill: bool) -> None:
-    """Carry out ``autoparallel mcp``."""
+    """Serve the commands as MCP tools on stdio or, with ``skill``, print the file SKILL.md."""
     say(skill_text(), nl=False) if skill else serve()
 
 
 def skill_text() -> str:
-    """Return the text of the skill: how an agent uses the commands and tools."""
+    """Return the text of SKILL.md, which tells AI agents how to use the commands and MCP tools."""
     return files("autoparallel.agents").joinpath("SKILL.md").read_text(encoding="utf-8")
 
 
 def parameters(name: str) -> dict[str, Parameter]:
-    """Map the arguments of a tool to its command's parameters. Arguments are named as options are:
-    ``--global-batch`` is ``global_batch``."""
+    """Map the argument names of an MCP tool to the parameters of its command's function. An
+    argument is named like the option: ``--global-batch`` gives ``global_batch``."""
     found = {}
     for each in signature(TOOLS[name]).parameters.values():
         said = get_args(each.annotation)[1]
@@ -60,7 +60,7 @@ def parameters(name: str) -> dict[str, Parameter]:
 
 
 def input_schema(name: str) -> Schema:
-    """Return the JSON Schema of a tool's arguments; optional arguments are left out, not null."""
+    """Return the JSON Schema of the arguments of the MCP tool ``name``; null is never allowed."""
     found: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
     own = parameters(name)
     for key, each in own.items():
@@ -81,7 +81,10 @@ def input_schema(name: str) -> Schema:
 
 
 def answer(name: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Run a tool's command; return its JSON document, or its error as JSON, and if it failed."""
+    """Run the command of the MCP tool ``name`` with the arguments ``given``.
+
+    Returns the JSON document that the command prints and False, or its error as JSON and True.
+    """
     try:
         values = _values(name, given)
         with _new_modules(), redirect_stdout(io.StringIO()) as printed:
@@ -115,7 +118,7 @@ def _new_modules() -> Iterator[None]:
 
 
 def _values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a command's parameters for the arguments of its tool.
+    """Return a value for each parameter of a tool's command, from ``given`` or the default.
 
     Raises UsageError: AP135 for an unknown tool, AP141 for an unknown argument, AP136 for a missing
     or wrong argument.
@@ -139,9 +142,9 @@ def _values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Serve the tools on stdin and stdout until the client closes them.
+    """Serve the tools on stdin and stdout until the client closes the streams.
 
-    Raises MachineError AP404 without the package of the protocol.
+    Raises MachineError AP404 if the Python package ``mcp`` is not installed.
     """
     try:
         import anyio

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import typer
 
 from autoparallel.actions.terminal import next_steps, stdout_console, with_lora
@@ -34,11 +36,13 @@ def plan(
     check: bool,
     no_cache: bool,
 ) -> None:
-    """Carry out ``autoparallel plan``."""
+    """Plan the training of ``target`` on ``cluster``, print the report and write the plan's file.
+    With ``check`` only check the target."""
     check_output_file(output)
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
     if check:
-        say(check_target(loaded, options.global_batch, options.seq))
+        checked = check_target(loaded, options.global_batch, options.seq)
+        say_json("plan", asdict(checked)) if json else say(str(checked))
         return
 
     with plan_cache(not no_cache) as cache:

@@ -34,7 +34,8 @@ def profile(
     show_list: bool,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel profile``."""
+    """Measure the ops and collectives that planning ``target`` needs, within ``budget`` seconds,
+    and import, export or list the profile database as requested."""
     path = database_path(database)
     if not (target or export_file or import_file or show_list):
         raise UsageError("AP175", "nothing to do: give a TARGET, --list, --export or --import")
@@ -57,7 +58,7 @@ def profile(
 
 
 def take_over(path: Path, source: str) -> None:
-    """Import an exported file into the database."""
+    """Import the exported measurements in the file ``source`` into the database at ``path``."""
     with explain_errors(Path(source)), Database(path) as opened:
         counts = opened.import_file(source)
     typer.echo(
@@ -68,14 +69,14 @@ def take_over(path: Path, source: str) -> None:
 
 
 def hand_out(path: Path, to: str) -> None:
-    """Export the database to a file."""
+    """Export the profile database at ``path`` to the file ``to``."""
     with explain_errors(path), Database(find_file(path), read_only=True) as opened:
         count = opened.export_file(to)
     typer.echo(f"{count} measurements written to {to}", err=True)
 
 
 def show(outcome: Mapping[str, Any], path: Path, console: Console) -> None:
-    """Print the measured and skipped ops, the interpolation errors, and the database's path."""
+    """Print a profiling result: measured and skipped ops, interpolation errors, database path."""
     console.print(f"[bold]{outcome['environment']}[/]")
     skipped = outcome["skipped"]
     console.print(

@@ -60,7 +60,7 @@ def run(
     max_restarts: int,
     hosts: HostOptions,
 ) -> None:
-    """Carry out ``autoparallel run``."""
+    """Train by the plan file ``source``, or by a plan made for the target ``source``."""
     training = replace(
         training,
         compiled=options.compiled,
@@ -104,7 +104,7 @@ def run(
 
 
 def _limits(options: PlanOptions) -> dict[str, object]:
-    """Return the options for plans that are made during the run, after hosts have left."""
+    """Return the limits and price sources, by option, that replanning uses when a host has left."""
     return {
         "time_limit_seconds": options.time_limit_seconds,
         "memory_limit_bytes": options.memory_limit_bytes,
@@ -175,7 +175,7 @@ def verify(
     trust: bool,
     hosts: HostOptions,
 ) -> None:
-    """Carry out ``autoparallel verify``."""
+    """Compare two training steps of a plan (loss, gradients, weights) with steps of one device."""
     settings = with_lora(settings, lora)
     start = Start(hosts=asked_hosts(hosts, source))
     planned = partial(plan_path, source, cluster, options, settings=settings, trust=trust)

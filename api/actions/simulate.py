@@ -61,7 +61,7 @@ def simulate(
     settings: list[str] | None,
     json: bool,
 ) -> None:
-    """Carry out ``autoparallel simulate``."""
+    """Print the predicted step time, memory and timeline of the configuration in ``parallel``."""
     own, rest = split_parallel(parallel)
     options = replace(options, forced=parse_parallel(rest))
     loaded = load_target(target, parse_settings(with_lora(settings, lora)))
@@ -98,7 +98,8 @@ def simulate(
 
 
 def split_parallel(text: str) -> tuple[dict[str, str], str]:
-    """Return ``--parallel``'s values of ``OWN_DEGREES`` by name, and all other values as text.
+    """Split the text of ``--parallel``: return the values of schedule, chunks, cp, slices and etp
+    by name, and all other ``name=value`` pairs as text.
 
     >>> split_parallel("dp=2,pp=4,schedule=bfs,chunks=2")
     ({'schedule': 'bfs', 'chunks': '2'}, 'dp=2,pp=4')
@@ -142,7 +143,11 @@ def configured(
     layers: tuple[int, ...] | None,
     dispatcher: str,
 ) -> Configuration:
-    """Return the degrees and choices of the options. Raises ``UsageError`` for conflicts."""
+    """Return the configuration (degrees, schedule, micro-batches, …) that the options ask for.
+
+    ``own`` has the values of ``OWN_DEGREES`` by name, ``layers`` the number of layers per stage;
+    ``dispatcher`` is the way in which tokens reach experts. Raises UsageError for a conflict.
+    """
     forced = options.forced
     if forced.servers is not None:
         raise UsageError(
@@ -203,7 +208,8 @@ def configured(
 
 
 def trained_schedule(name: str) -> ScheduleInfo:
-    """Return a schedule for training by its name. Raises UsageError AP150 and AP122."""
+    """Return the pipeline schedule called ``name``. Raises UsageError AP150 and AP122 if no
+    schedule that can train has this name."""
     check_schedule_name(name)
     return find_schedule(name)
 
@@ -218,9 +224,10 @@ def degree(own: dict[str, str], name: str) -> int:
 
 
 def microbatches(options: PlanOptions, forced: Forced) -> tuple[int, int]:
-    """Return the samples of a micro-batch (default: one per data-parallel rank), and their number.
+    """Return the number of samples in a micro-batch of all ranks, and the number of micro-batches.
 
-    Raises UsageError AP124 if the micro-batches do not divide the global batch.
+    By default a micro-batch has one sample per data-parallel rank. Raises UsageError AP124 if the
+    micro-batches do not divide the global batch.
     """
     parts = forced.row_parts
     batch, asked = options.global_batch, forced.num_microbatches
@@ -261,7 +268,8 @@ def show(
 
 
 def notes(priced: PricedStep, trained: TrainedAs) -> list[str]:
-    """Return notes on choices that no plan stores: training system, kernels, folded experts."""
+    """Return a line per choice of a simulation that its plan does not record: training system,
+    fused kernels, ranks over which experts are also split."""
     own, found = priced.configuration, []
     if trained.name != "run":
         found.append(f"priced as {system(trained.name).title} trains")
@@ -284,7 +292,8 @@ OWN_CHOICES = "dp tp cp ep pp etp compiled fuses_products zero recompute schedul
 
 
 def summary(priced: PricedStep, plan: Plan, trained: TrainedAs) -> dict[str, Any]:
-    """Return a simulated step as JSON values; lists have an entry per stage or pipeline rank."""
+    """Return the results of a simulated step as JSON values: configuration, seconds, bytes. Lists
+    have an entry per stage or per pipeline rank."""
     timeline, own = priced.timeline, priced.configuration
     return {
         "priced_as": trained.name,

@@ -13,10 +13,12 @@ from autoparallel.cost_model.cluster.detect import is_at_hand
 from autoparallel.options.outputs import writing
 from autoparallel.options.results import result_stream
 from autoparallel.planner.plan import Plan
+from autoparallel.report.printing import PlainConsole
 
 
 def with_lora(settings: list[str] | None, lora: str | None) -> list[str]:
-    """Return the settings with the value of ``--lora`` added as a setting."""
+    """Return the ``name=value`` texts ``settings``, with ``lora=...`` added unless ``lora`` is
+    None."""
     return [*(settings or ()), *([] if lora is None else [f"lora={lora}"])]
 
 
@@ -24,12 +26,12 @@ def stdout_console() -> Console:
     """Return a console on stdout: 80 columns without a terminal, 120 at most."""
     stream = result_stream()
     columns = shutil.get_terminal_size((80, 24)).columns if stream.isatty() else 80
-    return Console(file=stream, width=max(60, min(columns, 120)), highlight=False)
+    return PlainConsole(file=stream, width=max(60, min(columns, 120)), highlight=False)
 
 
 def next_steps(plan: Plan, path: str) -> list[tuple[str, str]]:
-    """Return the next commands for a plan in the file ``path``, each with its purpose; the last is
-    the most usual."""
+    """Return commands that a user may run next on the plan in the file ``path``, each with its
+    purpose; the last is most often the right command."""
     html, file = shlex.quote(Path(path).with_suffix(".html").name), shlex.quote(path)
     page = (f"autoparallel inspect {file} --html {html}", "the report as a page")
     if is_at_hand(plan.cluster):

@@ -33,7 +33,11 @@ Choice = TypeVar("Choice", bound=str)
 
 @dataclass(frozen=True, slots=True)
 class TrainedAs:
-    """Training system to price (``--as``), the assumptions for its prices, and its kernels."""
+    """Training system whose steps are priced (``--as``: this package, Megatron-LM, …), with the
+    assumptions about its costs, and its kernels (eager, compiled or fused).
+
+    ``has_parts`` says that the user chose the parts of a layer to recompute.
+    """
 
     name: SystemName
     assumptions: CostAssumptions
@@ -41,7 +45,8 @@ class TrainedAs:
     has_parts: bool
 
     def configured(self, own: Configuration) -> Configuration:
-        """Return a configuration as run by the system: its recomputation, norms and kernels."""
+        """Return ``own`` with the choices that this system makes: recomputation, sequence-parallel
+        norms, and compiled or fused kernels."""
         if self.has_parts:
             own = replace(own, recompute="selective")
         if system(self.name).splits_sequences and own.tp > 1:
@@ -61,7 +66,12 @@ def trained_as(
     kernels: str | None,
     parts: str | None,
 ) -> TrainedAs:
-    """Return the training system called ``name``, with the assumptions that the options change."""
+    """Return the training system ``name``, with its cost assumptions replaced by the given options.
+
+    ``slowdown`` is the factor by which an overlapped collective slows compute; ``imbalance`` the
+    tokens of the busiest expert rank over the mean; ``dispatcher``, ``scaling``, ``kernels`` and
+    ``parts`` are texts of options, None for the system's own choice.
+    """
     whose = check_choice("--as", name, SYSTEMS)
     asked: dict[str, Any] = {"slowdown": slowdown, "imbalance": imbalance}
     if dispatcher is not None:
@@ -86,7 +96,8 @@ def trained_as(
 
 
 def parse_parts(text: str, recompute: str | None) -> tuple[RecomputedPart, ...]:
-    """Parse the parts of a layer in ``--recompute-parts``.
+    """Parse the parts of a layer in ``--recompute-parts``. Raises UsageError AP112 for an unknown
+    part, or if ``recompute`` (of ``--parallel``) is another mode than "selective".
 
     >>> parse_parts("mla_up_proj, mlp", None)
     ('mla_up_proj', 'mlp')

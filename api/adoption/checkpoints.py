@@ -109,7 +109,8 @@ def load(
 def _unpack_arguments(
     model: nn.Module | Step, optimizer: Optimizer | None, extras: dict[str, Any]
 ) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
-    """Return the module, its optimizer, and further objects by name. Raises UsageError AP890."""
+    """Return the module, its optimizer, and the extras by name; a ``Step`` is replaced by its
+    model, and is an extra itself. Raises UsageError AP890 for an object without a state to save."""
     if isinstance(model, Step):
         optimizer = model.optimizer if optimizer is None else optimizer
         return _unpack_arguments(model.model, optimizer, {"update": model, **extras})

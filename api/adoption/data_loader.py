@@ -103,7 +103,8 @@ def _parallel_model(model: nn.Module | None) -> Any:
 
 
 class DistributedLoader:
-    """Loader of a rank, made by ``distribute``; other attributes are the DataLoader's."""
+    """Loader of a rank's rows of each global batch, made by ``distribute``. Attributes that it
+    lacks are read from the DataLoader."""
 
     def __init__(self, loader: DataLoader[Any], batches: StepBatches | _AllRows) -> None:
         self._loader, self._batches = loader, batches
@@ -178,7 +179,8 @@ class DistributedLoader:
         return () if held is None else held.indices()
 
     def _by_row(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch from number ``start`` on, and this rank's rows."""
+        """Yield the size of each global batch, and this rank's rows of it, for a dataset with
+        indices. ``start`` is the number of the first batch."""
         if not self._held_rows(self._batches.global_rows):
             for indices in islice(self._order.batches(), start, None):
                 rows = [indices[row] for row in self._held_rows(len(indices))]
@@ -202,7 +204,8 @@ class DistributedLoader:
         return self._loader.collate_fn([dataset[row] for row in rows])
 
     def _keep_rows(self, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch of an iterable dataset, and this rank's rows."""
+        """Yield the size of each global batch, and this rank's rows of it, for an iterable dataset.
+        ``start`` is the number of the first batch."""
         loader, planned = self._loader, self._batches.global_rows
         if self._inner is None:
             self._inner = type(loader)(
@@ -225,7 +228,7 @@ class DistributedLoader:
 
 
 class _AllRows:
-    """Stand-in for ``StepBatches`` (a rank's rows of each batch) in a single process: all rows."""
+    """Stand-in, in a single process, for ``StepBatches``, which selects a rank's rows: all rows."""
 
     place = (0, 1)
 
@@ -283,7 +286,7 @@ class _RowSampler:
 class _KeepRows:
     """Collate function that returns the size of a batch and this rank's samples, collated.
 
-    A batch of another size than planned is returned uncollated: its rows of this rank are unknown.
+    A batch of another size than planned is returned uncollated: the caller selects the rows.
     """
 
     def __init__(self, collate: Callable[[Any], Any], rows: Sequence[int], planned: int) -> None:
@@ -314,7 +317,10 @@ class _Order:
         self._began: list[Tensor] = []
 
     def begin(self) -> None:
-        """Store the generator states of a new epoch; the first call, collective, takes rank 0's."""
+        """Store the states of the random generators at the beginning of an epoch.
+
+        The first call replaces the states by rank 0's, and is collective over all ranks.
+        """
         if self._stream is None:
             for generator in self._generators:
                 generator.set_state(share_tensor(generator.get_state()))
@@ -322,7 +328,8 @@ class _Order:
         self._began = [self._stream, *(each.get_state() for each in self._generators)]
 
     def follow(self) -> None:
-        """Store the generators' states before an epoch that uses torch's default generator."""
+        """Store the states of torch's default generator and of the given generators, from which the
+        next epoch draws its order."""
         self._began = [torch.get_rng_state(), *(each.get_state() for each in self._generators)]
 
     def worker_seed(self) -> int:
@@ -337,7 +344,7 @@ class _Order:
         return self.draw_items(self._loader.batch_sampler)
 
     def draw_items(self, source: Any) -> Iterator[Any]:
-        """Yield each item of ``source``, whose random numbers come from this loader's stream."""
+        """Yield each item of ``source``, drawn with this loader's own stream of random numbers."""
         with self._draw_from_stream():
             iterator = iter(source)
         while True:

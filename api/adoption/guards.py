@@ -21,8 +21,8 @@ from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, StagePara
 
 
 class ModelGuard:
-    """Check that a script has not changed a planned model. ``modes`` are its modules' ``training``
-    flags when it was planned, ``slots`` the (module, attribute) pairs that hold each parameter."""
+    """Guard that raises if a script has changed a planned model. ``modes`` are its modules'
+    ``training`` flags at planning, ``slots`` the (module, attribute) pairs of each parameter."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class ModelGuard:
         self._storages = [(name, p.master, _storage_id(p.master)) for name, p in parameters.items()]
 
     def check(self) -> None:
-        """Raise UsageError AP922, AP923, AP929 or AP936 if modes, hooks or parameters changed."""
+        """Raise UsageError AP922, AP923, AP929 or AP936 if training modes, hooks, ``requires_grad``
+        or parameters have changed since the model was planned."""
         self._check_places()
         self.check_data()
         for module, mode in self._modules:
@@ -119,7 +120,7 @@ WEIGHT_HOOKS = (SpectralNorm, WeightNorm)
 def check_own_hooks(model: nn.Module) -> None:
     """Raise UsageError AP923 for a hook on the model itself, or a ``__call__`` of its class.
 
-    Both run around a call of the model, but ``Step`` does not call the model.
+    Both would run around a call of the model, but ``Step`` does not call the model.
     """
     hooks = (
         *model._forward_hooks.values(),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanJob:
-    """Input for planning a model.
+    """Model, cluster and options that ``parallelize`` was given, from which the model is planned.
 
     ``deferred`` is the recorded construction of a model without weights; None if it has weights.
     ``weights`` is a file or folder of initial weights (see ``runtime.parameters.pretrained``).

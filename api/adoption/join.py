@@ -77,8 +77,8 @@ def join_training(
     started, and all ranks use its plan. Initial weights are rank 0's: of its model, or drawn from
     the state of its generator. Random numbers in the forward follow rank 0's ``torch.manual_seed``.
     Tensors that no stage holds (parameters that the loss does not depend on, buffers that training
-    does not change) have their values in ``model`` afterwards. ``progress`` is told each action of
-    a step; ``buckets``: see ``Trainer``.
+    does not change) have their values in ``model`` afterwards. ``progress`` is called with each
+    action of a step; ``buckets`` are sequence lengths to which shorter batches are padded.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,7 +162,8 @@ def _cluster(name: str, device: torch.device) -> Cluster | None:
 
 
 def _initial_weights(model: nn.Module, job: PlanJob) -> Weights:
-    """Return rank 0's initial weights on every rank; weights that a model has change in place."""
+    """Return rank 0's initial weights on every rank. Weights that ``model`` already has are
+    overwritten in place by rank 0's; other weights are drawn or read from files later."""
     if job.deferred is not None:
         assert isinstance(job.deferred.seed, Tensor)
         drawn = replace(job.deferred, seed=share_tensor(job.deferred.seed))
@@ -184,7 +185,10 @@ def _capture_again(
     rows: int,
     change: Change = keep_batch,
 ) -> Program:
-    """Capture a model's graph in training mode again, for a global batch of ``rows`` samples."""
+    """Capture a model's graph in training mode again, for a global batch of ``rows`` samples.
+
+    ``held`` are the tensors to put into the model meanwhile; ``change`` alters the example batch.
+    """
     with as_at_start(), with_held(model, held):
         asked = replace(options, global_batch=rows)
         return _capture_outputs(model, changed_target(target, change), asked)
@@ -304,7 +308,8 @@ def _plan_again(
 
 
 def _check_is_whole(wanted: Plan | Forced) -> None:
-    """Raise UsageError AP932 if a plan or forced choices have several micro-batches or stages."""
+    """Raise UsageError AP932 if a plan or forced degrees have several micro-batches or stages: a
+    model without a loss needs one of each, as the script's loss takes the whole batch's outputs."""
     stages = len(wanted.stages) if isinstance(wanted, Plan) else wanted.pp or 1
     count = wanted.num_microbatches or 1
     if max(count, stages) > 1:

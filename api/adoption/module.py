@@ -67,9 +67,9 @@ class ParallelModule(nn.Module):
     ) -> Trainer:
         """Plan the model unless planned, replace its weights by shards, and return the trainer.
 
-        Collective. From then on a watchdog observes the process: see
-        ``runtime.launch.watched_script``. Raises UsageError AP145 if the model has a plan and gets
-        another plan, a loss or buckets.
+        Collective. From then on a watchdog ends the process if a rank dies or hangs for
+        ``timeout_seconds``. ``buckets`` are sequence lengths to pad shorter batches to. Raises
+        UsageError AP145 if the model has a plan and gets another plan, a loss or buckets.
         """
         adopted = _state_of(self)
         with as_launched():
@@ -161,12 +161,13 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(state_dict, strict=strict)
 
     def take_untrained(self) -> None:
-        """Copy the checkpoint values that the trainer loaded last into the model's untrained
-        tensors. Collective."""
+        """Copy the values of untrained tensors from the checkpoint that the trainer loaded last
+        into the model. Collective."""
         _state_of(self).take_untrained(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, without the script's hooks if ``leaves_own_hooks`` says so.
+        """Call the model. While a capture or another call inside the package runs the plain
+        forward, the script's hooks and ``__call__`` are skipped.
 
         Torch's hooks that compute a weight before each forward are part of the model, and run.
         """
@@ -231,8 +232,8 @@ def make_parallel(
 ) -> nn.Module:
     """Make ``model`` parallel in place: its class becomes ``cls``, a subclass of its own class.
 
-    Methods named in ``methods`` compute with whole weights. If the class has no ``forward``, the
-    first of them is planned instead.
+    Methods named in ``methods`` run with whole weights, gathered from the ranks. If the class has
+    no ``forward``, the first of these methods is planned instead.
     """
     original = type(model)
     # A script may have assigned a forward to the object, which hides the forward of the class.
@@ -251,7 +252,7 @@ def parallel_class(
     """Make a ``ParallelModule`` class with the name, methods and signatures of ``original``.
 
     Calling the class runs ``make(cls, ...)`` instead of building the model. Methods named in
-    ``methods`` compute with whole weights.
+    ``methods`` run with whole weights, gathered from the ranks.
     """
     check_methods(original, methods)
     planned = ["forward"] if has_forward(original) or not methods else ["forward", methods[0]]

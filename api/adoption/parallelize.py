@@ -47,7 +47,7 @@ ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """Arguments of ``parallelize``."""
+    """Arguments of ``parallelize`` besides the model, as documented there."""
 
     example_batch: Any = None
     cluster: str = "local"
@@ -228,7 +228,7 @@ def parallelize(  # noqa: PLR0913 - one parameter per option
 
 
 def _with_weights(original: type[nn.Module], given: ParallelOptions) -> type[nn.Module]:
-    """Return the class itself or, with ``weights``, a subclass whose instances load them."""
+    """Return the class itself or, with ``weights``, a subclass whose instances load the weights."""
     place = given.weights
     if place is None:
         return original

@@ -81,20 +81,20 @@ class ParallelState:
 
     @property
     def outputs(self) -> OutputForm | None:
-        """Structure of the model's outputs in the current call."""
+        """Structure (nested containers and tensors) of the outputs of the model's current call."""
         return self._following.outputs
 
     @property
     def computes_plainly(self) -> bool:
-        """Return whether the model acts as the plain model now."""
+        """Return whether a call of the model now runs its own forward, without the plan."""
         is_own = self.is_joining or self.is_plain or self._is_gathered
         return is_own or torch.compiler.is_exporting()
 
     @property
     def leaves_own_hooks(self) -> bool:
-        """Return whether a call of the model must skip the script's hooks and ``__call__``.
+        """Return whether a call of the model now must skip the script's hooks and ``__call__``.
 
-        Hooks run around the captured program, so the capture must not contain them.
+        This holds while the forward is captured: hooks run around the captured program later.
         """
         return self.computes_plainly and not (self._is_gathered or self._is_unsharded)
 
@@ -173,7 +173,8 @@ class ParallelState:
         )
 
     def _capture_now(self, rows: int) -> int:
-        """Return the index of the captured program for ``rows`` rows and the model's code now."""
+        """Return the index of the captured program for a batch of ``rows`` samples and the present
+        code and Python state of the model."""
         self._guard.check()
         return self._following(rows, self._form)
 
@@ -187,7 +188,8 @@ class ParallelState:
             self.is_plain = before
 
     def _backward_of_outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run the backward from a weighted sum of the model's outputs; return the sum."""
+        """Run forward and backward, with a weighted sum of all outputs in place of a loss; return
+        the sum. It serves the comparison of the first step with the model alone."""
         assert self.calls is not None
         outputs = self.calls.outputs(self.joined.runner.fit(inputs))
         loss = projection(outputs)
@@ -195,7 +197,7 @@ class ParallelState:
         return loss.detach()
 
     def _put_shards(self, model: nn.Module) -> None:
-        """Replace the model's parameters and changing buffers by this rank's shards."""
+        """Replace the model's parameters and the buffers that training changes by own shards."""
         trainer = self.joined
         buffers = trainer.model.changing_buffers()
         for name, slots in self._whole.slots.items():
@@ -211,7 +213,7 @@ class ParallelState:
                     retire_tensor(old, f"{type(model).__name__}.{name}")
 
     def take_untrained(self, model: nn.Module) -> None:
-        """Copy the values that the trainer loaded last into the model's untrained tensors."""
+        """Copy the values of untrained tensors from the checkpoint loaded last into the model."""
         tied = self.joined.program.graph.tied
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tied.get(name, name) not in self._whole.slots:
@@ -236,7 +238,8 @@ class ParallelState:
         return own
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model with the arguments of its ``forward``."""
+        """Carry out a call of the model: its own forward while it is planned, the plan's forward in
+        training mode, a forward with gathered weights in evaluation mode."""
         if self.computes_plainly:
             return self._forward(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, whole, (args, dict(kwargs)))
@@ -353,7 +356,8 @@ class ParallelState:
         return tree_map_only(Tensor, refuse, outputs)
 
     def run_whole(self, compute: Callable[[], Any], *, keeps_buffers: bool = True) -> Any:
-        """Run ``compute``, code of the model; each layer gathers its whole weights as it runs."""
+        """Run ``compute``, code of the model, without gradients; each layer gathers its whole
+        weights as it runs. With ``keeps_buffers`` writes to buffers are kept."""
         self._weights.meet(self.tell)
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
@@ -381,7 +385,8 @@ class ParallelState:
     def run_own(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps_buffers: bool = True
     ) -> Any:
-        """Run the model's own forward on arguments cast to the plan's dtype."""
+        """Run the model's own forward, without gradients, on arguments cast to the plan's dtype.
+        With ``keeps_buffers`` writes to buffers are kept."""
         dtype = COMPUTE_DTYPES[self.joined.plan.model.precision]
 
         def cast(tensor: Tensor) -> Tensor:
@@ -452,10 +457,9 @@ class ParallelState:
         return changed
 
     def _take_buffers(self) -> None:
-        """Pass the model's fixed buffers to the program if the script has changed them.
+        """Copy the buffers that training leaves alone to the program, if the script changed them.
 
-        Training does not change these buffers, but a script may: by writing to them, by assigning
-        another tensor, or by loading a state dict.
+        A script may write to them, assign another tensor, or load a state dict.
         """
         held = {name: module._buffers.get(attribute) for name, module, attribute in self._fixed}
         given = {name: value for name, value in held.items() if value is not None}

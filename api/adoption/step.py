@@ -151,7 +151,7 @@ class Step:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of this rank."""
+        """Optimizer of this rank's shards of the weights."""
         optimizer: torch.optim.Optimizer = self._trainer.optimizer
         return optimizer
 
@@ -175,8 +175,7 @@ class Step:
         return int(self._steps.update.skipped)
 
     def finish(self) -> None:
-        """End the training: wait for the last step, check and report it, and close the
-        callbacks."""
+        """End the training: wait for the last step, report it to the callbacks, and close them."""
         self._steps.finish()
         if self._callback is None:
             return
@@ -198,7 +197,7 @@ class Step:
         return {**self._steps.update.state_dict(), **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a ``state_dict``, saved under any plan."""
+        """Restore the result of ``state_dict``, which may have been saved under any plan."""
         self._steps.update.load_state_dict(state)
         self._steps.trainable.batches_begun = state.get("batches_begun", 0)
         self._num_updates = state.get("updates", 0)

@@ -24,9 +24,10 @@ Slot = tuple[nn.Module, str]
 
 
 class WholeModule:
-    """Contexts that put whole tensors into a model's slots (``Slot``); each is collective.
+    """Contexts, each collective, that put whole tensors in place of a model's shards.
 
-    ``tied`` maps each further name of a tied parameter to its first name.
+    A slot is the place of a tensor: a module and the name of its parameter or buffer. ``tied`` maps
+    each further name of a tied parameter to its first name.
     """
 
     def __init__(self, model: nn.Module, weights: WholeWeights, tied: Mapping[str, str]) -> None:
@@ -48,7 +49,7 @@ class WholeModule:
         return self._slots
 
     def _split_names(self, model: nn.Module) -> tuple[dict[nn.Module, list[str]], list[str]]:
-        """Return the tensor names of each repeated layer, and the names of all other tensors."""
+        """Return the tensor names of each repeated layer, by its module, and all other names."""
         layer_of = {module: layer for layer in _layers(model) for module in layer.modules()}
         layers: dict[nn.Module, list[str]] = {}
         around: list[str] = []
@@ -107,7 +108,8 @@ class WholeModule:
             _restore(elsewhere)
 
     def _put_stand_ins(self) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors without memory into slots whose tensors only other ranks hold."""
+        """Put placeholders without memory into slots of tensors that only other ranks hold; return
+        the changed slots, each with its former value None."""
         held: list[tuple[Slot, Tensor | None]] = []
         for name in (name for names in self._layers.values() for name in names):
             if self._weights.is_elsewhere(name):
@@ -122,9 +124,9 @@ class WholeModule:
 
     @contextmanager
     def trained_whole(self, dtype: torch.dtype) -> Iterator[None]:
-        """Put whole weights into the model inside the context; their gradients go to the shards.
+        """Put whole weights in ``dtype`` into the model inside the context.
 
-        Writes to buffers are kept.
+        Their gradients go to the shards, and writes to buffers are kept.
         """
         buffers = [name for name in self._slots if self._is_buffer(name)]
         held = self._put(buffers, self._gather(buffers))
@@ -144,7 +146,8 @@ class WholeModule:
             _restore(held)
 
     def _keep_buffers(self, held: Sequence[tuple[Slot, Any]]) -> None:
-        """Store the values that a forward has written to whole buffers in this rank's buffers."""
+        """Store the values that a forward has written to whole buffers in this rank's buffers.
+        ``held`` are the slots of the buffers, with the tensors before the forward."""
         for (module, attribute), old in held:
             value = module._buffers.get(attribute)
             if value is not None and value is not old:
@@ -163,7 +166,7 @@ class WholeModule:
     def _put(
         self, names: Iterable[str], tensors: Mapping[str, Tensor]
     ) -> list[tuple[Slot, Tensor | None]]:
-        """Put tensors into the slots of ``names``; return the tensors held before."""
+        """Put tensors into the slots of ``names``; return the slots with the tensors before."""
         before: list[tuple[Slot, Tensor | None]] = []
         for name in names:
             value = tensors.get(name)
@@ -179,7 +182,7 @@ class WholeModule:
 
 
 def _restore(held: Sequence[tuple[Slot, Tensor | None]]) -> None:
-    """Put tensors ``held`` before back into their slots, in reverse: a slot may occur twice."""
+    """Put tensors ``held`` before back into their slots, in reverse, as a slot may occur twice."""
     for (module, attribute), value in reversed(held):
         if attribute in module._parameters and not isinstance(value, nn.Parameter | None):
             _compute_with(module, attribute, value)

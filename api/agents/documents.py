@@ -27,17 +27,18 @@ from autoparallel.planner.ops.catalog import RuleText
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.verify.verify import Difference
 from autoparallel.systems.system import Deviation
+from autoparallel.target.check import CheckedTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile(Plan):
-    """A plan as in its file, with a checksum of each section."""
+    """Plan as it is stored in a file, with a checksum of each section by the section's name."""
 
     checksums: Mapping[str, str]
 
 
 CLASSES: tuple[Any, ...] = (Explanation, CacheContents, Preset, Finding, RuleText, PlanFile)
-CLASSES += (Device, Link, Exposed, Difference, Deviation)
+CLASSES += (CheckedTarget, Device, Link, Exposed, Difference, Deviation)
 
 TEXT = files("autoparallel.agents").joinpath("results.txt").read_text(encoding="utf-8")
 _OF_COMMANDS, _OF_RECORDS = (part.splitlines() for part in TEXT.split("\n\n"))
@@ -49,7 +50,7 @@ WRITTEN_AS = {**PLAIN, Layout: PLAIN[str], Cluster: {"$ref": "#/$defs/ClusterTab
 
 
 def document_schema(command: str) -> Schema:
-    """Return the JSON Schema of the document that a command prints."""
+    """Return the JSON Schema of the document that ``command`` prints with ``--json``."""
     result, classes = _schema(RESULTS[command]), dict[str, Schema]()
     named, records = {each.__name__: each for each in CLASSES}, _records()
     while missing := set(re.findall(r"#/\$defs/(\w+)", f"{result}{classes}")) - {*classes}:
@@ -66,7 +67,8 @@ def document_schema(command: str) -> Schema:
 
 
 def _records() -> dict[str, Schema]:
-    """Return the JSON Schema of each record that ``results.txt`` defines, by its name."""
+    """Return the JSON Schema of each record type, by name, that the package's ``results.txt`` (a
+    description of the JSON results of commands) defines."""
     found: dict[str, Schema] = {}
     for line in _OF_RECORDS:
         if not line.startswith(" "):
@@ -82,7 +84,8 @@ def _records() -> dict[str, Schema]:
 
 
 def _schema(text: str) -> Schema:
-    """Return the JSON Schema of a type in ``results.txt``, such as ``[int]`` or ``str?``."""
+    """Return the JSON Schema of a type written as in ``results.txt``, such as ``[int]`` (list) or
+    ``str?`` (a text or null)."""
     if "|" in text:
         return {"anyOf": [_schema(each) for each in text.split("|")]}
     if text.endswith("?"):

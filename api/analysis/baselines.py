@@ -54,10 +54,11 @@ STATES_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Fastest configuration of DDP, FSDP or 3-D parallelism that fits memory, else the smallest.
+    """Fastest configuration of DDP, FSDP or 3-D parallelism (``name``) that fits memory; if none
+    fits, the configuration that exceeds the memory least.
 
-    ``configuration`` is "" if none could be priced; ``reason`` then says why. ``num_priced`` counts
-    the priced configurations; ``is_cut_short`` means that the time limit skipped some.
+    ``configuration`` is its summary, "" if none could be priced; ``reason`` then says why.
+    ``num_priced`` counts priced configurations; if ``is_cut_short`` the time limit skipped some.
     """
 
     name: str
@@ -93,7 +94,8 @@ def baselines(
 
 
 def _best(name: str, priced: PricedConfigurations, none: str = "") -> Baseline:
-    """Return the best priced configuration as a baseline; ``none``: reason if there is none."""
+    """Return the best of ``priced`` as the baseline ``name``. If nothing was priced, its reason is
+    the last error or, without an error, ``none``."""
     if not priced.steps:
         return Baseline(name, reason=none if priced.error is None else priced.error.what)
     best, num_layers = priced.best, len(find_layers(priced.pricer.blocks))
@@ -150,8 +152,8 @@ def _grid(plan: Plan, num_layers: int) -> Iterator[Forced]:
 
 
 def _may_fit(plan: Plan, parts: int, dp: int) -> bool:
-    """Return whether 1/``parts`` of the model states under ZeRO 1 over ``dp`` ranks fit a
-    device."""
+    """Return whether 1/``parts`` of the model's weights and optimizer states, under ZeRO 1 over
+    ``dp`` ranks, fit a device."""
     model = plan.model
     rules = policy(model.precision, model.optimizer)
     own = state_bytes(model.num_parameters // parts, rules, 1, dp).total

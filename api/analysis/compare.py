@@ -34,7 +34,7 @@ _DEGREE = re.compile(r"(tp|pp|cp|ep)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Metrics of a training run: median step and throughput, peak memory of rank 0, last loss."""
+    """Metrics of a training run: median step seconds and throughput, rank 0's peak, last loss."""
 
     num_steps: int
     step_seconds: float

@@ -126,7 +126,7 @@ class PricedConfigurations:
 
     @property
     def best(self) -> PricedStep:
-        """Return the fastest priced configuration that fits memory, else the smallest."""
+        """Return the fastest configuration that fits memory; if none fits, that of least memory."""
         fitting = self.fitting
         return fitting[0] if fitting else min(self.steps, key=lambda step: step.peak_bytes)
 
@@ -140,10 +140,11 @@ def simulated(
     basis: Basis = DEFAULT,
     pins: tuple[Pin, ...] = (),
 ) -> tuple[PricedStep, Plan]:
-    """Price and simulate a training step of a configuration; return the step and a plan.
+    """Price and simulate a training step of a configuration; return the priced step and its plan.
 
-    The plan describes ``model``. Raises ``UsageError`` if the configuration does not suit the model
-    or the cluster.
+    ``model`` (name, batch, precision) is stored in the plan; ``basis`` is the source of op times,
+    and ``pins`` are layouts that the user forces. Raises ``UsageError`` if the configuration does
+    not suit the model or the cluster.
     """
     configuration = with_rows(program.graph, configuration)
     check_layers(program, configuration)
@@ -197,7 +198,7 @@ def described_plan(step: PricedStep, program: Program, model: ModelInfo) -> Plan
 
 
 def with_rows(graph: Graph, configuration: Configuration) -> Configuration:
-    """Return ``configuration``; if the graph's batch cannot be split, with a single micro-batch."""
+    """Return ``configuration``, with a single micro-batch if the graph has no batch dimension."""
     if graph.batch_dims:
         return configuration
     rows = configuration.microbatch_size * configuration.num_microbatches

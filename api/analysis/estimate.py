@@ -64,8 +64,9 @@ MORE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Settings of estimates. ``precision`` None: bf16 if the device supports it, else fp16.
-    ``lora``: settings of adapters, None to skip LoRA. ``seconds``: time limit of each search."""
+    """Settings of an estimate. ``precision`` None means bf16 if the device supports it, else fp16;
+    ``lora`` None leaves out LoRA; ``seconds`` limits each search; ``tokens`` are trained on in all;
+    ``prices`` are dollars per device and hour, by device."""
 
     devices: tuple[str, ...]
     global_batch: int = 64
@@ -82,8 +83,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Result for one device and training method. ``plan`` is on the fewest devices; without any
-    plan it is None, and ``why`` says why. ``tokens`` and the price are copied from the request."""
+    """Result for one device and training method (full or LoRA). ``plan`` uses the fewest devices
+    that can train, or is None if none can: see ``why``. ``dollars_per_hour`` is of all devices."""
 
     device: str
     method: Method
@@ -144,7 +145,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def clusters_of(device: str, max_devices: int) -> Iterator[Cluster]:
-    """Yield clusters of a device by size: parts of a host, then whole hosts, as in ``counts``.
+    """Yield clusters of a device by size: parts of a host, then whole hosts, in round numbers.
 
     A shorthand (``4xH100``) gives only the cluster that it names.
 
@@ -178,7 +179,7 @@ def counts(most: int) -> Iterator[int]:
 def estimate_target(
     target: Target, asked: Asked, observe: Observe = ignore, cache: Cache = NO_CACHE
 ) -> tuple[Estimate, ...]:
-    """Return an estimate per device and training method, in the order of the devices.
+    """Return an estimate per device and training method (full, LoRA), in the order of the devices.
 
     Raises the errors of capture, and UsageError AP351 for LoRA of a target that is not ``hf:``.
     """
@@ -201,7 +202,8 @@ def has_lora(target: Target) -> bool:
 def _mapped(
     search: _Search, tasks: Sequence[tuple[str, Method]], processes: int
 ) -> Iterator[Estimate]:
-    """Yield all estimates: first from the cache, then by searching, in two processes if wanted."""
+    """Yield the estimates of all tasks (pairs of device and method): first those that need no
+    search as the cache has them, then the others, searched in ``processes`` processes."""
     unknown, search.only_known = list[tuple[str, Method]](), True
     for task in tasks:
         try:
@@ -233,11 +235,11 @@ def _in_fork(task: tuple[str, Method]) -> Estimate:
 
 
 class _UnknownError(Exception):
-    """Signal that the cache has no result of a search, when only cached results are wanted."""
+    """Signal that a plan is not in the cache, raised while only cached plans may be used."""
 
 
 class _Search:
-    """Search for the estimate of a (device, method) task; all tasks share captured programs."""
+    """Search for the estimate of a task, a pair (device, method); tasks share captured programs."""
 
     def __init__(self, target: Target, asked: Asked, cache: Cache) -> None:
         self.target, self.asked, self.cache = target, asked, cache
@@ -254,8 +256,8 @@ class _Search:
         return "bf16" if have else "fp16"
 
     def ease(self, task: tuple[str, Method]) -> tuple[object, ...]:
-        """Return the sort key of a task: the device with least memory first, as its search takes
-        longest. Its LoRA and full tasks begin together, so two processes capture one model each."""
+        """Return a sort key of a task. The device with the least memory comes first, as its search
+        is longest, and its LoRA task before its full task, so that two processes capture both."""
         device, method = task
         first = min(self.asked.devices, key=_memory_bytes)
         return (device != first, method == "full", _memory_bytes(device), device)
@@ -316,7 +318,7 @@ class _Search:
     def _planned(
         self, target: Target, program: Program, cluster: Cluster, request: Request
     ) -> Plan:
-        """Return the plan for a cluster, with its final memory; from the cache if stored there."""
+        """Return the plan for a cluster, with simulated memory; from the cache if stored there."""
         options = self._options(request.precision)
         check_precision(cluster, request.precision)
         cluster = with_choice(cluster, options.tf32)

@@ -42,7 +42,11 @@ _CHUNKED = "several stages per rank cut the model otherwise: see inspect's alter
 
 
 def explain(model: PlanModel, name: str) -> Explanation:
-    """Price the alternatives to the plan's choice ``name``. Raises UsageError AP357 if unknown."""
+    """Price the alternatives to a choice of the plan: a parameter, op or block (its layout), a
+    stage (its blocks), or "zero", "recompute", "schedule", "microbatches".
+
+    Raises UsageError AP357 if nothing in the plan is called ``name``.
+    """
     return _Explainer(model).explained(name)
 
 
@@ -54,7 +58,7 @@ class _Explainer:
         self.plan, self.priced = self.model.plan, self.model.variant
 
     def explained(self, name: str) -> Explanation:
-        """Return the priced alternatives to the plan's choice ``name``."""
+        """Return the priced alternatives to the choice ``name``, as in the function ``explain``."""
         word = name.strip()
         of_word: dict[str, Callable[[], Explanation]] = {
             "zero": self._zero,
@@ -183,7 +187,8 @@ class _Explainer:
         return Explanation(f"block {name}", f"stage {index}", tuple(found), (_AS_PLANNED,))
 
     def _moved(self, index: int, other: int) -> Alternative:
-        """Price moving an outer block of stage ``index`` to the adjacent stage ``other``."""
+        """Price the plan after moving a block from stage ``index`` to the adjacent stage ``other``:
+        the first block if ``other`` is the earlier stage, else the last."""
         stages = list(self.plan.stages)
         one, two, name = stages[index], stages[other], f"in stage {other}"
         at = 0 if other < index else -1
@@ -237,7 +242,7 @@ class _Explainer:
 
 
 def undivided(plan: Plan, rows: int) -> Mesh | None:
-    """Return the first mesh of a plan that cannot split micro-batches of ``rows`` samples."""
+    """Return a plan's first mesh that cannot split ``rows`` samples evenly over ranks, or None."""
     meshes = (stage.mesh for stage in plan.stages)
     return next((mesh for mesh in meshes if rows % mesh.row_parts), None)
 
@@ -247,7 +252,7 @@ def _blocks_text(stage: StagePlan) -> str:
 
 
 def explained_tensor(model: PlanModel, path: str, name: str) -> Explanation:
-    """Return the alternative layouts of the graph node ``name``; the user called it ``path``.
+    """Return the alternative layouts of the graph node ``name``, which the user called ``path``.
 
     Raises UsageError AP357 if the node has no layout in the plan.
     """
@@ -304,7 +309,11 @@ def _layouts(
     own: NodeLayout,
     choice: tuple[Sequence[Layout], Restriction],
 ) -> Iterator[Alternative]:
-    """Yield each layout offered to a node, priced with the fastest layouts of all other nodes."""
+    """Yield each layout offered to the node ``template`` of stage ``index``, priced with the
+    fastest layouts of all other nodes; first ``own``, its layout in the plan.
+
+    ``choice`` has the offered layouts, and the stage's limits on all layouts.
+    """
     offered, limited = choice
     stage = model.plan.stages[index]
     seen: set[tuple[str, ...]] = set()
@@ -327,7 +336,8 @@ def _layouts(
 
 
 def _plain(layout: Layout) -> tuple[str, ...]:
-    """Return a layout's placements as texts; "I" counts as "R", as in pins (forced placements)."""
+    """Return a layout's placements as texts. Invariant ("I", replicated with equal gradients)
+    counts as replicated ("R"), as in layouts that a user forces."""
     return tuple("R" if each.kind == "I" else str(each) for each in layout)
 
 
@@ -352,7 +362,8 @@ def layout_text(layout: Layout, mesh: Mesh) -> str:
 def _not_offered(
     node: Node, mesh: Mesh, offered: Sequence[Layout], limited: Restriction
 ) -> list[Alternative]:
-    """Return the shardings over one mesh axis that no layout in ``offered`` has, with reasons."""
+    """Return an alternative, with the reason why it is not offered, for each dimension of ``node``
+    and mesh axis for which no layout in ``offered`` shards the dimension over the axis."""
     found = []
     shape = node.spec.shape
     for axis, (name, size) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):

@@ -20,8 +20,8 @@ from autoparallel.planning.tf32 import families_text
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Number that a plan predicts: JSON key, names in text and pages, functions for value and
-    text."""
+    """Kind of number that a plan predicts (step time, memory, …): its JSON key, its names in texts
+    and tables, and the functions that read it from a plan and format it."""
 
     key: str
     name: str
@@ -199,7 +199,7 @@ class RankMemory:
 
 
 def named_memory(held: Mapping[str, Size]) -> dict[str, Size]:
-    """Return sizes by the names of their categories in reports, and in the order of reports."""
+    """Sum bytes by the names that reports give to memory categories, in the order of reports."""
     found: dict[str, Size] = {}
     for category, size in held.items():
         name = MEMORY_NAMES.get(category, category)
@@ -220,8 +220,8 @@ def in_order(names: Iterable[str], order: Collection[str]) -> list[str]:
 def fullest_rank(plan: Plan) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak.
 
-    Transient bytes of the rank's stages count once. Under Chimera a rank's two stages hold fewer
-    activations together than alone: the predicted peak minus all other categories.
+    Of the transient bytes of the rank's stages only the largest counts. Under Chimera, where a rank
+    runs two stages, activations are the predicted peak minus all other categories.
     """
     ranks = [(stages, bytes_of(plan, stages)) for stages in stages_of_ranks(plan)]
     stages, found = max(ranks, key=lambda rank: sum(rank[1].values()))
@@ -235,7 +235,7 @@ def fullest_rank(plan: Plan) -> RankMemory:
 
 
 def bytes_of(plan: Plan, stages: Sequence[int]) -> dict[str, int]:
-    """Return the predicted bytes by category of a pipeline rank that runs ``stages``."""
+    """Return the predicted bytes, by memory category, of a pipeline rank that runs ``stages``."""
     return combine_bytes(
         (plan.stages[stage].prediction.memory_bytes for stage in stages), TRANSIENT
     )
@@ -318,11 +318,8 @@ SPENT = {
 
 
 def rank_seconds(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
-    """Return a step's seconds by purpose (compute, …, waiting) on a rank that runs ``stages``.
-
-    ``prediction.seconds`` counts compute, communication and send per micro-batch, and exposed_sync
-    and optimizer per optimizer update.
-    """
+    """Return the seconds that a rank which runs ``stages`` spends in a training step, by purpose:
+    compute, collectives, sends, …, and waiting."""
     updates, parts = num_updates(plan), dict.fromkeys(SPENT, 0.0)
     for stage in stages:
         seconds = plan.stages[stage].prediction.seconds
@@ -346,14 +343,15 @@ def busiest_rank(plan: Plan) -> tuple[int, ...]:
 
 
 def _num_runs(plan: Plan) -> float:
-    """Return the number of micro-batches that a rank runs through a stage; half under Chimera."""
+    """Return the number of micro-batches per step that run through a stage: all, or half of them
+    under Chimera, whose pipeline runs in both directions."""
     is_both_ways = plan.schedule == "chimera" and plan.has_pipeline
     return plan.num_microbatches / (2 if is_both_ways else 1)
 
 
 class Communication(NamedTuple):
-    """Collectives of one purpose in a stage's step. ``beside`` names the work that overlaps them;
-    ``seconds`` is the total and ``exposed_seconds`` the part that lengthens the step."""
+    """Collectives of one purpose in a stage's step. ``beside`` names the work that they overlap
+    with; ``seconds`` is their total, ``exposed_seconds`` the part that is not overlapped."""
 
     what: str
     beside: str
@@ -366,7 +364,7 @@ class Communication(NamedTuple):
 
 
 def communication(plan: Plan, stage: StagePlan) -> list[Communication]:
-    """Return the collectives of a stage in a step, merged by purpose; none that take no time."""
+    """Return the collectives of a stage in a step that take time, merged by purpose."""
     own, count = stage.prediction.seconds, _num_runs(plan)
     states = own.get("states", 0.0)
     exposed = states - own.get("hidden_states", 0.0)
@@ -464,8 +462,8 @@ def merged_alternatives(alternatives: Sequence[Alternative]) -> list[Alternative
 
 
 def _joins(merged: list[list[str]], parts: Sequence[str]) -> bool:
-    """Merge a summary's ``parts`` into ``merged`` if at most one differs; return whether it
-    does."""
+    """Add each part of a summary to the alternative texts at its place in ``merged``, if at most
+    one part is new; return whether they were added."""
     if len(merged) != len(parts):
         return False
     new = [at for at, options in enumerate(merged) if parts[at] not in options]

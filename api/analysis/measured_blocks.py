@@ -21,7 +21,7 @@ from autoparallel.planning.plan import priced
 
 @dataclass(frozen=True, slots=True)
 class ComputeError:
-    """Predicted and measured compute seconds of a micro-batch in a stage or each named block."""
+    """Predicted and measured compute seconds of a micro-batch in the stage or blocks ``name``."""
 
     name: str
     predicted_seconds: float
@@ -36,9 +36,9 @@ class ComputeError:
 def compute_errors(
     model: PlanModel, database: str | None = None
 ) -> tuple[tuple[ComputeError, ...], tuple[ComputeError, ...]] | None:
-    """Return the prediction errors of compute in blocks and in stages, the largest first; None
-    without measurements for the plan's cluster. Raises UsageError AP171 or AP172 for an unusable
-    database."""
+    """Return the errors of predicted compute seconds: of blocks, then of stages, the largest first.
+    None if the database has no measurements for the plan's devices. Raises UsageError AP171 or
+    AP172 for an unusable database."""
     if find_profile(model.plan.cluster, "auto", database) is None:
         return None
     options = replace(model.options, profile="auto", database=database)

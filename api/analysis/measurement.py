@@ -24,8 +24,8 @@ MOST_STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds and bytes of a run. ``step_seconds`` is the median without warm-up steps, for
-    ``num_batches`` global batches; ``memory_bytes`` is the peak of rank 0."""
+    """Measured step time and memory of a run of a plan. ``step_seconds`` is the median without
+    warm-up steps, ``num_batches`` the global batches per step, ``memory_bytes`` rank 0's peak."""
 
     plan: str
     step_seconds: float

@@ -70,7 +70,8 @@ EQUAL = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Alternative to a choice: the step seconds and peak bytes with it, None if not offered."""
+    """Alternative to a choice of the plan: the step seconds and peak bytes that the plan would have
+    with it, None if it is not offered; ``why`` says why it loses."""
 
     name: str
     standing: Standing
@@ -81,7 +82,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Subject of an explanation, its place in the plan, and all choices, the plan's included."""
+    """Priced alternatives to a choice of a plan, the chosen one included; ``subject`` names the
+    choice, ``where`` the stage and blocks that it concerns."""
 
     subject: str
     where: str
@@ -91,7 +93,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class PlanModel:
-    """Plan with its captured model. ``options`` are the planning options that the plan records."""
+    """Plan with its captured model, as needed to price variants of the plan. ``options`` are the
+    planning options that the plan records; ``basis`` is the source of op times."""
 
     plan: Plan
     target: Target
@@ -106,12 +109,12 @@ class PlanModel:
         return Evaluator(self.graph, self.program.blocks, basis=self.basis)
 
     def evaluate(self, plan: Plan) -> Evaluation:
-        """Price a plan of this model."""
+        """Price a plan of this model: return its step seconds, memory and bubble."""
         return self.evaluator.evaluation(plan, plan.cluster)
 
     @cached_property
     def base(self) -> Evaluation:
-        """Prices of the plan itself: seconds, memory and bubble."""
+        """Prices of the plan itself, to compare its variants with: seconds, memory and bubble."""
         return self.evaluate(self.plan)
 
     @cached_property
@@ -119,7 +122,8 @@ class PlanModel:
         return Structure(at_microbatch(self.graph, self.plan), self.program.blocks)
 
     def variant(self, name: str, plan: Plan, *, is_chosen: bool = False) -> Alternative:
-        """Price a variant of the plan, and return it as an alternative called ``name``."""
+        """Price ``plan``, a variant of the model's plan, and return it as an alternative called
+        ``name``. With ``is_chosen`` it is the model's plan itself, whose prediction is taken."""
         if is_chosen:
             own, held = self.plan.prediction.step_seconds, self.plan.prediction.peak_memory_bytes
             return Alternative(name, "CHOSEN", own, held)
@@ -165,12 +169,13 @@ class PlanModel:
         return stage_prices(self.plan, stage, (), PriceCache(), basis=self.basis)
 
     def run(self, index: int) -> Run:
-        """Return the consecutive blocks of stage ``index`` as the layout solver's ``Run``."""
+        """Return the consecutive blocks of stage ``index`` in the form that layout solvers take."""
         start = stage_starts(self.plan)[index]
         return self.structure.run(start, start + len(self.plan.stages[index].blocks))
 
     def restriction(self, index: int) -> Restriction:
-        """Return the limits on a stage's layouts as in the search that made the plan."""
+        """Return the limits on layouts of stage ``index`` (which dimensions each mesh axis may or
+        must shard) that held in the search for the plan."""
         stage = self.plan.stages[index]
         assembly, _ = assembly_of(
             self.structure, self.run(index), stage, self.plan, default_rules, self.basis
@@ -241,10 +246,11 @@ def load_plan_model(
     cache: Cache = NO_CACHE,
     observe: Observe = ignore,
 ) -> PlanModel:
-    """Load the model of a plan. ``profile`` None uses measured times if the plan did.
+    """Load and capture the model of a plan, to price the plan and its variants.
 
-    Raises the errors of ``check_trusted``, of loading and of capture, and PlanError AP550 if the
-    model has changed since the plan was made.
+    ``profile`` is the source of op times; None takes measured times if the plan did. Raises the
+    errors of ``check_trusted``, of loading and of capture, and PlanError AP550 if the model has
+    changed since the plan was made.
     """
     check_trusted(plan, plan_path, trust=trust)
     target = load_plan_target(plan, plan_path)

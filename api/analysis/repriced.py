@@ -57,7 +57,8 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True)
 class PricedAgain:
-    """Prices of a plan. ``memory`` is of pipeline rank ``fullest`` by action; shapes are global."""
+    """Prices of a plan on its cluster. ``memory`` has the bytes of pipeline rank ``fullest`` after
+    each action of the schedule; ``shapes`` are the global shapes of tensors by name."""
 
     step_seconds: float
     timeline: Timeline
@@ -102,7 +103,7 @@ def price_again(
 def stage_ops(model: PlanModel) -> list[OpWork]:
     """Return the work of all ops of a plan's stages for a micro-batch; equal ops are merged.
 
-    Views take no time and are left out.
+    Views, which take no time, are left out.
     """
     plan, blocks = model.plan, model.program.blocks
     graph = at_microbatch(model.graph, plan)
@@ -135,7 +136,8 @@ def stage_ops(model: PlanModel) -> list[OpWork]:
 
 
 def _works(graph: Graph, name: str, layout: NodeLayout, prices: Prices, block: str) -> list[OpWork]:
-    """Return an op's FLOPs, bytes and seconds on one rank, for its forward and its backward."""
+    """Return the FLOPs, bytes and seconds of the op ``name`` on one rank, for forward and backward.
+    ``block`` is the name of its block, which is left out of its module's name."""
     node = graph[name]
     specs = input_specs(node, graph)
     sizes = prices.mesh.shape

@@ -18,11 +18,11 @@ from autoparallel.planner.summary import mesh_text
 
 @dataclass(frozen=True, slots=True)
 class KindSplit:
-    """Layouts of the parameters of one kind of block in one stage.
+    """Layouts of the parameters in all blocks of one kind (equal layers) of one or more stages.
 
-    ``groups`` maps a layout in words to the parameters with that layout, by their names within the
-    block; ``layouts`` maps the words to the layout. ``first`` is the model's first block of the
-    kind. For parameters outside of blocks ``kind`` and ``first`` are "".
+    ``groups`` maps a layout in words to the names of its parameters within the block; ``layouts``
+    maps the words to the layout. ``first`` is the model's first block of the kind. For parameters
+    outside of blocks ``kind`` and ``first`` are "".
     """
 
     kind: str
@@ -40,7 +40,7 @@ def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[
 
 
 def stored_text(members: Iterable[StagePlan]) -> str:
-    """Describe the part of a weight that a rank stores under ZeRO 3; "" without ZeRO 3."""
+    """Describe the share of a weight that a rank stores under ZeRO 3; "" without ZeRO 3."""
     sizes = {
         stage.mesh.shape[stage.mesh.axes.index("dp")]
         for stage in members
@@ -53,7 +53,7 @@ def stored_text(members: Iterable[StagePlan]) -> str:
 
 
 def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, ...]:
-    """Return the parameter layouts of several stages; equal layouts of a kind are merged."""
+    """Return the parameter layouts of several stages by kind of block; equal entries are merged."""
     merged: dict[tuple[str, ...], KindSplit] = {}
     for stage in members:
         for split in _kind_splits(plan, stage):
@@ -64,10 +64,10 @@ def merged_splits(plan: Plan, members: Sequence[StagePlan]) -> tuple[KindSplit, 
 
 
 def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
-    """Return the parameter layouts of ``stage`` by kind of block, then of all other parameters.
+    """Return the parameter layouts of ``stage``: an entry per kind of block, then all others.
 
     Parameters of a kind are named after its first block in the whole model. The last entry lists
-    the parameters outside of blocks, beside the blocks that have no parameters by name.
+    parameters outside of blocks, and names the blocks that have no parameters.
     """
     first: dict[str, str] = {}
     for each in plan.stages:
@@ -102,7 +102,7 @@ def _kind_splits(plan: Plan, stage: StagePlan) -> list[KindSplit]:
 
 
 def _parameters(layouts: Mapping[str, NodeLayout]) -> list[tuple[str, Layout]]:
-    """Return names and layouts of all parameters: graph inputs that are not partial sums."""
+    """Return the names and layouts of parameters: values without inputs, sharded or replicated."""
     return [
         (name, node.outputs[0])
         for name, node in layouts.items()
@@ -140,9 +140,10 @@ def folded_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def axis_lines(members: Sequence[StagePlan]) -> list[str]:
-    """Return a line per mesh axis with the number of ops split over it and the purpose of the axis.
+    """Return a line of text per mesh axis of stages on one mesh: the number of ops that it shards,
+    and its purpose, both of the stage with the most ops.
 
-    Each axis is described by the stage that has the most ops.
+    Further lines say the samples per rank of stages with unequal shares.
     """
     counted: dict[str, StagePlan] = {}
     for stage in members:

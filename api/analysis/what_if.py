@@ -37,7 +37,8 @@ WHOLE = ("memory_bytes", "usable_memory_bytes", "num_units")
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Plan priced on its own cluster and on a changed cluster, and the changed cluster's plan."""
+    """Comparison of a plan (``now``) with the same plan priced on a changed cluster (``same``), and
+    with the plan that is found for the changed cluster (``found``)."""
 
     now: Plan
     same: Plan
@@ -45,7 +46,7 @@ class Changed:
 
     @property
     def stays(self) -> bool:
-        """Return whether the plan stays the best on the changed cluster, or ties with the best."""
+        """Return whether the plan is still the best, or as good as the best, after the change."""
         least = self.found.prediction.step_seconds * (1 + EQUAL)
         return self.excess_bytes(self.same) <= 0 and self.same.prediction.step_seconds <= least
 
@@ -55,8 +56,11 @@ class Changed:
 
 
 def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_CACHE) -> Plan:
-    """Plan with the degrees of ``parallel`` forced. Raises UsageError AP112 for bad degrees, and
-    the errors of planning if no plan exists; AP301 gives the memory that it would need."""
+    """Return the best plan with the degrees that the text ``parallel`` forces, within ``seconds``.
+
+    Raises UsageError AP112 for bad degrees, and the errors of planning if no plan exists; AP301
+    gives the memory that it would need.
+    """
     options = replace(model.options, forced=parse_parallel(parallel), time_limit_seconds=seconds)
     return _planned(model, model.plan.cluster, options, cache)
 
@@ -64,7 +68,7 @@ def why_not(model: PlanModel, parallel: str, seconds: float, cache: Cache = NO_C
 def what_if(
     model: PlanModel, changes: Sequence[str], seconds: float, cache: Cache = NO_CACHE
 ) -> Changed:
-    """Price the plan on the changed cluster, and plan for that cluster.
+    """Price the plan on its cluster after ``changes`` (``PLACE.FIGURE=VALUE``), and plan again.
 
     Raises UsageError AP358 and AP359 for a bad change, and the errors of planning.
 
@@ -112,7 +116,7 @@ def _repriced(model: PlanModel, cluster: Cluster, options: Any) -> Plan:
 
 
 def terms(plan: Plan) -> Mapping[str, float]:
-    """Return the seconds of a step on the busiest rank, by purpose (compute, sends, …)."""
+    """Return the seconds of a step on the rank with most work, by purpose (compute, sends, …)."""
     return rank_seconds(plan, busiest_rank(plan))
 
 

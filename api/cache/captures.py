@@ -58,8 +58,8 @@ CAPTURE, MEMORY = "capture", "memory"
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """Captured ``Program`` as it is cached, without its model. A literal is (dtype, shape,
-    values)."""
+    """Captured ``Program`` in the form that is cached, without the model. A literal, a constant
+    tensor of the graph, is stored as (dtype, shape, values)."""
 
     graph: Graph
     blocks: Blocks
@@ -75,7 +75,8 @@ _MEMORY = TextCodec(json.dumps, json.loads)
 
 @once
 def _program_codec() -> Codec:
-    """Return the codec of captured programs, whose ops take torch's dtypes, devices and formats."""
+    """Return the codec of captured programs, in which torch's dtypes, layouts, memory formats and
+    devices are stored by name."""
 
     def find(kind: type) -> Callable[[str], Any]:
         def found(text: str) -> Any:
@@ -152,7 +153,7 @@ def _literal(kept: tuple[str, tuple[int, ...], tuple[Any, ...]]) -> Any:
 def program_key(
     target: Target, model: nn.Module, example: Example, options: PlanOptions
 ) -> tuple[object, ...]:
-    """Return all inputs that a captured program depends on, as its key in the cache."""
+    """Return all inputs that a captured program depends on, as parts of its key in the cache."""
     return (
         target.name,
         sorted(target.settings.items()),
@@ -246,7 +247,8 @@ def _version(package: str) -> str:
 
 
 def with_cached_memory(plan: Plan, program: Program, cache: Cache) -> Plan:
-    """Return a plan with its simulated memory; the result is cached if its stages must be run."""
+    """Return a plan with simulated memory. If its stages must be executed (on fake tensors) for
+    that, the result is cached."""
     graph, blocks = program.graph, program.blocks
     if not runs_stages(plan, blocks):
         graph = with_fusion(graph, blocks) if plan.compiled else graph

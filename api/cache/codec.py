@@ -32,13 +32,14 @@ class CodecError(Exception):
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Codec that stores a value as the text ``write(value)``; ``read`` raises ``ValueError``."""
+    """Codec between a value and bytes: ``write`` gives the value's text, ``read`` parses it and
+    raises ``ValueError`` for a wrong text."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
 
     def encode(self, value: Any) -> bytes:
-        """Return a value as bytes."""
+        """Return a value as bytes: its text, compressed."""
         return zlib.compress(self.write(value).encode(), FASTEST)
 
     def decode(self, blob: bytes) -> Any:
@@ -51,7 +52,7 @@ class TextCodec:
 
 @dataclass(frozen=True)
 class NamedType:
-    """Type whose values are stored by name: ``name`` returns the name, ``find`` its value."""
+    """Type whose values are stored by name: ``name`` maps a value to its name, ``find`` back."""
 
     type: type
     name: Callable[[Any], str]
@@ -60,7 +61,7 @@ class NamedType:
 
 @dataclass(frozen=True)
 class Codec:
-    """Codec of objects of ``classes``; values of the types in ``names`` are stored by name."""
+    """Codec between objects of ``classes`` and bytes; values of types in ``names`` become names."""
 
     classes: tuple[type, ...]
     names: tuple[NamedType, ...] = ()
@@ -112,7 +113,7 @@ def _fields_of(owner: type) -> tuple[str, ...]:
 
 
 class _Writer:
-    """Writer of a value as lists: its objects in the order of construction, and its arrays."""
+    """Writer of a value as JSON data, a list of the objects in it (parts first), and its arrays."""
 
     def __init__(
         self,
@@ -129,8 +130,8 @@ class _Writer:
         self.held: list[Any] = []
 
     def form(self, value: Any) -> Any:
-        """Return a value as JSON data: numbers and texts as they are, tuples as lists, all other
-        values as ``{kind: …}``."""
+        """Return a value as JSON data: numbers and texts unchanged, tuples as lists, and every
+        other value as a dict with one key, its kind."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -171,7 +172,7 @@ class _Writer:
 
 
 class _Reader:
-    """Reader of a value that ``_Writer`` wrote; it constructs the objects in their order."""
+    """Reader of a value that ``_Writer`` wrote; it constructs the objects in their stored order."""
 
     def __init__(
         self, makers: Sequence[Callable[..., Any]], arrays: list[Any], names: Sequence[NamedType]

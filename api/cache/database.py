@@ -59,7 +59,8 @@ def environment_for(cluster: Cluster) -> Environment | None:
 
 
 def measuring_environment(cluster: Cluster) -> Environment:
-    """Return the environment of this process as a device of ``cluster``.
+    """Return the environment (device, driver, versions) under which this process stores its
+    measurements for a device of ``cluster``.
 
     Raises UsageError AP174 for a cluster with different devices.
     """
@@ -95,7 +96,8 @@ def find_profile(cluster: Cluster, mode: Mode, database: str | None) -> Profile 
 
 
 def _load(database: Database, environment: Environment, device: Device) -> Profile | None:
-    """Load measurements by the device's name, else by a measured GPU that matches its preset."""
+    """Load measurements of ``environment``. For a GPU without any, load those of a GPU in the
+    database that the same preset describes."""
     found = load_profile(database, environment)
     if found is not None or environment.kind == "cpu":
         return found

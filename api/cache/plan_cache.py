@@ -103,9 +103,10 @@ def graph_digest(graph: Graph, blocks: Blocks) -> str:
 
 @dataclass(frozen=True)
 class Cache:
-    """Cache of captures, plans and memory by key in the file ``shelf``.
+    """Cache of captured programs, plans and simulated memory by key, in the database ``shelf``.
 
-    ``base`` is a part of every key. ``reused`` and ``made`` count values by kind (``ORDER``).
+    ``base`` is a part of every key: the version of the code. ``reused``, ``made`` and ``faults``
+    count values that were found, not found, and unusable. A cache without ``shelf`` stores nothing.
     """
 
     shelf: SqliteStore | None = None
@@ -115,7 +116,8 @@ class Cache:
     faults: Counter[str] = field(default_factory=Counter, compare=False)
 
     def get(self, what: str, codec: Codec | TextCodec, *parts: object) -> Any:
-        """Return the cached value of kind ``what`` for the key ``parts``, or ``MISSING``."""
+        """Return the cached value of kind ``what`` (a capture, plan or memory) with the key
+        ``parts``, decoded by ``codec``; ``MISSING`` if there is none."""
         if self.shelf is None:
             return MISSING
         blob = self.shelf.get(digest(self.base, what, *parts))
@@ -131,7 +133,7 @@ class Cache:
         return MISSING
 
     def put(self, value: Any, what: str, codec: Codec | TextCodec, *parts: object) -> None:
-        """Cache a value of kind ``what`` for the key ``parts``, if ``codec`` can write it."""
+        """Cache a value of kind ``what`` under the key ``parts``, if ``codec`` can encode it."""
         if self.shelf is None:
             return
         try:
@@ -142,7 +144,7 @@ class Cache:
     def get_or_make(
         self, make: Callable[[], Any], what: str, codec: Codec | TextCodec, *parts: object
     ) -> Any:
-        """Return the cached value for the key ``parts``; if there is none, make and cache it."""
+        """Return the cached value with the key ``parts``; without one, call and cache ``make``."""
         found = self.get(what, codec, *parts)
         if found is MISSING:
             found = make()
@@ -213,7 +215,7 @@ def _version(name: str) -> str:
 
 @dataclass
 class PlanCache:
-    """Cache opened by one command: ``values`` reads and writes the file ``shelf``."""
+    """Cache that a command has opened: ``values`` reads and writes the database ``shelf``."""
 
     values: Cache = NO_CACHE
     shelf: SqliteStore | None = None
@@ -234,7 +236,8 @@ class PlanCache:
         return f"reused {', '.join(counts)}" if counts else ""
 
     def _describe_ignored(self) -> str:
-        """Describe the cached values of other versions; "" if this version has values too."""
+        """Describe the cached values that other code versions made, which are not used; "" if there
+        are none, or if this version has made values too."""
         assert self.shelf is not None
         others = self.shelf.origins()
         if not others or self.shelf.origin in others:
@@ -244,7 +247,7 @@ class PlanCache:
 
 
 def _describe_change(other: str) -> str:
-    """Name the packages whose version in ``other`` differs from this process's.
+    """Name the packages whose versions differ between this process and the text ``other``.
 
     >>> _describe_change("none")
     'unlike autoparallel, torch, numpy, highspy, python'
@@ -267,9 +270,10 @@ def _describe_fault(item: tuple[str, int]) -> str:
 
 @contextmanager
 def plan_cache(wanted: bool = True, most_bytes: int = MOST_BYTES) -> Iterator[PlanCache]:
-    """Open the user's cache for a command; new values are written when the block ends.
+    """Open the user's cache inside the context, and write new values to its file at the end.
 
-    They are also written after an error or interrupt, since each value is complete.
+    They are also written after an error or interrupt, since each value is complete. ``wanted``
+    False gives an empty cache that stores nothing; ``most_bytes`` limits the file.
     """
     if not wanted:
         yield PlanCache()
@@ -284,7 +288,8 @@ def plan_cache(wanted: bool = True, most_bytes: int = MOST_BYTES) -> Iterator[Pl
 
 @dataclass(frozen=True, slots=True)
 class CacheContents:
-    """Contents of a cache file. ``values`` are counts by version; ``own`` is this version."""
+    """Summary of the cache's file: ``values`` has the number of values that each code version made;
+    ``own`` is this process's version."""
 
     path: Path
     num_bytes: int
@@ -294,7 +299,7 @@ class CacheContents:
 
 
 def read_contents() -> CacheContents:
-    """Return the contents of the user's cache."""
+    """Return a summary of the user's cache: path, size, and number of values by code version."""
     shelf = SqliteStore(cache_file(), code_version(), MOST_BYTES)
     values = shelf.origins()
     size = shelf.num_bytes()

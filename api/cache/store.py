@@ -37,10 +37,9 @@ CREATE TABLE IF NOT EXISTS entry (
 
 @dataclass
 class SqliteStore:
-    """Store of bytes by key in the file ``path``. ``origin`` names the versions of this process's
-    code.
+    """Store of bytes by key in the SQLite file ``path``, limited to ``most_bytes``.
 
-    ``faults`` counts unusable files and values by reason.
+    ``origin`` names the versions of this process's code; ``faults`` counts errors by reason.
     """
 
     path: Path
@@ -94,7 +93,7 @@ class SqliteStore:
         return total
 
     def close(self) -> None:
-        """Write new values, record the use of values that were read, and enforce the limit."""
+        """Do as ``write``, then close the file's connection."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -136,9 +135,9 @@ class SqliteStore:
 
     @contextmanager
     def _count_faults(self) -> Iterator[None]:
-        """Count an unusable file as a fault, and continue.
+        """Count an error that makes the file unusable as a fault inside the context, and continue.
 
-        A file that is no database is renamed, not deleted, as it may not be ours.
+        A file that is no SQLite database is renamed, not deleted, as it may not be the cache's.
         """
         try:
             yield
@@ -160,7 +159,7 @@ def _checksum(value: bytes) -> str:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a connection to a file of this format. Raises ``sqlite3.DatabaseError`` for others."""
+    """Open a connection to a cache file. Raises ``sqlite3.DatabaseError`` for other files."""
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]

@@ -28,7 +28,7 @@ from autoparallel.planner.errors import UsageError
 
 
 class _Absent:
-    """Type of the marker ``_ABSENT``: a call does not have this argument."""
+    """Type of the marker ``_ABSENT``, the value of an argument that a call does not pass."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -38,9 +38,10 @@ _ABSENT = _Absent()
 
 
 class CallArguments:
-    """Reader of a model's call arguments as inputs of the plan's program.
+    """Reader of the arguments of a call of the model as inputs of the captured program.
 
-    With ``extra`` a batch may have entries that only the loss function reads, not ``forward``.
+    ``example`` is the batch that the model was captured with, ``inputs`` the place of each input in
+    it. With ``extra`` a batch may have entries that only the loss function reads.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class CallArguments:
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[tuple[LeafPath, type, Any], ...]]:
-        """Return the program's inputs in a call, and the ``SIMPLE`` arguments unlike the example's.
+        """Return the program's inputs by name, and the path, type and value of each argument (a
+        number, text or None) that differs from the example batch.
 
         Raises TypeError, as the model would, for arguments that it does not take, and UsageError
         AP920 for a call whose arguments have another structure than the example batch.
@@ -85,8 +87,8 @@ class CallArguments:
         return inputs, tuple(changed)
 
     def _may_be(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether a training call may pass ``leaf`` at ``path``, where the example batch has
-        no tensor: an equal value, or any number, text or None if its argument may change."""
+        """Return whether a training call may pass ``leaf``, no tensor, at ``path``: the example
+        batch's value or, in an argument that may change, any number, text or None."""
         is_simple = isinstance(leaf, SIMPLE) and self._can_change(str(path[0]))
         return is_simple or (not isinstance(leaf, Tensor) and self._is_planned(path, leaf))
 
@@ -105,12 +107,12 @@ class CallArguments:
         return name not in self._signature.parameters and (self._takes_all or "[" in name)
 
     def _is_planned(self, path: LeafPath, leaf: Any) -> bool:
-        """Return whether ``leaf``, which is no tensor, equals the example batch's at ``path``."""
+        """Return whether ``leaf`` has the type and value that the example batch has at ``path``."""
         planned = self._leaves.get(path, _ABSENT)
         return type(leaf) is type(planned) and is_same(leaf, planned)
 
     def text(self, name: str) -> str:
-        """Return the argument that the program input ``name`` comes from, as Python code."""
+        """Return the argument that holds a program input, as Python code: ``x['ids']``."""
         return path_text(self._path(name))
 
     def _path(self, name: str) -> LeafPath:
@@ -142,10 +144,10 @@ class CallArguments:
         return named
 
     def _checked(self, name: str, arguments: Mapping[str, Any]) -> dict[LeafPath, Any]:
-        """Return an argument's tensors and other values by their paths in it.
+        """Return the tensors and other values in the argument ``name`` by their paths in it.
 
         Raises UsageError AP920 if its structure differs from the example batch, or if a value
-        differs that is neither a tensor nor of a ``SIMPLE`` type.
+        differs that is neither a tensor nor a number, text or None.
         """
         # A forward can tell None among *args or **kwargs from an argument that is not there.
         absent = _ABSENT if self._is_variadic(name) else None
@@ -179,7 +181,7 @@ def _text(value: Any) -> str:
 
 
 class _ShapeText:
-    """Stand-in for a tensor that is printed as the tensor's shape."""
+    """Stand-in for a tensor in an error message, printed as the tensor's shape."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._text = f"a tensor of shape {tuple(tensor.shape)}"

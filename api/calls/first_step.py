@@ -47,12 +47,12 @@ def compare_first_step(
     as_plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
     done: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a trainer compare its first step with ``model()``, given the trainer's weights.
+    """Make a trainer compare its first step with a step of ``model()``, which gets its weights.
 
-    ``run`` runs a step by the plan and returns the loss; ``form`` returns the ``Form`` of its call;
-    inside ``as_plain()`` a call of the model runs its own forward. ``done`` is called after the
-    comparison. ``asked`` None compares only a step that takes one device at most 10 s. Collective
-    over all ranks.
+    ``following`` holds the model's captured programs. ``run`` runs a step by the plan and returns
+    the loss; ``form`` returns the ``Form`` of its call; inside ``as_plain()`` a call of the model
+    runs its own forward. ``done`` is called after the comparison. ``asked`` None compares only a
+    step that takes one device at most 10 s. Collective over all ranks.
     """
     if asked is None and VARIABLE in os.environ:
         asked = os.environ[VARIABLE] == "1"
@@ -94,7 +94,11 @@ def _plain_loss(
     form: Callable[[], Form],
     as_plain: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]:
-    """Return a function from weights and inputs by name to the loss of the model on one device."""
+    """Return a function that computes the loss of the model on one device, without the plan.
+
+    Its arguments are the weights and the program's inputs, by name. Without a loss it returns a
+    weighted sum of the outputs.
+    """
     program, tied = trainer.program, trainer.program.graph.tied
     dtype = COMPUTE_DTYPES[trainer.plan.model.precision]
 
@@ -115,7 +119,7 @@ def _plain_loss(
 
 
 class _Alone(nn.Module):
-    """Module whose forward takes a batch and calls ``model`` with it, without a plan."""
+    """Module whose forward takes a batch and calls ``model`` with the batch's entries."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -130,7 +134,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def projection(outputs: Sequence[Tensor]) -> Tensor:
-    """Return a weighted sum of all elements of a model's outputs, each with its own weight."""
+    """Return a weighted sum of all elements of a model's outputs, a scalar in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for output in outputs:
         flat = torch.view_as_real(output) if output.is_complex() else output

@@ -56,8 +56,8 @@ MOST_CAPTURES = 16
 
 @dataclass
 class _Capture:
-    """Captured program ``live`` with its index, and the Python numbers that it reads at run
-    time."""
+    """Captured program ``live``, its index ``capture`` in the trainer, and the Python ``numbers``
+    that it reads anew at each run."""
 
     capture: int
     live: LiveProgram
@@ -65,7 +65,8 @@ class _Capture:
 
 
 class _Call(NamedTuple):
-    """Kind of call that needs a captured program of its own: rows of a global batch, and form."""
+    """Kind of call of the model, which needs a captured program of its own: the number of rows of
+    the global batch, and the differences from the example batch."""
 
     rows: int
     form: Form = PLANNED
@@ -73,10 +74,10 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Sources:
-    """Functions that trace (record the ops of) and capture a model for a number of rows.
+    """Functions that trace (run and record the ops of), capture and plan a model.
 
     ``trace(rows, before, watched)`` calls ``before`` just before the forward, and records the
-    source line of the call with index ``watched``. ``plan`` plans another program of the model like
+    source line of the op with index ``watched``. ``plan`` plans another program of the model like
     the current plan, on the same devices, or returns None.
     """
 
@@ -88,13 +89,14 @@ class Sources:
 
 
 class LiveCaptures:
-    """Captured programs of a model on this rank, with new ones when its Python code changes.
+    """Captured programs of a model on this rank; new programs are added when the Python values that
+    the model's code reads, or the form of its calls, change.
 
     ``outputs`` describes the structure of the model's outputs in the current call.
     """
 
     def __init__(self, trainer: Trainer, state: PythonState, sources: Sources) -> None:
-        """Trace the planned program, so that later traces can be compared with it."""
+        """Trace the model as planned, so that later traces can be compared with the first."""
         self._trainer, self._state, self._sources = trainer, state, sources
         self.loss_fn = sources.loss_fn
         self._kept: dict[_Call, list[_Capture]] = defaultdict(list)
@@ -148,12 +150,13 @@ class LiveCaptures:
             self._sources.call.form = PLANNED
 
     def as_called(self, batch: Batch, form: Form) -> Batch:
-        """Return a batch like the example batch, with the argument values of ``form``."""
+        """Return a batch with the argument values and gradient flags that ``form`` has."""
         return self._sources.call.apply_form(batch, form)
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
-        """Let the model's own forward run inside the context without effects on training."""
+        """Let the model's own forward run inside the context, and keep the tensors that it stores
+        on the model out of training."""
         for each in self._kept_tensors:
             if each.is_there():
                 each.take_away()
@@ -168,7 +171,7 @@ class LiveCaptures:
 
     @contextmanager
     def undo_changes(self) -> Iterator[None]:
-        """Undo what forwards inside the context change: Python state and random generators.
+        """Undo the changes of forwards inside the context to Python state and random generators.
 
         Items added to containers stay, and do not count as changes.
         """
@@ -182,7 +185,7 @@ class LiveCaptures:
                     self._read = self._state.read()
 
     def once(self, call: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a function so that its changes and random draws are undone."""
+        """Wrap a function so that its changes of Python state and its random draws are undone."""
 
         @functools.wraps(call)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -277,7 +280,7 @@ class LiveCaptures:
         return kept.capture
 
     def _why_not(self, program: Program) -> str:
-        """Describe why the plan cannot run ``program``, captured from its model's changed code."""
+        """Describe why the plan has no layouts for ``program``, a later capture of the model."""
         planned, now = (
             [node.name for node in each.graph.parameters]
             for each in (self._trainer.program, program)
@@ -314,10 +317,10 @@ class LiveCaptures:
         return found
 
     def _add(self, call: _Call, live: LiveProgram) -> _Capture | None:
-        """Add a captured program to the trainer; return None if no plan can run it. Collective.
+        """Add a captured program for a kind of call to the trainer. Collective.
 
-        A program that differs only in numbers keeps the planned blocks, although its layers differ.
-        Blocks with other parameters than planned are cut into blocks with the planned parameters.
+        Returns None if no plan can run it. A program that differs only in numbers keeps the plan's
+        blocks. If its blocks have other parameters than planned, it is cut again as planned.
         """
         planned, program = self._trainer.program, live.program
         graph = program.graph
@@ -379,7 +382,8 @@ def _in_blocks(live: LiveProgram, blocks: Blocks) -> LiveProgram:
 
 
 class _MissingTensor:
-    """Stand-in for a tensor that the forward stores on the model; reading it raises AP946."""
+    """Placeholder for a tensor that the plain forward would store on the model; every read of it
+    raises UsageError AP946."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -411,7 +415,8 @@ def follow_model(
 ) -> LiveCaptures:
     """Return the captured programs of a target's model, to be kept up to date with its Python code.
 
-    The model is traced inside ``ready()``; ``target`` and ``capture`` make batches like ``call``'s.
+    ``target`` and ``capture`` make the batches of a call's form; the model is traced inside
+    ``ready()``; ``plan`` plans another program on the same devices.
     """
     model, dtype = trainer.program.model, trainer.program.dtype
 
@@ -462,7 +467,10 @@ def _plan_error(changed: Collection[str], why: str, source: str, form: Form) -> 
 
 
 def _check_equal(trace: CallTrace, changed: Collection[str]) -> None:
-    """Raise UsageError AP942 if the ops that ranks traced differ. Collective."""
+    """Raise UsageError AP942 if the ranks traced different ops or numbers. Collective.
+
+    ``changed`` names the Python values that differ from the last trace.
+    """
     parts = hashlib.sha256(repr(sorted(trace.numbers.items())).encode())
     parts.update(str(len(trace.calls)).encode())
     for tensor in trace.tensors:

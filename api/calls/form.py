@@ -19,10 +19,10 @@ SIMPLE = bool | int | float | str | None
 
 
 class Form(NamedTuple):
-    """Differences of a call from the example batch: inputs that require gradients (``wanted``), and
-    arguments with another value (``fixed``).
+    """Differences of a call from the example batch: paths of inputs that require gradients
+    (``wanted``), and (path, type, value) of each argument with another value (``fixed``).
 
-    Both are identified by paths; an argument includes its type, since True is not 1.
+    The type is compared too, since True equals 1.
     """
 
     wanted: frozenset[LeafPath] = frozenset()
@@ -39,13 +39,13 @@ PLANNED = Form()
 
 @dataclass
 class CallForm:
-    """Holder of the ``Form`` of the next call of ``forward``."""
+    """Holder of the form of ``forward``'s next call: its differences from the example batch."""
 
     forward: Callable[..., Any]
     form: Form = PLANNED
 
     def examples(self, make: Callable[..., Batch]) -> Callable[..., Batch]:
-        """Wrap ``make``, so that its batches get the current form's values."""
+        """Wrap ``make``, which makes example batches, so that they have the next call's form."""
 
         def made(*args: Any) -> Batch:
             return self.apply_form(make(*args), self.form)
@@ -76,7 +76,6 @@ class CallForm:
 
 
 def _position(names: list[str], name: str) -> int:
-    """Return the position of the argument ``name``: of ``args[2]`` the position of ``*args`` plus
-    2."""
+    """Return the position of an argument; of ``args[2]`` it is the position of ``*args`` plus 2."""
     first, _, after = name.partition("[")
     return names.index(first) + int(after.rstrip("]") or 0)

@@ -49,7 +49,8 @@ def check_methods(kind: type[nn.Module], names: Sequence[str]) -> None:
 
 
 def whole_method(name: str, adopted_of: Callable[[nn.Module], ParallelState]) -> Callable[..., Any]:
-    """Return a method that gathers the model's sharded weights and calls its method ``name``."""
+    """Return a method that calls the model's own method ``name`` with whole weights, gathered from
+    the ranks. ``adopted_of`` returns the state of a parallel model."""
     told: set[int] = set()
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_at_start() -> Iterator[None]:
-    """Enable gradients, disable autocast inside the context; restore all random states at its end.
+    """Enable gradients and disable autocast inside the context, then restore random generators.
 
-    Random states stay as without planning, so a script draws the same batches on all ranks.
+    Thus a script draws the same batches on all ranks as without planning.
     """
     generators = Generators.now()
     try:
@@ -34,8 +34,7 @@ def as_at_start() -> Iterator[None]:
 
 @contextmanager
 def in_modes_of_training() -> Iterator[None]:
-    """Enable gradients and disable autocast inside the context, whatever the caller has set;
-    restore torch's random generators at its end."""
+    """Enable gradients and disable autocast inside the context, then restore torch's generators."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -47,7 +46,8 @@ def in_modes_of_training() -> Iterator[None]:
 
 
 def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
-    """Warn on rank 0 if an op (batch norm, …) mixes samples, now only of the same micro-batch."""
+    """Warn on rank 0 if the plan has several micro-batches and an op, such as batch norm, mixes
+    samples: it sees only samples of one micro-batch."""
     mixing = program.graph.accumulation.mixing
     if mixing and plan.num_microbatches > 1 and rank == 0:
         where = program.graph[mixing[0]].module or mixing[0]
@@ -60,8 +60,8 @@ def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
 
 
 def say_if_drawn_apart(deferred: Deferred, asked: Init, rank: int | None = None) -> None:
-    """Warn on rank 0 if each rank draws the initial values of its own shards, which differ from the
-    values drawn on one device, unless the user requested it."""
+    """Warn on rank 0 if each rank draws initial weights for its own shards by default, as these
+    differ from the weights drawn on one device."""
     own = int(os.environ.get("RANK", "0")) if rank is None else rank
     if asked == "auto" and deferred.init == "sharded" and own == 0:
         sys.stderr.write(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def merge_outputs(
     made: Sequence[Tensor], form: OutputForm, again: OtherOutputs
 ) -> Callable[[int], Tensor]:
-    """Return a function from index to output: ``made`` has the differentiable ones, others are
-    lazy."""
+    """Return a function from the index of a tensor output to the output. Differentiable outputs are
+    ``made`` already; ``again`` computes the others at their first use."""
     tensors = [leaf for leaf in form.leaves if leaf.kind == "tensor"]
     places = [at for at, leaf in enumerate(tensors) if leaf.is_differentiable]
     found = dict(zip(places, made, strict=True))
@@ -37,7 +37,7 @@ def merge_outputs(
 
 
 class OtherOutputs:
-    """Outputs besides the loss, computed at their first use by the model's own forward.
+    """Outputs besides the loss, which the model's own forward computes at their first use.
 
     The forward uses the random numbers of the program's last forward. The first use must come
     before the weights or the call's arguments change.
@@ -61,7 +61,7 @@ class OtherOutputs:
         self._made: list[Tensor] | None = None
 
     def leaf(self, position: int) -> Tensor:
-        """Return a lazy tensor for the output at ``position`` among the model's tensor outputs."""
+        """Return a tensor, computed at its first use, for tensor output number ``position``."""
         return arriving_tensor(_Leaf(self, position), torch.empty(0))
 
     def value(self, position: int) -> Tensor:

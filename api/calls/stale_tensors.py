@@ -61,7 +61,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _StaleTensor(Tensor):
-    """Tensor whose uses raise UsageError AP925."""
+    """Tensor that a shard has replaced; every use raises UsageError AP925."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.__dict__[_NAME]}, as it was before the model was planned>"

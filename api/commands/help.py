@@ -43,16 +43,16 @@ ALL = "--help-all"
 
 
 class HelpGroup(TyperGroup):
-    """Group of commands whose help is arranged, all of it where ``--help-all`` is given."""
+    """Group of commands with a short help; ``--help-all`` shows rare options too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Arrange the help of all commands, and read ``--help-all`` as ``--help``."""
+        """Sort the options of all commands into panels, and read ``--help-all`` as ``--help``."""
         arrange(self, shows_all=ALL in args)
         return super().parse_args(ctx, ["--help" if each == ALL else each for each in args])
 
 
 def arrange(group: Any, *, shows_all: bool) -> None:
-    """Put the options of a group's commands into panels; hide the others, or give them a panel."""
+    """Sort a group's long lists of options into panels; hide rare options unless ``shows_all``."""
     panels = {name: title for title, names in PANELS.items() for name in names}
     for path, command in leaf_commands(group).items():
         options = [own for own in command.params if own.param_type_name == "option"]
@@ -70,7 +70,7 @@ def arrange(group: Any, *, shows_all: bool) -> None:
 
 
 def leaf_commands(group: Any, path: str = "") -> dict[str, Any]:
-    """Return the commands of a group and of the groups in it, by the words that a user types."""
+    """Return all commands of a group and its subgroups, by their words (``show ops``)."""
     found: dict[str, Any] = {}
     for name, own in group.commands.items():
         is_group = hasattr(own, "commands")

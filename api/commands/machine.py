@@ -57,6 +57,22 @@ def doctor(
         str | None,
         typer.Option("--cluster", help="check a cluster against its description, as for plan"),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="A,B,…|FILE",
+            help="check these hosts from here, over ssh, in the cluster's order",
+        ),
+    ] = None,
+    setup: Annotated[
+        str,
+        typer.Option(
+            "--setup",
+            metavar="COMMAND",
+            help="shell command that each host runs first: 'source venv/bin/activate'",
+        ),
+    ] = "",
     timeout: Annotated[
         float,
         typer.Option("--timeout", min=1.0, help="seconds without progress that end the check"),

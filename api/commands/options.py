@@ -94,12 +94,13 @@ def command(
     starts_others: bool = False,
     **defaults: Any,
 ) -> Callable[[Command], Command]:
-    """Make a command of a declaration, which the function of its name in ``actions`` carries out.
+    """Return a decorator that makes a typer command of a declaration: a function with only
+    parameters, carried out by the function of the same name in the module ``module``.
 
-    ``module`` is loaded when the command runs, and with it torch. A parameter whose type is a
-    dataclass of options (``options.option``) stands for those options: all but the names in
-    ``without``, with other ``defaults`` where there are some. The command prints results alone on
-    stdout unless it ``starts_others``, processes that print there too; JSON is always alone.
+    The module is loaded when the command runs, and with it torch. A parameter whose type is a
+    dataclass of options (``options.option``) stands for its options: all but the names in
+    ``without``, with defaults replaced by ``defaults``. The command prints only results on stdout,
+    unless it ``starts_others``, processes that print there too; JSON is always alone.
     """
 
     def decorate(declaration: Command) -> Command:

@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """Requirements to check a machine for: it shall be a host of ``cluster``, None for any use.
+    """Requirements to check a machine for: to be a host of ``cluster``; None checks for any use.
 
     ``memory_bytes`` is the plan's predicted peak of its fullest device, 0 without a plan.
     """
@@ -67,7 +67,7 @@ class DoctorRequest:
 
     @property
     def most_devices(self) -> int:
-        """Largest number of devices of a host."""
+        """Number of devices of the host that has most; 1 without a cluster."""
         return (
             max((host.num_devices for host in self.cluster.hosts), default=1) if self.cluster else 1
         )
@@ -78,7 +78,7 @@ Check = Callable[[Facts, DoctorRequest], Findings]
 
 
 def check_machine(facts: Facts, wanted: DoctorRequest) -> tuple[Finding, ...]:
-    """Return the results of all checks of a machine."""
+    """Run all checks of a machine on its ``facts``; return their results."""
     return tuple(finding for check in CHECKS for finding in check(facts, wanted))
 
 
@@ -343,7 +343,7 @@ def _host_memory(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
-    """Check that interfaces and addresses suit a run on several hosts."""
+    """Check that InfiniBand ports, network interfaces and the host's address suit several hosts."""
     own = [each for each in facts.interfaces if not each.is_loopback and not each.is_virtual]
     usable = [each for each in own if each.has_ipv4 or each.has_ipv6]
     yield from _named_interfaces(facts)
@@ -378,7 +378,8 @@ def _network(facts: Facts, wanted: DoctorRequest) -> Findings:
 
 
 def _named_interfaces(facts: Facts) -> Findings:
-    """Check for variables that name missing interfaces; ``^`` and ``=`` are NCCL's prefixes."""
+    """Check that the network interfaces which GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name exist.
+    NCCL's prefix ``^`` excludes interfaces and is not checked; ``=`` asks for exact names."""
     known = [each.name for each in facts.interfaces]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = facts.environment.get(variable, "")

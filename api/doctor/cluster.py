@@ -26,7 +26,8 @@ SLOW_PAIR, SLOW_DEVICE = 1.5, 1.3
 def check_cluster(
     cluster: Cluster, ranks: Sequence[RankFacts], times: Sequence[PairTime]
 ) -> tuple[Finding, ...]:
-    """Return the results of all checks of a running cluster."""
+    """Return the results of all checks of a running cluster against its description ``cluster``.
+    ``ranks`` has the place, versions and speed of each rank; ``times`` are of messages."""
     return (
         *_places(cluster, ranks),
         *_versions(ranks),
@@ -39,7 +40,7 @@ Findings = Iterator[Finding]
 
 
 def _places(cluster: Cluster, ranks: Sequence[RankFacts]) -> Findings:
-    """Check that each rank runs on the host and device that the cluster's description says."""
+    """Check that each rank runs on the host and device that the cluster's description gives it."""
     names: list[str] = []
     for index, host in enumerate(cluster.hosts):
         start = cluster.first_ranks[index]
@@ -158,8 +159,8 @@ def _slow_pairs(
     link: Link,
     pairs: Mapping[Pair, Sequence[PairTime]],
 ) -> Findings:
-    """Report hosts that are slow in all measured pairs with other hosts; then such ranks; then
-    other slow pairs of ranks."""
+    """Report hosts whose measured transfers with all other hosts are slow; then ranks that are slow
+    with all other ranks; then the remaining slow pairs of ranks."""
     largest = {pair: max(own, key=lambda each: each.num_bytes) for pair, own in pairs.items()}
     between = cluster.joins_hosts(link)
     ordered = sorted(each.seconds for each in largest.values())
@@ -202,8 +203,8 @@ def _slow_pairs(
 
 
 def _always_in(pairs: Iterable[Pair], slow: Set[Pair], owner: Sequence[int]) -> list[int]:
-    """Return the hosts (``owner[rank]``; or ranks) that are slow in all pairs, with 2 or more
-    hosts."""
+    """Return the members all of whose ``pairs`` are in ``slow``, if they have pairs with 2 or more
+    other members. A member is the host ``owner[rank]``, or the rank itself."""
     members: dict[int, dict[Pair, int]] = defaultdict(dict)
     for one, two in pairs:
         members[owner[one]][one, two] = owner[two]

@@ -79,7 +79,8 @@ under load is usually at it. Source: nvml.h, nvmlClocksThrottleReasons."""
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Harm of an environment variable set to one of ``values`` (in capitals; () for any value)."""
+    """Fault caused by an environment variable that has one of ``values`` (in capitals; () for any
+    value): ``why`` says how it slows or hangs a run."""
 
     why: str
     values: tuple[str, ...] = ()

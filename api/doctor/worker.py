@@ -19,7 +19,10 @@ from autoparallel.runtime.profile.pairs import all_pair_times, rank_facts, round
 def examine(
     worker: Worker, *, cluster: Mapping[str, Any], memory_bytes: int
 ) -> list[dict[str, Any]]:
-    """Run all checks of the hosts and the cluster; return the results on every rank. Collective."""
+    """Check the hosts, devices and links of ``cluster``; return the results on every rank.
+
+    ``memory_bytes`` is the plan's predicted peak of a device. Collective over all ranks.
+    """
     described = from_dict(dict(cluster))
     own: tuple[Finding, ...] = ()
     if worker.local_rank == 0:  # before this process takes memory of its device

@@ -40,7 +40,8 @@ PEFT_PREFIX = "base_model.model."
 
 
 def write_model_files(folder: Path, target: Target, dtype: str) -> None:
-    """Write the model's configuration, with the dtype of the weights, and its tokenizer's files."""
+    """Write the configuration of an ``hf:`` target's model, with ``dtype`` as the dtype of its
+    weights, and copy its tokenizer's files."""
     config = target_config(target)
     config.dtype = dtype
     config.save_pretrained(folder)
@@ -58,7 +59,8 @@ def write_adapters(
     paths: Sequence[str],
     tensors: Mapping[str, Tensor],
 ) -> list[Path]:
-    """Write peft's ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    """Write LoRA adapters as peft does: ``adapter_config.json`` and ``adapter_model.safetensors``.
+    ``paths`` are the adapted layers, ``tensors`` the adapters; returns the tensor files."""
     assert target is not None
     assert lora is not None
     config = {

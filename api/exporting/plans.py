@@ -47,10 +47,8 @@ class WrittenPlan:
 
 
 class PlanWriter(Protocol):
-    """Function that writes a plan into the empty ``folder``, which is later moved to ``place``.
-
-    ``trust``: the plan's target may be code outside the current folder.
-    """
+    """Function that writes a plan for another system into the empty ``folder``, which is moved to
+    ``place`` afterwards. ``trust`` allows a target that is code outside the current folder."""
 
     def __call__(
         self, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
@@ -69,10 +67,8 @@ def torchrun(cluster: Cluster) -> str:
 
 
 def is_plan_format(to: str | None, source: str | Path) -> bool:
-    """Return whether ``to`` is a format for plans. Raises UsageError:
-
-    AP870 for an unknown format, AP361 for a plan file with a format for checkpoints.
-    """
+    """Return whether the format ``to`` is for plans, not for weights. Raises UsageError AP870 for
+    an unknown format, AP361 for a plan file with a format for checkpoints."""
     known = (*CHECKPOINT_FORMATS, *WRITERS)
     if to is not None and to not in known:
         raise choice_error("AP870", "--to", to, known)

@@ -63,7 +63,8 @@ def plan_program(
     database: str | None = None,
     trust: bool = False,
 ) -> StageProgram:
-    """Return the integer program for a stage of the plan in a file; the model is captured again.
+    """Return the integer program of stage ``stage`` of a plan file, whose model is captured again.
+    ``minimized`` is its objective: time within the memory limit, time alone, or memory.
 
     Raises the errors of ``load_plan``, ``check_trusted`` and ``stage_program``, and PlanError AP550
     if the model has changed since the plan was made.

@@ -55,7 +55,8 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Weights to export, and if known their target, its model on ``meta``, and its adapters."""
+    """Files of weights to export and, if known, the target that was trained, its model built on
+    ``meta``, and the settings of its LoRA adapters."""
 
     files: WeightFiles
     target: Target | None = None
@@ -147,7 +148,8 @@ def _check_choices(to: str, dtype: str | None) -> None:
 
 
 def _source(checkpoint: Path, model: str | None, lora: str | None, *, trust: bool) -> WeightSource:
-    """Open the checkpoint's weights, and load their target's model on ``meta`` if known."""
+    """Open the weights of a checkpoint, and build the model of their target on ``meta``. The target
+    is ``model``, else that of the plan beside the checkpoint, if any."""
     files = open_weights(checkpoint)
     target = _target(checkpoint, model, trust=trust)
     adapters = lora or (None if target is None else target.settings.get("lora"))
@@ -193,7 +195,7 @@ def _check_huggingface(source: WeightSource, to: str) -> None:
 def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
     """Map each tensor of the model to a function that reads it and merges its adapter.
 
-    Raises UsageError AP871 if the settings of adapters are unknown, and AP872.
+    Raises UsageError AP871 if the settings of adapters are unknown, AP872 if names do not match.
     """
     adapted = source.adapted if source.model is not None else ()
     if adapted and source.lora is None:

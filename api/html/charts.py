@@ -151,7 +151,8 @@ def distinct_seconds(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Plan or baseline as table row and chart point. Unknown seconds or bytes are 0."""
+    """Plan or baseline as a row of a table and a point of a chart, at coordinates ``x`` and ``y``.
+    Unknown seconds or bytes are 0."""
 
     name: str
     kind: str
@@ -189,7 +190,8 @@ class CandidateChart:
 
 
 def candidate_chart(entries: Sequence[Candidate], limit: int) -> CandidateChart:
-    """Chart plans by step time and memory (at least one has both), compared with the first."""
+    """Return a chart of plans by memory and step time, compared in time with the first entry.
+    ``limit`` is the usable memory in bytes. Some entry must have both seconds and bytes."""
     best = entries[0].step_seconds
     points = [(e.step_seconds, e.memory_bytes) for e in entries if e.step_seconds]
     points = [(step, held) for step, held in points if held]
@@ -297,7 +299,8 @@ def memory_chart(
     step_seconds: float,
     limit: int,
 ) -> MemoryChart:
-    """Chart a rank's memory over time: ``held`` after each action; ``events`` have the times."""
+    """Return a chart of a rank's memory over a step. ``held`` has the bytes by category after each
+    action of the schedule, ``events`` the actions' times, ``limit`` the usable bytes."""
     starts = {event.action: event.start_seconds for event in events if event.stream == "compute"}
     moments = [(starts[action], named_memory(own)) for action, own in held if action in starts]
     times = [time for time, _ in moments]

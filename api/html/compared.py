@@ -50,7 +50,7 @@ def compared_page(items: Sequence[Item]) -> str:
 
 
 def compared_notebook(items: Sequence[Item]) -> str:
-    """Return the comparison as HTML for a notebook: tables of numbers and of different choices."""
+    """Return the comparison as HTML for a notebook: tables of numbers, and of differing choices."""
     return render("compared_notebook.html", _context(items))
 
 
@@ -86,7 +86,7 @@ def _context(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _name_fastest(found: Sequence[ComparedItem]) -> str:
-    """Return a sentence that names the fastest fitting plan; "" if the plans are not comparable."""
+    """Return a sentence that names the fastest fitting plan; "" if plans have different batches."""
     plans = {each.letter: each.item.plan for each in found if each.item.plan is not None}
     fitting = sorted(
         (plans[each.letter].prediction.step_seconds, each.letter)

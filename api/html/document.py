@@ -68,7 +68,8 @@ MOST_STAGE_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Data for a plan's page besides the plan. If ``priced`` is None, ``missing`` says why."""
+    """Data for a plan's page besides the plan: its prices and the measurement of a run. If
+    ``priced`` is None, ``missing`` says why."""
 
     priced: PricedAgain | None = None
     missing: str = MISSING
@@ -217,7 +218,8 @@ def _roofline(plan: Plan, priced: PricedAgain | None) -> Any:
 
 
 def source_rows(plan: Plan, missing: str) -> list[FigureRow]:
-    """Return the source of each kind of number; ``missing`` says why the model was not loaded."""
+    """Return table rows with the source of each number on a plan's page; ``missing`` is the reason
+    if the model was not loaded."""
     own, profile = plan.prediction, plan.prediction.profile
     error = profile.interpolation_error if profile is not None else 0.0
     shares, where = shares_text(own.sources, error) or "unknown", "docs/costs.md"
@@ -259,7 +261,8 @@ def _device_rows(device: Device) -> list[tuple[str, str, str]]:
 
 
 def _source(device: Device, key: str, unknown: str) -> str:
-    """Return the source of the device number ``key``; table entries may have their own source."""
+    """Return the source of a device's number ``key``; if ``key`` is a table with a source per
+    entry, of all entries. ``unknown`` stands for a missing source."""
     parts = {
         name.partition(".")[2]: text
         for name, text in device.sources.items()

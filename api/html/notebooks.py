@@ -100,7 +100,7 @@ class ShownPlan(Plan):
         return plan_notebook(self)
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Print the short report, for IPython without HTML."""
+        """Print the short report through IPython's ``printer``, where HTML cannot be shown."""
         printer.text("ShownPlan(...)" if is_cycle else describe(self, short=True))
 
     def to_frame(self, what: str = "stages") -> pandas.DataFrame:

@@ -75,8 +75,8 @@ def between_hosts(cluster: Cluster) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCell:
-    """Drawn cell of adjacent blocks in a stage with equal recomputation, in columns [start, start +
-    length)."""
+    """Drawn cell of adjacent blocks of a stage with equal recomputation: columns ``start`` to
+    ``start`` + ``length``, a column per block."""
 
     start: int
     length: int
@@ -87,7 +87,8 @@ class BlockCell:
     title: str
 
     def path(self, left: float, unit: float, y: float, height: float) -> str:
-        """Return a box per block as an SVG path, with gaps if there is room."""
+        """Return the cell as an SVG path: a box per block, or one box if columns (``unit`` wide)
+        are too narrow for gaps."""
         gap = 1.5 if unit > 4 else 0.0
         if not gap:
             return box(left + self.start * unit, y, max(0.5, self.length * unit), height)
@@ -126,7 +127,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Drawn weights of equal blocks whose stages have equal meshes."""
+    """Drawn weights of all blocks of one kind (equal layers) on equal meshes; ``count`` blocks."""
 
     blocks: str
     count: int

@@ -13,7 +13,8 @@ from autoparallel.planner.plan import Plan
 
 
 def plan_page(plan: Plan, path: str, *, loads_target: bool, trust: bool = False) -> str:
-    """Return the HTML page of a plan in the file ``path``, with a run's measurement if any."""
+    """Return the HTML page of the plan in the file ``path``, with a run's measurement if any.
+    ``loads_target`` loads and prices the plan's model, as baselines and roofline need it."""
     return page(plan, page_sources(plan, path, loads_target=loads_target, trust=trust))
 
 

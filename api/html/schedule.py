@@ -40,8 +40,8 @@ STREAM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """Drawn row of a pipeline rank: a lane per stream, and an SVG path of boxes per CSS class.
-    ``busy`` (compute) and ``exposed`` (communication) are shares of the step."""
+    """Drawn row of a pipeline rank: a lane per stream (compute, communication), and an SVG path of
+    boxes per CSS class. ``busy`` (compute), ``exposed`` (communication): shares of the step."""
 
     name: str
     top: int
@@ -54,7 +54,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleView:
-    """Drawing of a step's timeline, with ``data`` for the page's script."""
+    """Drawing of a step's timeline, a row per rank; ``data`` are numbers for the page's script."""
 
     rows: tuple[RankRow, ...]
     height: int
@@ -122,7 +122,8 @@ def _draw_boxes(
     lanes: Sequence[tuple[str, int, int]],
     scale: float,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return SVG paths of all events by CSS class, and a row of numbers for each event."""
+    """Return SVG paths of a rank's events by CSS class, and a row of numbers per event. ``compute``
+    are the rank's compute events; ``scale`` is pixels per second."""
     paths: dict[str, list[str]] = {}
     table = []
     stages = sorted({event.action.stage for event in events})
@@ -189,7 +190,7 @@ class Wait:
 
 
 class _Ends:
-    """Arrival times of a timeline's messages, and end times of the actions that compute them."""
+    """Times of a timeline: when each message arrives, and when the action that computes it ends."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.messages: dict[tuple[str, int, int, int], tuple[float, Action]] = {}
@@ -210,7 +211,7 @@ class _Ends:
 
 
 def _waits(timeline: Timeline, rank: int, ends: _Ends) -> list[Wait]:
-    """Return the waits of a rank in order, with their reasons."""
+    """Return the waits of a rank between its compute actions, in order, each with its reason."""
     events = timeline.events[rank]
     compute = [event for event in events if event.stream == "compute"]
     least = LEAST_WAIT * timeline.step_seconds

@@ -19,7 +19,6 @@ from typing import Literal
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.plan import Plan
 
 PORT = 29400
 """Default port for torchrun's rendezvous."""
@@ -30,10 +29,10 @@ HOST_SCRIPT, PLAN_FILE = "host.sh", "plan.json"
 class LaunchJob:
     """Training run to launch. ``num_devices`` are the devices of each host, in the plan's order.
 
-    ``hosts`` are their names, () if a scheduler chooses them. ``is_ordered``: hosts differ, so each
-    must get its own ranks. ``folder`` has the files, ``logs`` gets the logs, and the run starts in
-    ``workdir``; all are paths on the hosts. ``setup`` is a shell line that each host runs first,
-    and ``arguments`` are passed to ``autoparallel run``.
+    ``hosts`` are the hosts' names, () if a scheduler chooses them. ``is_ordered`` says that hosts
+    differ, so each must get its own ranks. ``folder`` has the files, ``logs`` gets the logs, and
+    the run starts in ``workdir``: paths on the hosts. ``setup`` is a shell line that each host runs
+    first, and ``arguments`` are passed to ``autoparallel run``.
     """
 
     name: str
@@ -65,7 +64,7 @@ class LaunchJob:
 
 
 def job_of(
-    plan: Plan,
+    cluster: Cluster,
     *,
     name: str,
     hosts: Sequence[str],
@@ -75,17 +74,16 @@ def job_of(
     port: int,
     max_restarts: int,
 ) -> LaunchJob:
-    """Return the job that trains by a plan, with the current folder as working folder.
+    """Return the job that trains on ``cluster``, with the current folder as working folder.
 
-    Raises UsageError AP372 if the number of ``hosts`` differs from the plan's.
+    Raises UsageError AP372 if the number of ``hosts`` differs from the cluster's.
     """
-    cluster = plan.cluster
     if hosts and len(hosts) != len(cluster.hosts):
         raise UsageError(
             "AP372",
-            f"--hosts has {len(hosts)} hosts, and the plan has {len(cluster.hosts)}",
-            why=f"it was made for {cluster.name}, with {cluster.num_devices} devices",
-            fix="name one host for each of the plan's, in its order, or plan for these hosts",
+            f"--hosts has {len(hosts)} hosts, and the cluster has {len(cluster.hosts)}",
+            why=f"it is {cluster.name}, with {cluster.num_devices} devices",
+            fix="name one host for each of the cluster's, in its order, or plan for these hosts",
         )
     return LaunchJob(
         name=name,
@@ -160,33 +158,46 @@ _NAME_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 def host_script(job: LaunchJob) -> str:
     """Return the script that every host runs as ``host.sh NUMBER FIRST_HOST``, numbered from 0."""
     plan = shlex.quote(f"{job.folder}/{PLAN_FILE}")
-    counts = " ".join(map(str, job.num_devices))
     arguments = "".join(f" {shlex.quote(each)}" for each in job.arguments)
-    setup = f"{job.setup}\n" if job.setup else ""
-    place = '--node-rank "$number"' if job.is_ordered else '--rdzv-conf "is_host=$is_first"'
-    is_first = "" if job.is_ordered else _IS_FIRST
+    logs = f"""logs={shlex.quote(job.logs)}/host$number
+mkdir -p -- "$logs"
+"""
+    tee = """\\
+    --log-dir "$logs/$1" --tee 3 --local-ranks-filter 0 """
     return f"""#!/usr/bin/env bash
 # What one of the {job.num_hosts} hosts runs: host.sh NUMBER FIRST_HOST, where NUMBER is its place
 # in the plan, from 0 on. It checks the cluster, then trains.
-set -euo pipefail
+{_start(job, logs, tee)}
+start check {job.port} 0 -m autoparallel doctor --plan {plan}
+start train {job.port + 1} {job.max_restarts} -m autoparallel run {plan}{arguments}
+"""
+
+
+def doctor_script(job: LaunchJob) -> str:
+    """Return a script as ``host_script``, which runs ``autoparallel doctor`` with ``arguments``."""
+    command = shlex.join(("-m", "autoparallel", "doctor", *job.arguments))
+    return f"{_start(job)}\nstart doctor {job.port} 0 {command}\n"
+
+
+def _start(job: LaunchJob, logs: str = "", tee: str = "") -> str:
+    """Return the lines that define ``start``, for commands on all devices."""
+    counts = " ".join(map(str, job.num_devices))
+    setup = f"{job.setup}\n" if job.setup else ""
+    place = '--node-rank "$number"' if job.is_ordered else '--rdzv-conf "is_host=$is_first"'
+    is_first = "" if job.is_ordered else _IS_FIRST
+    return f"""set -euo pipefail
 number=$1
 first_host=$2
 devices=({counts})
 
 cd -- {shlex.quote(job.workdir)}
-{setup}logs={shlex.quote(job.logs)}/host$number
-mkdir -p -- "$logs"
-{is_first}
+{setup}{logs}{is_first}
 # start PURPOSE PORT RESTARTS COMMAND...: the command on every device of this host, one rank each.
 start() {{
   torchrun --nnodes {job.num_hosts} --nproc-per-node "${{devices[$number]}}" {place} \\
     --rdzv-backend {job.rendezvous} --rdzv-endpoint "$first_host:$2" \\
-    --rdzv-id {shlex.quote(job.name)}-"$1" --max-restarts "$3" \\
-    --log-dir "$logs/$1" --tee 3 --local-ranks-filter 0 "${{@:4}}"
+    --rdzv-id {shlex.quote(job.name)}-"$1" --max-restarts "$3" {tee}"${{@:4}}"
 }}
-
-start check {job.port} 0 -m autoparallel doctor --plan {plan}
-start train {job.port + 1} {job.max_restarts} -m autoparallel run {plan}{arguments}
 """
 
 

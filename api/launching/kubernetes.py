@@ -76,7 +76,8 @@ def _metadata(job: LaunchJob) -> Table:
 
 
 def _service(job: LaunchJob) -> Table:
-    """Return the Service, which names pods before they are ready, as they wait for each other."""
+    """Return the headless Service, which names pods before they are ready: they wait for each
+    other."""
     spec = {
         "clusterIP": "None",
         "selector": {"job-name": job.name},

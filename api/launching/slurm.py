@@ -20,7 +20,7 @@ BATCH_SCRIPT = "job.sbatch"
 def slurm_files(
     job: LaunchJob, *, partition: str | None, account: str | None, time: str | None
 ) -> Mapping[str, str]:
-    """Return the job's files by name. Raises UsageError AP374 if Slurm cannot start the job."""
+    """Return files for sbatch by name. Raises UsageError AP374 if Slurm cannot start the job."""
     if job.common_devices is None:
         raise UsageError(
             "AP374",

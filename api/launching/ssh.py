@@ -17,7 +17,8 @@ START_SCRIPT = "start.sh"
 
 
 def ssh_files(job: LaunchJob) -> Mapping[str, str]:
-    """Return the job's files by name. Raises UsageError AP371 for one host, AP375 without names."""
+    """Return the files for ssh by name. Raises UsageError AP371 for one host, AP375 without host
+    names."""
     if job.num_hosts == 1:
         raise UsageError(
             "AP371",

@@ -21,7 +21,7 @@ fiftieth of it all collections took 1.3 s of 29 s; without any, the search holds
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Raise garbage collection thresholds to ``THRESHOLDS`` inside the context.
+    """Make Python's garbage collector run rarely (see ``THRESHOLDS``) inside the context.
 
     >>> with rare_collections():
     ...     gc.get_threshold() == THRESHOLDS

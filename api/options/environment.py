@@ -93,7 +93,7 @@ def _copy_or_link(source: str, copy: str) -> None:
 
 @contextmanager
 def as_launched() -> Iterator[None]:
-    """Restore torchrun's environment variables inside the context."""
+    """Restore torchrun's variables, which ``one_process`` hides, inside the context."""
     with _renamed(_HIDDEN, ""):
         yield
 

@@ -15,9 +15,9 @@ from autoparallel.runtime.launch.rendezvous import Hosts, parse_endpoint
 
 
 def asked_hosts(options: HostOptions, source: str) -> Hosts | None:
-    """Return the number and address of the hosts to use. Raises UsageError AP156 for bad options.
+    """Return the number and address of the hosts to use, None for this host alone.
 
-    All hosts need the same plan, so ``source`` has to be a plan file.
+    Raises UsageError AP156 for bad options, or if ``source`` is a target, not a plan for all hosts.
     """
     hosts = parse_hosts(
         options.nnodes,

@@ -27,7 +27,7 @@ PLAIN: Mapping[Any, Schema] = {
 
 
 def json_schema(kind: Any, known: Mapping[Any, Schema] = PLAIN) -> Schema:
-    """Return the JSON Schema of a Python type; ``known`` has schemas of types, used as they are.
+    """Return the JSON Schema of a Python type. Schemas of types in ``known`` are taken from there.
 
     >>> json_schema(tuple[int, ...] | None)
     {'anyOf': [{'type': 'array', 'items': {'type': 'integer'}}, {'type': 'null'}]}

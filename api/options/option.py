@@ -36,9 +36,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """Declaration of an option: users write it as ``name`` (the field's if empty) with a ``type``.
+    """Declaration of an option of commands and Python functions, for a field of a dataclass.
 
-    ``read`` converts the user's value to the field's. ``given`` is the default in the user's form.
+    ``name`` is the option's name, "" for the field's, and ``type`` the type that users write.
+    ``read`` converts the user's value to the field's; ``given`` is the default as users write it.
     """
 
     help: str
@@ -54,7 +55,7 @@ class Option:
 
 
 def option(default: Any, help: str, **how: Any) -> Any:
-    """Declare a dataclass field as an option; ``how`` are fields of ``Option``."""
+    """Declare a dataclass field as an option, with a default. ``how``: fields of ``Option``."""
     metadata = {"option": Option(help=help, **how)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -72,7 +73,7 @@ def declared(owner: Any) -> dict[str, tuple[Field[Any], Option]]:
 
 
 def read_options(owner: type[Options], given: Mapping[str, Any]) -> Options:
-    """Make a dataclass of options from its options' values by name, in the form that users write.
+    """Make a dataclass of options from values by option name, in the form that users write.
 
     Raises UsageError AP141 for an unknown name, AP133 for a number out of range, and the errors of
     parsing a value.

@@ -231,7 +231,7 @@ _COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def parse_count(text: str, option: str) -> float:
-    """Parse a number of tokens.
+    """Parse a number of tokens with an optional suffix k, M, B or T; ``option`` is named in errors.
 
     >>> parse_count("15e12", "--tokens"), parse_count("300B", "--tokens")
     (15000000000000.0, 300000000000.0)
@@ -253,7 +253,8 @@ def parse_count(text: str, option: str) -> float:
 def choice_error(
     code: str, option: str, value: str, known: Sequence[str], *, where: str = ""
 ) -> UsageError:
-    """Return the error for a value of ``option`` that is not in ``known``."""
+    """Return UsageError ``code`` for a ``value`` of ``option`` that is not in ``known``, with the
+    closest known value as its fix."""
     what = f"{option} {value!r} is not one of {', '.join(known)}"
     return UsageError(code, what, where=where, fix=did_you_mean(value, known))
 

@@ -67,7 +67,8 @@ def num_processes(asked: int | None = None) -> int:
 
 
 def _measure_seconds(asked: float | None) -> float:
-    """Return the seconds to measure before planning: as given, else by environment variable, or 10.
+    """Return the seconds to spend on measuring before planning: ``asked``, else the number in the
+    environment variable for it, else 10.
 
     Raises UsageError AP840 if the environment variable is not a number.
     """
@@ -275,7 +276,7 @@ class PlanOptions:
 
     @property
     def autocasts(self) -> bool:
-        """Return whether a half-precision model computes autocast's float32 ops in float32."""
+        """Return whether a 16-bit model computes the ops on autocast's float32 list in float32."""
         return self.precision in HALF_PRECISIONS and self.float32_ops == "autocast"
 
 
@@ -323,7 +324,7 @@ def plan_options(
 
 
 def without_servers(options: PlanOptions) -> PlanOptions:
-    """Return the options with parameter servers denied, unless their number is forced."""
+    """Return the options with parameter servers ruled out, unless their number is forced."""
     if options.forced.servers is not None:
         return options
     names = (name.strip() for text in options.allow for name in text.split(","))

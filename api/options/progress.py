@@ -145,7 +145,7 @@ def _cell() -> Iterator[Observe]:
 
 
 class _Ended:
-    """Progress bar's last state: a line with the time that each phase took."""
+    """Line that replaces a progress bar in a notebook at its end: the seconds of each phase."""
 
     def __init__(self, shown: Progress) -> None:
         times = [(task.description, task.finished_time or task.elapsed) for task in shown.tasks]
@@ -172,7 +172,7 @@ def _lines() -> Iterator[Observe]:
             print(f"autoparallel: {phase} {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def tell() -> None:
-        """Print a running phase's name after ``SILENT_SECONDS``, then whenever its time doubles."""
+        """Print the running phase's name after ``SILENT_SECONDS``, then when its time doubles."""
         while not is_over.wait(TICK_SECONDS) and os.getpid() == process:
             for phase in list(started.keys() - ended):
                 seconds = time.perf_counter() - started[phase]

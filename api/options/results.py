@@ -11,6 +11,8 @@ from typing import TextIO
 
 import typer
 
+from autoparallel.cost_model.cluster.given_text import printable
+
 _results: list[TextIO] = []
 """Stack of the real stdout while ``others_on_stderr`` redirects stdout; the last is used."""
 
@@ -49,13 +51,13 @@ def _is_descriptor_1(stream: TextIO) -> bool:
 
 
 def result_stream() -> TextIO:
-    """Return the stream that results are written to."""
+    """Return the stream that results are written to: stdout, also while it is redirected."""
     return _results[-1] if _results else sys.stdout
 
 
 def say(text: str, *, nl: bool = True) -> None:
     """Print a result on stdout, with a line break unless ``nl`` is False."""
-    typer.echo(text, file=result_stream(), nl=nl)
+    typer.echo(printable(text), file=result_stream(), nl=nl)
 
 
 def schema_name(command: str) -> str:

@@ -39,7 +39,8 @@ BASELINE_DECAY = 0.8
 
 @dataclass
 class _Open:
-    """Pipeline under construction, block by block: complete ``stages``, and an open last stage."""
+    """Pipeline that is built block by block: its complete ``stages``, and a last stage, from block
+    ``start`` on ``size`` devices, that further blocks may join; ``left`` counts it and the rest."""
 
     left: int
     start: int = 0
@@ -59,8 +60,10 @@ class _Open:
         self.first += self.size
 
     def prior(self, space: Space, block: int) -> Floats:
-        """Return the number of runnable pipelines (scaled) after each action: the block joins the
-        open stage, or begins a stage of each size."""
+        """Return, for each action for ``block``, the scaled number of pipelines that it leaves.
+
+        Action 0 adds the block to the open stage; action i begins a stage of the i-th size there.
+        """
         if block == 0:
             return np.concatenate([[0.0], space.begins(self.left, 0, 0)])
         ways = space.ways(self.left, self.first, self.size, self.start)
@@ -72,7 +75,8 @@ class _Open:
 
 @dataclass(frozen=True)
 class _Step:
-    """Actions for one block in all drawn pipelines: extend the open stage, or begin a stage."""
+    """Network inputs, action probabilities and drawn actions for one block, in all drawn pipelines.
+    An action adds the block to the current stage, or begins a stage of some size."""
 
     x: Floats
     hidden: Floats
@@ -82,9 +86,10 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """Policy: logits of the number of stages (``numbers``), and a network from state to actions.
+    """Policy that draws pipelines: ``numbers`` are logits of the number of stages, ``network`` maps
+    the state at a block to logits of actions.
 
-    ``work`` is the total cost of the blocks from each block on, in multiples of a mean block.
+    ``work`` is, for each block, the cost of all blocks from it on, in multiples of a mean block.
     """
 
     space: Space
@@ -104,7 +109,8 @@ class _Policy:
         )
 
     def features(self, pipeline: _Open, block: int) -> Floats:
-        """Return the policy's state: block, stages left, open stage's devices, loads and costs."""
+        """Return the network's input at ``block``: the block, stages left, devices of the open
+        stage, and the shares of work and devices from ``loads`` and ``fills``."""
         space, table = self.space, self.space.problem.table
         place = np.zeros(table.num_blocks)
         place[block] = 1.0
@@ -126,8 +132,8 @@ class _Policy:
         return np.concatenate([place, left, size, shares])
 
     def loads(self, pipeline: _Open, block: int) -> list[float]:
-        """Return the open stage's share of the remaining work over its share of the remaining
-        devices, and over an even share per stage: first without the block, then with it."""
+        """Return four ratios: the open stage's share of the remaining work over its share of the
+        remaining devices, and over an even share per stage; without ``block``, then with it."""
         table, ahead = self.space.problem.table, max(self.work[pipeline.start], 1e-9)
         devices = pipeline.size / (table.num_devices - pipeline.first)
         found = []
@@ -137,8 +143,8 @@ class _Policy:
         return [min(load, 3.0) - 1.0 for load in found]
 
     def fills(self, pipeline: _Open, block: int) -> list[float]:
-        """Return the open stage's seconds over the slowest stage's of the best known pipeline with
-        as many stages: first without the block, then with it."""
+        """Return the open stage's seconds, without ``block`` and with it, relative to the slowest
+        stage of the best known pipeline with as many stages."""
         cost = self.space.costs.get((pipeline.left, pipeline.first, pipeline.size))
         slowest = self.slowest.get(pipeline.left + len(pipeline.stages))
         if cost is None or slowest is None or block == 0:
@@ -147,7 +153,7 @@ class _Policy:
         return [min(float(fill), 2.0) - 1.0 for fill in own]
 
     def learn_from(self, best: Iterable[Pipeline]) -> None:
-        """Store the slowest stage's seconds of each known best pipeline, by number of stages."""
+        """Store, by number of stages, the slowest stage's seconds in the best known pipeline."""
         for pipeline in best:
             own = self.space.stage_seconds(pipeline.stages)
             assert own is not None
@@ -156,7 +162,8 @@ class _Policy:
     def draw(
         self, count: int, rng: np.random.Generator
     ) -> tuple[list[tuple[StageChoice, ...]], list[_Step], Ints]:
-        """Draw pipelines; return their stages, actions, and indices in ``space.numbers``."""
+        """Draw ``count`` pipelines; return their stages, the actions block by block, and the index
+        of each pipeline's number of stages in ``space.numbers``."""
         space, blocks = self.space, self.space.problem.table.num_blocks
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         chosen = sample(odds, rng)
@@ -179,7 +186,8 @@ class _Policy:
     def gradients(
         self, steps: list[_Step], chosen: Ints, advantages: _Advantages, entropy_weight: float
     ) -> list[Floats]:
-        """Return the loss gradients of ``numbers`` and of the network, averaged over pipelines."""
+        """Return the policy-gradient loss's gradients of ``numbers`` and of the network's
+        parameters, averaged over pipelines; ``chosen`` are indices of their numbers of stages."""
         count = len(chosen)
         odds = np.repeat(softmax(self.numbers, np.ones_like(self.numbers)), count, 0)
         first = logit_gradient(
@@ -199,7 +207,8 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Advantages:
-    """Advantages of each drawn pipeline: of its number of stages, and of its actions given it."""
+    """Advantages of each drawn pipeline: of the choice of its number of stages (``of_numbers``),
+    and of its blocks' actions for that number (``of_blocks``)."""
 
     of_numbers: Floats
     of_blocks: Floats
@@ -207,7 +216,8 @@ class _Advantages:
 
 @dataclass
 class _Baseline:
-    """Moving averages of −log T (T: step time), overall and by number of stages, and deviation.
+    """Moving averages of the reward −log T (T: step time), over all pipelines and by number of
+    stages, and its moving deviation.
 
     An average per number of stages separates the placement of blocks from the choice of the number.
     """
@@ -236,7 +246,7 @@ class _Baseline:
 
 
 def learn(record: Record, rng: np.random.Generator) -> None:
-    """Draw and price pipelines, and train the policy, until the record is full.
+    """Draw and price pipelines, and train the policy, until ``record`` has all that it may hold.
 
     An advantage is −log T (T: step time) minus its moving average, divided by the moving deviation,
     so it does not depend on the unit of time.

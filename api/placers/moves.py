@@ -25,7 +25,11 @@ def num_moves(space: Space) -> int:
 
 
 def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
-    """Return the pipeline after each kind of move of the block; None for impossible moves."""
+    """Return the pipelines after each move of ``block``, None for a move that cannot be run.
+
+    Moves: none; the block joins the previous or next stage; a stage of each size is cut there; the
+    block's stage gets each size.
+    """
     index = next(i for i, stage in enumerate(stages) if stage.stop > block)
     found = [_move_border(stages, index, block + 1, -1), _move_border(stages, index, block, 1)]
     found += [_cut(stages, index, block, size) for size in space.sizes]
@@ -38,8 +42,8 @@ def moves(space: Space, stages: Stages, block: int) -> list[Stages | None]:
 
 
 def _move_border(stages: Stages, index: int, border: int, step: int) -> Stages | None:
-    """Move the border of a stage and its predecessor (``step`` −1) or successor (1) to
-    ``border``."""
+    """Move the border between stage ``index`` and the previous (``step`` −1) or next (1) stage to
+    block ``border``; an emptied stage is removed. None if there is no such stage."""
     low = index if step > 0 else index - 1
     if low < 0 or low + 1 >= len(stages):
         return None

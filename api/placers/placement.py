@@ -63,7 +63,7 @@ def place(
     time_limit_seconds: float = math.inf,
     observe: Observe | None = None,
 ) -> Placement:
-    """Learn to divide blocks and devices into stages, by pricing ``evaluations`` pipelines.
+    """Learn to divide blocks and devices into stages: ``method`` prices ``evaluations`` pipelines.
 
     >>> costs = np.array([[np.inf, 1.0, 2.0], [np.inf, np.inf, 1.0], [np.inf] * 3])
     >>> table = Table(2, 2, lambda first: (1, 2 - first), lambda left, first, size: costs / size)
@@ -106,10 +106,10 @@ def learned_pipelines(
     seed: int = 0,
     time_limit_seconds: float = math.inf,
 ) -> tuple[Pipeline, ...]:
-    """Find pipelines by learning, as ``inter_op.pipelines`` does by dynamic programming.
+    """Find pipelines by reinforcement learning, for the tables of ``inter_op.pipelines``.
 
-    Returns the best known pipeline for every number of stages. ColocRL and Placeto each price
-    ``EVALUATIONS`` pipelines in half of the time; the better result counts.
+    Returns the best known pipeline for every number of stages, the fastest first. ColocRL and
+    Placeto each price ``EVALUATIONS`` pipelines in half of the time; the better result counts.
     """
     problem = Problem(table, num_microbatches, tuple(stage_numbers), price)
     best: dict[int, Pipeline] = {}

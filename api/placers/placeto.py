@@ -48,7 +48,8 @@ NUM_FEATURES = 15
 
 @dataclass(frozen=True)
 class _Step:
-    """Visit of one block in all parallel episodes: the network's inputs, and the drawn moves."""
+    """Visit of one block in all parallel episodes: inputs and layers of the networks, probabilities
+    of moves, and the drawn moves (``actions``)."""
 
     block: int
     x: Floats
@@ -61,7 +62,8 @@ class _Step:
 
 @dataclass
 class _Policy:
-    """Policy: message passing between blocks, then a network from a block's view to its moves."""
+    """Policy that draws a move of a block: message passing between blocks gives embeddings, from
+    which ``head`` gives logits of the moves."""
 
     space: Space
     shares: Floats
@@ -86,8 +88,8 @@ class _Policy:
         return [*self.graph.parameters, *self.head.parameters]
 
     def features(self, stages: Stages, block: int) -> Floats:
-        """Return the features of every block: its work; its stage's and both neighbour stages'
-        seconds, now and with their border at this block; whether it is visited now."""
+        """Return an array (blocks, features) about a pipeline while ``block`` is visited: work per
+        block, and seconds of its stage and both neighbours, now and with a border at the block."""
         space, table = self.space, self.space.problem.table
         seconds = np.array(space.stage_seconds(stages))
         relative = np.concatenate([[0.0], seconds / seconds.max(), [0.0]])
@@ -114,8 +116,8 @@ class _Policy:
         return found
 
     def borders(self, stages: Stages) -> Floats:
-        """Return four stage seconds per block: of the previous and its own if their border moves
-        behind the block, and of its own and the next if their border moves before the block."""
+        """Return seconds (blocks, 4) of two adjacent stages after moving the border between them to
+        a block: previous and own stage, border behind the block; own and next, border before it."""
         space = self.space
         keys = [
             (len(stages) - i, stage.first_device, stage.num_devices)
@@ -134,8 +136,8 @@ class _Policy:
         return found
 
     def view(self, x: Floats, embeddings: Floats, block: int) -> Floats:
-        """Return the block's embedding, the mean embedding of all blocks before it and after it,
-        and its features."""
+        """Return the network's input for moves of ``block``: its embedding, the mean embeddings of
+        the blocks before and behind it, and its features."""
         before, after = embeddings[:, :block], embeddings[:, block + 1 :]
         return np.concatenate(
             [
@@ -180,7 +182,7 @@ class _Policy:
 
 
 def learn(record: Record, rng: np.random.Generator) -> None:
-    """Run episodes and train the policy until the record is full.
+    """Run episodes and train the policy until ``record`` has all pipelines that it may hold.
 
     The advantage of a move is the discounted sum of the gains in −log T (T: step time) from it on,
     minus the block's moving average of this sum, divided by the moving deviation.
@@ -209,7 +211,8 @@ def learn(record: Record, rng: np.random.Generator) -> None:
 def _episodes(
     policy: _Policy, record: Record, rng: np.random.Generator
 ) -> Iterator[tuple[list[_Step], Floats]]:
-    """Run ``BATCH`` episodes; yield up to ``VISITS`` visits and their returns at a time."""
+    """Run ``BATCH`` episodes in parallel, each a visit of every block; yield groups of up to
+    ``VISITS`` visits, each with its returns (discounted sums of rewards)."""
     num_blocks = record.space.problem.table.num_blocks
     placements = [record.space.draw(rng) for _ in range(min(BATCH, record.left))]
     rewards = [np.array([record.reward(stages) for stages in placements])]
@@ -236,7 +239,8 @@ def _episodes(
 
 
 def _returns(rewards: Sequence[Floats]) -> Floats:
-    """Return for each visit and episode the discounted sum of rewards from this visit on."""
+    """Return, for each visit and episode, the discounted sum of gains in reward from the visit on.
+    ``rewards`` are the rewards before the first visit and after each."""
     found = np.diff(np.array(rewards), axis=0)
     for index in range(len(found) - 2, -1, -1):
         found[index] += DISCOUNT * found[index + 1]

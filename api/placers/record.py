@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class Record:
-    """Record of a space's priced pipelines: at most ``limit``, or until ``deadline_seconds``."""
+    """Record of a search space's priced pipelines: up to ``limit``, until ``deadline_seconds``."""
 
     space: Space
     limit: int
@@ -87,7 +87,7 @@ class Record:
         return -math.log(seconds / self.unit_seconds)
 
     def mark(self) -> None:
-        """Add a point for the pipelines priced since the last point to the learning curve."""
+        """Add a point to the learning curve, for the pipelines priced since the last point."""
         if not self._since:
             return
         mean = sum(self._since) / len(self._since)

@@ -26,7 +26,7 @@ Price = Callable[[tuple[StageChoice, ...]], float]
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem of learning: cut blocks into stages and assign devices for the least step time.
+    """Problem for learning: cut blocks into stages and assign devices for the least step time.
 
     ``table`` has the seconds t of all stages. ``num_stages`` are the allowed numbers of stages.
     ``price`` returns a step's seconds, by default T = Σ t + (B − 1)·max t for B micro-batches.
@@ -42,12 +42,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Space:
-    """Set of a problem's runnable pipelines, with stage costs and numbers of pipelines.
+    """Set of a problem's runnable pipelines, with the seconds of stages and counts of pipelines.
 
-    ``costs`` are keyed by (stages left, first device, devices). ``counts``, keyed by (stages left,
-    first device), are for each block N, the number of ways to divide the rest of the model from
-    this block on; N is divided by ``largest``, the largest N for this number of stages.
-    ``num_pipelines`` is the number of all pipelines.
+    ``costs`` are seconds of stages by (stages left, first device, devices). ``counts``, by (stages
+    left, first device), have for each block the number of ways to divide the model from it on,
+    divided by the largest such number for these stages left, which is in ``largest``. ``sizes`` are
+    numbers of devices of a stage, ``numbers`` numbers of stages.
     """
 
     problem: Problem
@@ -61,8 +61,9 @@ class Space:
     _begins: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def ways(self, left: int, first: int, size: int, start: int) -> Floats:
-        """Return, for each stop of a stage from block ``start``, the scaled number N of
-        pipelines."""
+        """Return, for each end of a stage that starts at block ``start``, the scaled number of ways
+        to divide the blocks behind it. ``left`` counts the stages left, this one included; the
+        stage has ``size`` devices from device ``first``."""
         key = (left, first, size, start)
         if key not in self._ways:
             cost, after = self.costs.get(key[:3]), self.counts.get((left - 1, first + size))
@@ -74,10 +75,8 @@ class Space:
         return self._ways[key]
 
     def begins(self, left: int, first: int, start: int) -> Floats:
-        """Return, for each size of a stage from block ``start``, the scaled number of pipelines.
-
-        The scale is the same as in ``ways`` for the stage before.
-        """
+        """Return, for each number of devices of a stage that starts at block ``start`` and device
+        ``first``, the number of ways to continue, scaled as in ``ways`` for the previous stage."""
         key = (left, first, start)
         if key not in self._begins:
             found = [self.ways(left, first, size, start).sum() for size in self.sizes]
@@ -120,7 +119,7 @@ class Space:
 
 
 def space_of(problem: Problem) -> Space:
-    """Return the runnable pipelines of a problem, from the table that the dynamic program uses."""
+    """Return the runnable pipelines of a problem: all whose stages have finite seconds."""
     table, wanted = problem.table, problem.num_stages
     done = np.zeros(table.num_blocks + 1)
     done[table.num_blocks] = 1.0
@@ -152,7 +151,7 @@ def space_of(problem: Problem) -> Space:
 
 
 def block_shares(space: Space) -> Floats:
-    """Return each block's least seconds as a stage of its own over their mean; 1 if unknown."""
+    """Return each block's least seconds as a stage alone, relative to the mean; 1 if unknown."""
     blocks = space.problem.table.num_blocks
     least = np.full(blocks, np.inf)
     for cost in {id(matrix): matrix for matrix in space.costs.values()}.values():

@@ -64,7 +64,8 @@ def capture_program(
     precision: Precision,
     autocast: bool = False,
 ) -> Program:
-    """Capture a target's model as a graph; ``recapture`` captures it again for other rows."""
+    """Capture a target's model, built without weights as ``deferred``, as a graph. The program's
+    ``recapture`` captures it again for another number of samples."""
 
     def captured(rows: int, change: Change = keep_batch) -> Program:
         return capture_rows(
@@ -103,7 +104,8 @@ def capture_rows(
 def record_target(target: Target, seed: int = 0, init: Init = "exact") -> Deferred:
     """Build the target's model without weights, recording how to make them from ``seed``.
 
-    ``init``: see ``deferred_init``. Raises UsageError AP106 if the user's code fails.
+    ``init`` says whether each rank later draws exactly the plain model's weights or its own shards.
+    Raises UsageError AP106 if the user's code fails.
     """
     with building(target):
         return record_build(target.build_model, seed, init)

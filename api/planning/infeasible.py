@@ -128,7 +128,7 @@ def _binding(plan: Plan) -> str:
 
 
 def _choices(request: Request) -> str:
-    """Describe the user's fixed choices that may make a plan impossible."""
+    """Describe the choices that the user fixed (degrees, pins, …), which may exclude all plans."""
     said = [f"{name}={value}" for name, value in request.forced.decided.items()]
     if request.microbatch_size is not None:
         said.append(f"micro-batches of {request.microbatch_size} samples a rank")
@@ -141,7 +141,8 @@ def _choices(request: Request) -> str:
 
 
 def _line(words: str, plan: Plan, cluster: Cluster, request: Request) -> str:
-    """Return a line for a change that gives a plan: its memory, and the command to run."""
+    """Return a line of text for a change under which ``plan`` exists: the change in ``words``, the
+    plan's peak memory, and the command that plans so."""
     figures = f"{bytes_text(plan.prediction.peak_memory_bytes)} on the fullest device"
     if plan.offload != "none" and request.forced.offload is None:
         figures += ", optimizer states in host memory"
@@ -196,7 +197,8 @@ def changes(cluster: Cluster, request: Request) -> Iterator[Change]:
 def _more_microbatches(
     cluster: Cluster, request: Request, runs: RepeatedSearch, mixing: str
 ) -> list[str]:
-    """Return a line that names the first of doubled numbers of micro-batches that gives a plan."""
+    """Double the number of micro-batches until a plan exists; return a line that names the number,
+    or nothing. ``mixing`` names the module that mixes samples."""
     forced = request.forced
     if forced.num_microbatches is not None or request.microbatch_size is not None:
         return []
@@ -214,7 +216,7 @@ def _more_microbatches(
 
 
 def _more_devices(cluster: Cluster, request: Request, runs: RepeatedSearch) -> list[str]:
-    """Return a line that names the first multiple of the cluster's hosts on which a plan exists."""
+    """Multiply the cluster's hosts until a plan exists; return a line that names it, or nothing."""
     times = 2
     forced = request.forced
     if forced.dp is not None and forced.tp is not None and forced.pp is not None:

@@ -112,7 +112,7 @@ class _Job:
         self.runs = RepeatedSearch(self.search, self.request.time_limit_seconds)
 
     def found(self) -> Plan:
-        """Search for the plan that is best by the request's objective, within its deadline."""
+        """Return the plan that is best by the request's objective and meets its deadline."""
         objective = self.request.goal.objective
         if objective == "cost":
             self._dollars(self.cluster)
@@ -159,7 +159,10 @@ class _Job:
         left: int,
         value: Callable[[Plan], float | None],
     ) -> Plan | None:
-        """Plan within 1/``left`` of the time left; record the plan with its ``value`` as tried."""
+        """Return the plan for ``cluster`` found within 1/``left`` of the remaining time, or None.
+
+        The attempt is recorded under ``name`` with the plan's ``value``, the number to be compared.
+        """
         found = self.runs.run(cluster, request, parts=left)
         seconds, number, reason = 0.0, None, ""
         if found is None:
@@ -175,7 +178,7 @@ class _Job:
         return self._try(part.name, part, self.request, left, self._value)
 
     def _value(self, found: Plan) -> float | None:
-        """Return the tokens that a dollar trains by a plan, None if devices have no price."""
+        """Return the tokens that a plan trains per dollar, None if its devices have no price."""
         price = self.request.goal.dollars_per_hour(found.cluster)
         if not price:
             return None
@@ -226,7 +229,8 @@ class _Job:
         raise self._too_late([each for each in known.values() if each is not None])
 
     def _thriftiest(self) -> Plan:
-        """Return the fastest plan under the smallest memory limit that has a plan."""
+        """Return the plan of least memory: the fastest plan under the lowest memory limit that some
+        plan keeps, found by bisection."""
         best = self.search(self.cluster, self.runs.share(self.request, 3))
         if not self._is_in_time(best):
             raise self._too_late([best])
@@ -253,7 +257,8 @@ class _Job:
         return self._reported(best, words)
 
     def _too_late(self, plans: list[Plan]) -> AutoparallelError:
-        """Return error AP302 about the fastest of ``plans``; without plans the last error."""
+        """Return error AP302 about the fastest of ``plans``; without plans, the last search's
+        error."""
         if not plans:
             assert self.runs.error is not None
             return self.runs.error
@@ -359,7 +364,7 @@ def counted(number: int) -> tuple[int, ...]:
 
 
 def _kinds(cluster: Cluster) -> list[list[int]]:
-    """Group the indices of equal hosts, in the cluster's order."""
+    """Group hosts that are equal in devices and links; return the indices of each group's hosts."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, host in enumerate(cluster.hosts):
         device = host.device

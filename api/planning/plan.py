@@ -111,7 +111,8 @@ def plan_program(
 def priced(
     program: Program, target: Target, cluster: Cluster, options: PlanOptions
 ) -> tuple[Graph, Basis]:
-    """Return a program's graph as pricing uses it, and the measured times for pricing."""
+    """Return a program's graph as pricing uses it, and the source of op times (measurements, if
+    wanted, else specifications)."""
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
     if not options.compiled:  # whole blocks are measured as they run eagerly
@@ -145,7 +146,7 @@ def basis_for(cluster: Cluster, options: PlanOptions, target: Target) -> Basis:
 
 
 def own_update(target: Target) -> str:
-    """Return the name that the target's own optimizer has in measurements, "" without such."""
+    """Return the name of the target's own optimizer in measurements, "" if it defines none."""
     if target.build_optimizer is None:
         return ""
 
@@ -210,7 +211,8 @@ def can_be_served(program: Program, target: Target, cluster: Cluster) -> bool:
 
 
 def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str]:
-    """Return descriptions of the run's options that parameter servers do not support."""
+    """Return the names of the run's requested features that parameter servers do not support.
+    ``asked`` has the values of ``saving`` and ``resume``."""
     wrong = {
         "clipping by norm or value": options.clip_norm or options.clip_value,
         "accumulation": options.accumulate > 1,
@@ -226,7 +228,8 @@ def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str
 def check_served_run(
     plan: Plan, options: RunOptions, asked: Mapping[str, Any], target: Target
 ) -> None:
-    """Raise UsageError AP959 for an option that a plan's parameter servers do not support."""
+    """Raise UsageError AP959 for an option that the parameter servers of ``plan`` do not support;
+    ``asked`` has the values of ``saving`` and ``resume``. A plan without servers passes."""
     if plan.servers is None:
         return
     wrong = what_servers_lack(options, asked)

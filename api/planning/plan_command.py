@@ -98,6 +98,6 @@ def shorthand_of(cluster: Cluster) -> str:
 
 
 def _links(cluster: Cluster) -> tuple[object, ...]:
-    """Return the hosts of a cluster by number and name of devices, and its links."""
+    """Return the number and name of each host's devices, and the links of a cluster."""
     hosts = [(host.num_devices, host.device.name, host.link) for host in cluster.hosts]
     return hosts, cluster.inter_link, cluster.rack_link

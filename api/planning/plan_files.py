@@ -61,12 +61,13 @@ def load_job(plan_path: str) -> tuple[Plan, Target]:
 
 
 def load_plan_target(plan: Plan, plan_path: str) -> Target:
-    """Load the target that ``plan`` was made for: the code runs, and may register its schedule."""
+    """Load the target that ``plan`` was made for by running its code; check that the plan's
+    schedule is known, which the code may have registered."""
     target = load_target(target_name(plan, plan_path), plan.model.settings)
     find_schedule(plan.schedule)
     return target
 
 
 def batch_seq(plan: Plan, target: Target) -> int | None:
-    """Return the sequence length to pass to ``example_batch``, None if it takes none."""
+    """Return the sequence length for the target's ``example_batch``, None if it takes none."""
     return plan.model.seq if target.takes_seq else None

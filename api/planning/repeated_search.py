@@ -28,7 +28,7 @@ LEAST_SECONDS = 0.1
 
 @dataclass
 class RepeatedSearch:
-    """Search that runs several times within ``seconds``; ``error`` is the last failed run's."""
+    """Search that may run several times within ``seconds``; ``error`` is the last failed run's."""
 
     search: Search
     seconds: float
@@ -54,7 +54,7 @@ class RepeatedSearch:
     def run(self, cluster: Cluster, request: Request, *, parts: int = 1) -> Plan | None:
         """Plan within 1/``parts`` of the time left; return None if there is no plan.
 
-        Raises the UsageErrors whose codes are not in ``CANNOT``.
+        Raises usage errors, except those that a changed cluster or request alone can cause.
         """
         try:
             return self.search(cluster, self.share(request, parts))

@@ -31,14 +31,14 @@ class LostError(Exception):
 
 @dataclass
 class Beside:
-    """Forked process with a copy of the search context; it answers one call at a time."""
+    """Second process of a search, forked with a copy of its context; it runs a call at a time."""
 
     process: BaseProcess
     pipe: Connection
 
     @staticmethod
     def start(context: SearchContext) -> Beside | None:
-        """Fork the process; return None if that is impossible."""
+        """Fork this process; return None if it cannot be forked."""
         if sys.platform != "linux":
             return None
         forks = multiprocessing.get_context("fork")
@@ -53,7 +53,8 @@ class Beside:
         return Beside(process, own)
 
     def ask(self, function: Callable[..., Any], *args: object) -> None:
-        """Send a call of ``function(context, *args)`` to the process. Raises ``LostError``."""
+        """Send a call of ``function(context, *args)``. Raises ``LostError`` if the process
+        ended."""
         try:
             self.pipe.send((function, args))
         except OSError as error:
@@ -79,14 +80,15 @@ class Beside:
         return found
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the forked process."""
         self.pipe.close()
         self.process.kill()
         self.process.join()
 
 
 def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
-    """Answer calls from ``pipe`` until it is closed; Ctrl-C is left to the parent process."""
+    """Execute calls that arrive on ``pipe`` until it is closed. Ctrl-C is left to the parent
+    process, and ``other`` is the parent's end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with suppress(EOFError, OSError):  # the other end is closed, or its process gone
@@ -106,7 +108,8 @@ def _serve(context: SearchContext, pipe: Connection, other: Connection) -> None:
 
 @dataclass
 class SearchProcesses:
-    """Workers that share the micro-batch sizes; the process ``beside`` does the last part."""
+    """Workers of a search that divides the micro-batch sizes into ``parts``; the forked process
+    ``beside``, if any, searches the last part, this process all others."""
 
     context: SearchContext
     parts: tuple[Sizes, ...]
@@ -118,7 +121,8 @@ class SearchProcesses:
         *args: object,
         first: Callable[[Sizes], Result] | None = None,
     ) -> list[Result]:
-        """Return ``function(context, sizes, *args)`` for each part; part 0 may use ``first``."""
+        """Call ``function(context, sizes, *args)`` for each part of the micro-batch sizes and
+        return the results; for the first part ``first(sizes)`` is called instead, if given."""
         *own, last = self.parts
         try:
             if self.beside is not None:
@@ -138,14 +142,14 @@ class SearchProcesses:
         return found
 
     def end(self) -> None:
-        """End the forked process; from now on this process does its part."""
+        """End the forked process; from now on this process searches the last part too."""
         if self.beside is not None:
             self.beside.end()
         self.beside = None
 
 
 def two_processes(context: SearchContext, sizes: Sizes) -> Workers:
-    """Return this process and a forked process as workers; only this process if forking is
-    impossible, or if there is only one part."""
+    """Return the workers for a search of ``sizes`` (micro-batch sizes): this and a forked process,
+    or this one alone if forking fails or the sizes make only one part."""
     parts = parts_of(context, sizes)
     return SearchProcesses(context, parts, Beside.start(context) if len(parts) > 1 else None)

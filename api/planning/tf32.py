@@ -28,7 +28,8 @@ WORDS = {"conv": "convolutions", "matmul": "matmuls"}
 
 
 def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
-    """Return the cluster with the ops in TF32 that ``choice`` names; None: as torch is set.
+    """Return the cluster with the kinds of ops that compute in TF32 as ``choice`` says; None takes
+    torch's flags in this process.
 
     Raises UsageError AP129 for "all" if no device supports TF32.
     """
@@ -50,7 +51,7 @@ def with_choice(cluster: Cluster, choice: Tf32 | None) -> Cluster:
 
 
 def families_text(families: Collection[str]) -> str:
-    """Describe families of ops (convolutions, matrix products) that can use TF32 in words.
+    """Describe in words families of ops (convolutions, matrix products) that can use TF32.
 
     >>> families_text(("conv", "matmul"))
     'convolutions and matmuls'
@@ -89,6 +90,6 @@ def tell_difference(plan: Plan, rank: int) -> None:
 
 
 def _planned(plan: Plan, rank: int) -> tuple[str, ...] | None:
-    """Return the families of ops that a plan computes in TF32 on a rank; None without TF32."""
+    """Return the kinds of ops that the plan computes in TF32 on a rank; None on other devices."""
     device = plan.cluster.device(min(rank, plan.cluster.num_devices - 1))
     return device.tf32 if has_tf32(device) else None

@@ -70,7 +70,10 @@ def measure(
     options: Mapping[str, Any],
     began: float,
 ) -> None:
-    """Load the target and measure all tasks on rank 0's list, in each process. Collective."""
+    """Load the target, and measure in each process the tasks that rank 0 lists. Collective.
+
+    ``began`` is the time (``time.time``) at which the user's wait for a plan began.
+    """
     loaded = load_target(target, settings)
     on = from_dict(dict(cluster), "cluster")
     chosen = options_from_json(options)

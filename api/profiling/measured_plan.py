@@ -90,7 +90,7 @@ def _plan_measured(
     observe: Observe,
     search: Callable[[PlanOptions, Observe], Plan],
 ) -> Plan:
-    """Return the plan that ``search`` finds, after measuring the times for it if that is wanted.
+    """Return the plan that ``search`` finds; before, measure the times it needs if so requested.
 
     Nothing is measured under torchrun, or for a target that other processes cannot load.
     """

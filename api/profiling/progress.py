@@ -16,8 +16,8 @@ LINE_SECONDS = 10.0
 
 @dataclass
 class Shown:
-    """State of the progress display. ``expect`` begins a round of measurements; ``advance`` counts
-    a finished measurement."""
+    """Progress display of measuring. ``expect`` announces a number of measurements; ``advance``
+    counts a finished measurement."""
 
     budget_seconds: float
     bar: Progress | None = None

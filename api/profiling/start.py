@@ -96,7 +96,7 @@ def start_profiling(
 
 
 def _own_processes(cluster: str) -> str:
-    """Return ``cluster``, or for ``local`` under torchrun on CPUs the cluster of its processes."""
+    """Return ``cluster``, or ``cpu:N`` for ``local`` under torchrun with N processes on CPUs."""
     if cluster == "local" and is_launched(os.environ) and not torch.cuda.is_available():
         return f"cpu:{os.environ['WORLD_SIZE']}"
     return cluster

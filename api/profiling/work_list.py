@@ -94,7 +94,8 @@ LEAST_BYTES, MOST_BYTES, STEP = 1 << 10, 1 << 28, 4
 
 @dataclass(frozen=True, slots=True)
 class BlockTask:
-    """Measurement of a whole block of the model; ``graph`` has the number of rows to measure."""
+    """Measurement of a whole block (a layer) of the model, with ``graph``'s number of samples;
+    ``accumulates`` says that its gradients are added up over micro-batches."""
 
     graph: Graph
     block: Block
@@ -108,9 +109,10 @@ class BlockTask:
 
 @dataclass(frozen=True, slots=True)
 class LinkTask:
-    """Measurement of a collective or message at several sizes, and its key in the database.
+    """Measurement of a collective or message between ranks at several sizes.
 
-    ``is_asked``: the search needs the times; others are measured if time is left.
+    ``level``, ``library`` and ``num_hosts`` are parts of its database key. ``is_asked`` says that
+    the search needs the times; others are measured if time is left.
     """
 
     links: Links
@@ -131,7 +133,7 @@ class LinkTask:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTask:
-    """Measurement of an optimizer's step, on parameters of each size in ``num_bytes``."""
+    """Measurement of an optimizer's step, on parameters of each size (bytes) in ``num_bytes``."""
 
     optimizer: str
     num_bytes: tuple[int, ...] = SIZES
@@ -139,16 +141,16 @@ class UpdateTask:
 
 @dataclass(frozen=True, slots=True)
 class OpsTask:
-    """Measurement of several ops, one after another."""
+    """Measurement of several ops, one after another; a case is an op with shapes and dtypes."""
 
     cases: tuple[OpCase, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Measurement to make; ``weight`` seconds of a predicted step depend on its result.
+    """Measurement to make; ``weight`` is the part of a step's predicted seconds that rests on it.
 
-    Each block, op or size in it is measured for ``seconds``.
+    ``seconds`` is the time for measuring each block, op or size in it.
     """
 
     what: BlockTask | LinkTask | UpdateTask | OpsTask
@@ -157,7 +159,7 @@ class Task:
 
     @property
     def key(self) -> object:
-        """Key that identifies the measurement, as each is tried only once."""
+        """Value that identifies the measurement, so that it is tried only once."""
         if isinstance(self.what, BlockTask):
             return self.what.case
         if isinstance(self.what, LinkTask):
@@ -193,7 +195,7 @@ def sizes_to(most_bytes: float, step: int = STEP) -> tuple[int, ...]:
 
 
 def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Block], ...]:
-    """Return a block of each kind in a plan, with the graph at the number of rows of one rank."""
+    """Return a block of each kind in a plan, and the graph at one rank's number of samples."""
     found: dict[tuple[str, int], tuple[Graph, Block]] = {}
     position = 0
     for stage in plan.stages:
@@ -222,7 +224,8 @@ def under_torchrun_here(cluster: Cluster, environment: Mapping[str, str] = os.en
 
 @dataclass
 class WorkList(ABC):
-    """Rank 0's list of measurements: times that are known, and tasks that are missing."""
+    """List, on rank 0, of the measurements that are still to be made for planning a target; results
+    are stored in the database at ``path``."""
 
     program: Program
     target: Target
@@ -239,14 +242,14 @@ class WorkList(ABC):
 
     @abstractmethod
     def tasks(self) -> tuple[Task, ...]:
-        """Return the next tasks; none if nothing is missing, or time is up."""
+        """Return the measurements to make next; none if nothing is missing, or time is up."""
 
     @abstractmethod
     def left_seconds(self, task: Task) -> float:
-        """Return the seconds of measuring time left for a task."""
+        """Return the seconds that may still be spent on measuring ``task``."""
 
     def known(self) -> tuple[Profile, Mapping[str, str]]:
-        """Return the database's measurements in this exact environment, and failures' reasons."""
+        """Return the measurements in this exact environment, and the reasons of failed ones."""
         if not self.path.exists():
             return Profile(self.environment, {}), {}
         with explain_errors(self.path), Database(self.path) as opened:
@@ -269,7 +272,7 @@ class WorkList(ABC):
 
     @staticmethod
     def reached(known: Profile) -> Mapping[object, int]:
-        """Return the largest measured size of each kind of transfer, by its key."""
+        """Return the largest measured size in bytes of each kind of transfer, by database key."""
         most: dict[object, int] = {}
         for each in known.transfers:
             place = (each.level, each.library, each.kind, each.num_ranks, each.num_hosts)
@@ -279,7 +282,7 @@ class WorkList(ABC):
 
 @dataclass
 class PlanWork(WorkList):
-    """Rank 0's list of the measurements that the best plan known lacks.
+    """List, on rank 0, of the measurements that the fastest plan found so far depends on and lacks.
 
     ``began`` is when the user's wait began (``time.time``): starting processes and planning count.
     ``MEASURING_SHARE`` of the requested seconds is for measuring even so, unless the wait then
@@ -289,25 +292,26 @@ class PlanWork(WorkList):
     began: float = field(default_factory=time.time)
 
     def left_seconds(self, task: Task | None = None) -> float:
-        """Return the seconds left for all measuring."""
+        """Return the seconds left for all measuring; ``task`` is ignored."""
         all_seconds = self.options.measure_seconds
         waited = time.time() - self.began
         share = MEASURING_SHARE * all_seconds - self.measured_seconds
         return min(max(all_seconds - waited, share), MOST_WAIT * all_seconds - waited)
 
     def tasks(self) -> tuple[Task, ...]:
-        """Return the missing measurements of the best plan, the largest weight first."""
+        """Return the fastest plan's missing measurements by descending weight, while time is
+        left."""
         if self.left_seconds() <= 0:
             return ()
         return self.missing(plan_program(self.program, self.target, self.cluster, self.options))
 
     def is_worth_starting(self, plan: Plan) -> bool:
-        """Return whether over ``WORTH_STARTING`` of a plan's step depends on unmeasured times."""
+        """Return whether the unmeasured share of a plan's step time exceeds ``WORTH_STARTING``."""
         weight = sum(each.weight for each in self.missing(plan))
         return weight > WORTH_STARTING * plan.prediction.step_seconds
 
     def missing(self, plan: Plan) -> tuple[Task, ...]:
-        """Return the measurements that a plan lacks, except tried ones, by descending weight."""
+        """Return the measurements that a plan lacks, without tried ones, by descending weight."""
         known, failures = self.known()
         found = [
             *self._update(plan, known),
@@ -319,7 +323,8 @@ class PlanWork(WorkList):
         return tuple(sorted(found, key=lambda each: -each.weight))
 
     def _blocks(self, plan: Plan, known: Profile, failures: Mapping[str, str]) -> Iterator[Task]:
-        """Yield tasks for the plan's blocks with a rank's rows, or fewer rows if too slow."""
+        """Yield a task per kind of block in the plan that is not measured, at one rank's number of
+        samples, halved until the measurement is quick enough."""
         graph = with_precision(self.program.graph, plan.model.precision)
         counts: dict[str, int] = {}
         for block in self.program.blocks.blocks:
@@ -363,7 +368,7 @@ class PlanWork(WorkList):
                 yield Task(task, seconds, each.seconds)
 
     def _update(self, plan: Plan, known: Profile) -> Iterator[Task]:
-        """Yield the task for the optimizer's step, on parameters up to the plan's largest."""
+        """Yield the task for the optimizer's step, up to the largest parameter, if unmeasured."""
         optimizer = own_update(self.target) or plan.model.optimizer
         if update_curve(known, optimizer) is None:
             largest = max(
@@ -381,9 +386,10 @@ def measure_together(
     build: BuildOptimizer | None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Measure the tasks of rank 0's list on every rank. Collective over all ranks.
+    """Measure the tasks of rank 0's list ``work`` (None elsewhere). Collective over all ranks.
 
-    Random states are restored, so a script draws the same numbers as without measuring.
+    ``build`` makes the target's own optimizer; ``tell`` is called with each action. Random states
+    are restored, so a script draws the same numbers as without measuring.
     """
     devices = [device] if device.type == "cuda" else []
     meshes = Meshes(device)

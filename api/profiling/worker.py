@@ -83,7 +83,7 @@ def profile(
 ) -> dict[str, Any]:
     """Measure the times that planning ``target`` with ``options`` needs. Collective.
 
-    Rank 0 returns a summary.
+    ``cluster`` and ``options`` are JSON values; ``budget`` is in seconds. Rank 0 returns a summary.
     """
     loaded = load_target(target, parse_settings(settings))
     on = from_dict(dict(cluster), "cluster")
@@ -117,14 +117,15 @@ Transfers = tuple[str, Group, tuple[tuple[int, ...], ...], float]
 def _of_overlap(
     kind: str, group: Group, partition: tuple[tuple[int, ...], ...]
 ) -> tuple[Transfers, Transfers]:
-    """Return two measurements: of the collective alone, and of the compute time lost while it runs;
-    their ratio is the share of compute that the collective costs."""
+    """Return two transfers to measure for a collective: the collective alone, and compute beside
+    it. Their ratio of times is the share of compute that the collective costs."""
     return (kind, group, partition, USUAL_BYTES), (overlapped(kind), group, partition, USUAL_BYTES)
 
 
 @dataclass(kw_only=True)
 class SearchWork(WorkList):
-    """Rank 0's list of the measurements that a search needs, and common transfers, in a budget."""
+    """List, on rank 0, of the measurements that a search for plans needs, and of usual transfers,
+    to be made within ``budget`` seconds."""
 
     budget: float
     shown: Shown
@@ -139,7 +140,7 @@ class SearchWork(WorkList):
     links_began: float = 0.0
 
     def left_seconds(self, task: Task) -> float:
-        """Return the seconds left in a task's share of the budget."""
+        """Return the seconds left in the share of the budget for measurements of a task's kind."""
         now = time.perf_counter()
         if isinstance(task.what, BlockTask):
             return self.budget
@@ -149,7 +150,8 @@ class SearchWork(WorkList):
         return left
 
     def tasks(self) -> tuple[Task, ...]:
-        """Return the next round's tasks: times that the search needs, at the end whole blocks."""
+        """Return the next round's measurements: ops and transfers that the search needs and, in the
+        last round, whole blocks."""
         is_late = time.perf_counter() - self.began > (1 - BLOCK_SHARE) * self.budget
         found = () if is_late or self.rounds >= SEARCH_ROUNDS else self._searched()
         self.rounds = self.rounds + 1 if found else SEARCH_ROUNDS
@@ -185,7 +187,7 @@ class SearchWork(WorkList):
         )
 
     def _blocks(self) -> tuple[Task, ...]:
-        """Return the tasks that measure whole blocks of the best plan at the present times."""
+        """Return the measurements of whole blocks of the plan that is best by the known times."""
         known, _ = self.known()
         graph, blocks = self.program.graph, self.program.blocks
         request = request_of(self.program, self.target, without_servers(self.options))
@@ -204,7 +206,8 @@ class SearchWork(WorkList):
         return tuple(Task(each, seconds) for each in tasks)
 
     def _links(self, wanted: ProfilingTargets, known: Profile) -> Iterator[LinkTask]:
-        """Yield tasks for the search's transfers at unmeasured sizes, then common transfers."""
+        """Yield tasks for the search's transfers at sizes not in ``known``, then usual
+        transfers."""
         reached = self.reached(known)
         asked: list[Transfers] = [
             (each.kind, each.group, each.partition, each.most_bytes) for each in wanted.transfers

@@ -78,7 +78,8 @@ OF_PLANS = (UTILIZATION, BUBBLE)
 
 
 def value_of(figure: Figure, item: Item) -> Value:
-    """Return the value of ``figure`` (step time, …): a plan's prediction, a run's measurement."""
+    """Return a number (``figure``: step time, …) of an item: of a plan its prediction, of a run its
+    measurement; None if unknown."""
     value: Value = None
     if item.run is not None and figure in OF_RUNS:
         value = OF_RUNS[figure](item.run)
@@ -95,7 +96,7 @@ def measured_value(figure: Figure, item: Item) -> Value:
 
 
 def measured_key(figure: Figure) -> str:
-    """Return the JSON key of a figure's measured value."""
+    """Return the JSON key under which the measured value of a figure stands."""
     return f"measured_{figure.key}"
 
 
@@ -146,8 +147,8 @@ def change_text(change: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ComparedItem:
-    """Column of a comparison: a plan, or a run with only ``cells``. ``cells`` maps JSON keys such
-    as ``step_seconds`` to table cells; ``seconds`` are of the busiest rank, by purpose."""
+    """Column of a comparison: a plan, or a run. ``cells`` maps JSON keys such as ``step_seconds``
+    to table cells. ``seconds`` (of the busiest rank, by purpose) and ``memory`` are a plan's."""
 
     item: Item
     letter: str
@@ -163,12 +164,12 @@ class ComparedItem:
 
     @property
     def is_over(self) -> bool:
-        """True for a plan that does not fit memory."""
+        """True for a plan that needs more memory than its devices have."""
         return self.memory is not None and self.memory.excess_bytes > 0
 
     @property
     def short_seconds(self) -> dict[str, float]:
-        """Seconds by the short name of their purpose."""
+        """Seconds of the busiest rank in a step, by the short name of their purpose."""
         return {SHORT_NAMES.get(name, name): value for name, value in self.seconds.items()}
 
     @property
@@ -320,7 +321,10 @@ def _part_rows(
     whole: float,
     write: Callable[[float], str],
 ) -> list[Row]:
-    """Return a table row for each of the large parts of seconds or bytes; a run gets dashes."""
+    """Return a table row for each of the large parts of seconds or bytes, a cell per plan or run.
+
+    ``parts`` has the parts of each plan by name, empty for a run, which gets dashes.
+    """
     return [
         (name, cells([own.get(name, 0.0) if own else None for own in parts], write))
         for name in large_parts(parts, order, whole)
@@ -330,7 +334,8 @@ def _part_rows(
 def large_parts(
     parts: Sequence[Mapping[str, float]], order: Collection[str], whole: float
 ) -> list[str]:
-    """Return names of the parts of seconds or bytes that exceed ``LEAST_SHARE`` of ``whole``."""
+    """Return the names of the parts of seconds or bytes that exceed ``LEAST_SHARE`` of ``whole`` in
+    any plan, sorted as in ``order``. ``parts`` has the parts of each plan by name."""
     names = in_order((name for own in parts for name in own), order)
     least = LEAST_SHARE * whole
     return [name for name in names if max(own.get(name, 0.0) for own in parts) >= least]

@@ -62,7 +62,8 @@ def timeline_of(plan: Plan) -> Timeline | None:
 
 
 def plan_costs(plan: Plan) -> StageCosts:
-    """Return the stages' costs from a plan; "receive" seconds cover messages both ways."""
+    """Return the seconds of a plan's stages and messages, from its predictions, for a simulation.
+    "receive" seconds of a stage cover its messages both ways."""
 
     def each(name: str) -> list[float]:
         return [stage.prediction.seconds.get(name, 0.0) for stage in plan.stages]

@@ -72,7 +72,7 @@ def print_why_not(plan: Plan, forced: Plan, parallel: str, console: Console) -> 
 
 
 def loss_text(plan: Plan, other: Plan) -> str:
-    """Describe the seconds and bytes that another plan takes more or less, by purpose."""
+    """Describe by how many seconds and bytes ``other`` differs from ``plan``, by purpose."""
     own, step = terms(plan), plan.prediction.step_seconds
     theirs = terms(other)
     change = other.prediction.step_seconds / step - 1
@@ -108,7 +108,7 @@ def why_not_json(plan: Plan, forced: Plan, parallel: str) -> dict[str, Any]:
 
 
 def print_what_if(found: Changed, console: Console) -> None:
-    """Print the plan before and after the change, the best plan after it, and a conclusion."""
+    """Print the plan before and after the cluster's change, and the best plan after it."""
     items = changed_items(found)
     print_comparison(items, console)
     console.print()
@@ -121,7 +121,8 @@ def changed_items(found: Changed) -> tuple[Item, ...]:
 
 
 def changed_text(found: Changed) -> str:
-    """Describe in a sentence the effect of the change on the plan."""
+    """Describe in a sentence how a changed cluster affects the plan's step time and memory, and
+    whether another plan is better there."""
     change = found.same.prediction.step_seconds / found.now.prediction.step_seconds - 1
     text = f"the plan's step changes by {change_text(change)}"
     over, least = found.excess_bytes(found.same), found.excess_bytes(found.found)
@@ -141,7 +142,8 @@ def changed_text(found: Changed) -> str:
 
 
 def what_if_json(found: Changed) -> dict[str, Any]:
-    """Return the plans' figures as JSON values, and whether the plan stays the best."""
+    """Return, as JSON values, whether the plan is still the best on the changed cluster, and
+    figures of the plan there, before, and of the best plan."""
     return {"stays": found.stays, "plans": comparison_json(changed_items(found))}
 
 
@@ -159,7 +161,8 @@ OF_BLOCKS = (
 
 
 def print_measured(plan: Plan, run: MeasuredRun, errors: Errors, console: Console) -> None:
-    """Print predictions beside a run's measurements, the largest errors first."""
+    """Print predictions beside a run's metrics and, unless ``errors`` is None, beside the measured
+    compute times of blocks and stages; the largest errors first."""
     console.print(Text(f"{plan_summary(plan)}, {run.num_steps} steps measured", style="bold"))
     console.print()
     console.print(_error_table(measured_rows(plan, run)))
@@ -193,7 +196,8 @@ def measured_rows(plan: Plan, run: MeasuredRun) -> list[tuple[str, float, float]
 
 
 def measured_json(plan: Plan, run: MeasuredRun, errors: Errors) -> Mapping[str, Any]:
-    """Return predictions, measurements and errors as JSON values."""
+    """Return predictions, measurements and errors as JSON values: of a run's metrics and, unless
+    ``errors`` is None, of blocks and stages."""
     found: dict[str, Any] = {
         "figures": [
             {"name": name, "predicted": own, "measured": other, "error": own / other - 1}

@@ -141,7 +141,7 @@ def print_report(
 
 
 def _where(plan: Plan, details: Details) -> RenderableType:
-    """Return the stages, and in the short report the uses of their mesh axes."""
+    """Return the table of stages; in the short report also the purpose of each mesh axis."""
     table = stages(plan, limit=len(plan.stages) if details.stages else SHORT_STAGES)
     if details.layouts:
         return section("Stages", table)
@@ -169,7 +169,7 @@ def header(plan: Plan) -> RenderableType:
     first = Text.assemble(
         (model_name(plan), "bold"),
         f"  {count_text(model.num_parameters)} parameters",
-        f"  {settings}" if settings else "",
+        f"  {' '.join(settings.split())}" if settings else "",
     )
     second = Text(
         f"{batch_text(plan)}, {precision_text(plan)}, {'compiled' if plan.compiled else 'eager'}, "
@@ -213,7 +213,8 @@ SHOWN_PARTS = 12
 
 
 def goal_lines(plan: Plan, goal: GoalReport) -> RenderableType:
-    """Describe the chosen part of the cluster, its price, and the other parts that were tried."""
+    """Describe the result of a search by cost, devices or memory: the chosen devices, tokens per
+    dollar, deadline, and the other choices that were tried."""
     unit = unit_of(plan)
     lines = [f"chosen: {goal.chosen}"]
     if goal.dollars_per_hour is not None and goal.tokens_per_dollar is not None:
@@ -312,7 +313,7 @@ def simplest_text(plan: Plan) -> str:
 
 
 def _layout_gap_text(plan: Plan) -> str:
-    """Describe the optimality gap of the layouts, given the stages."""
+    """Describe the optimality gap of the layouts: a bound on the share of time that they lose."""
     gap = plan.solver.layouts_gap or 0.0
     measured = "measured before interleaving" if plan.num_chunks > 1 else "for these stages"
     return f"at most {percent_text(gap)} ({measured})" if gap > 1e-9 else f"0 % ({measured})"
@@ -360,7 +361,8 @@ def _planning_text(plan: Plan) -> str:
 
 
 def short_confidence(plan: Plan) -> RenderableType:
-    """Return the sources of times, the optimality gap, and the reason for the choice, in short."""
+    """Return the lines of the short report on the plan's reliability: shares of time by source,
+    optimality gap, and the reason if a simpler plan than the fastest was chosen."""
     lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
     lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
     return Group(*lines)

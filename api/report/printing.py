@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from autoparallel.cost_model.cluster.given_text import printable
 from autoparallel.options.words import percent_text
 
 WIDTH = 80
@@ -17,10 +20,19 @@ INDENT = 2
 BAR_WIDTH = 28
 
 
+class PlainConsole(Console):
+    """A console that escapes control characters in what it prints, except its own."""
+
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        """Yield the segments of a renderable, with printable texts."""
+        for own in super().render(*args, **options):
+            yield own if own.control else Segment(printable(own.text), own.style)
+
+
 def print_to_text(prints: Callable[[Console], None]) -> str:
     """Return the text that ``prints`` prints in 80 columns, in notebooks too."""
     stream = io.StringIO()
-    console = Console(
+    console = PlainConsole(
         file=stream, width=WIDTH, color_system=None, legacy_windows=False, force_jupyter=False
     )
     prints(console)

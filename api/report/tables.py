@@ -89,7 +89,7 @@ def _stage_cells(row: StageRow) -> tuple[str, ...]:
 
 
 def splits(plan: Plan) -> RenderableType:
-    """Return the uses of each mesh's axes, and the parameter layouts of each kind of block."""
+    """Return, for each mesh of the plan, the purposes of its axes and the layouts of parameters."""
     parts: list[RenderableType] = []
     for mesh, members, kinds in mesh_splits(plan):
         if len(members) < len(plan.stages):

@@ -66,7 +66,8 @@ def block_function(
     graph: Graph,
     layout_of: Callable[[str], Layout | None],
 ) -> BlockFunction:
-    """Write a block's function; ``layout_of`` returns the layout of a graph node's first output.
+    """Write the function that computes a block (``program``) of a stage in a generated script.
+    ``layout_of`` returns the layout of a graph node's first output.
 
     Raises PlanError AP367 if an op cannot be written.
     """
@@ -113,7 +114,8 @@ def module_path(program: BlockProgram) -> str:
 
 
 def _arguments(writer: Writer) -> tuple[str, ...]:
-    """Name the arguments of a block's function besides weights, and store their expressions."""
+    """Return the argument names of a block's function, without weights; store the expression of
+    each input in the writer."""
     placeholders = [n for n in writer.program.module.graph.nodes if n.op == "placeholder"]
     held = {**writer.stage.parameters, **writer.stage.buffers}
     pairs = list(zip(placeholders, writer.program.inputs, strict=True))
@@ -136,8 +138,8 @@ def _arguments(writer: Writer) -> tuple[str, ...]:
 
 
 def _argument_name(writer: Writer, key: str) -> str:
-    """Return an argument name for an outside value; constants are named by the op that makes
-    them."""
+    """Return an argument name for the input ``key`` of a block; a constant, maybe cast or reshaped,
+    is named after the op that makes it."""
     if key.startswith("count of "):
         return "count"
     node = writer.graph.by_name.get(parse_key(key).name)
@@ -158,7 +160,7 @@ def _weight(writer: Writer, name: str) -> Expression:
 
 
 def _write(writer: Writer, node: fx.Node) -> None:
-    """Write a node's call as a line, or store its expression to be written into its user's line."""
+    """Write a node's call as a line, or store its expression for the line where it is read."""
     if node.target is operator.getitem and not node.users:
         return
     made = _expression(writer, node)
@@ -198,7 +200,7 @@ def _assign(writer: Writer, node: fx.Node, made: Expression, name: str) -> None:
 
 
 def _continues_x(writer: Writer, node: fx.Node) -> bool:
-    """Return whether ``node`` adds to ``x`` (a residual) and ``x`` is not read later."""
+    """Return whether ``node`` adds to the variable ``x`` (a residual), and no later op reads it."""
     if _family(node) != "add" or not any(
         isinstance(each, fx.Node) and writer.values[each].text == "x" for each in node.args
     ):
@@ -211,7 +213,8 @@ def _continues_x(writer: Writer, node: fx.Node) -> bool:
 
 
 def _unpack(writer: Writer, node: fx.Node, made: Expression, items: Sequence[fx.Node]) -> None:
-    """Write a call of several results as ``first, second = …``; unused results are called ``_``."""
+    """Write a call with several results as ``first, second = …``; results not in use are called
+    ``_``. ``items`` are the nodes that read a result."""
     _write_heading(writer, node)
     source = node.meta.get(MADE_BY)
     if not isinstance(source, Node):
@@ -268,7 +271,7 @@ def _family(node: fx.Node) -> str:
 
 
 def _name(writer: Writer, node: fx.Node) -> str:
-    """Return a variable name for a node's value: of the module that returns it, else of the op."""
+    """Return a name for the variable of a node's value, after the module or op that makes it."""
     if getattr(node.target, "__name__", "") == apply_steps.__name__:
         source = node.args[0]
         assert isinstance(source, fx.Node)

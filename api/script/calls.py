@@ -30,7 +30,8 @@ from autoparallel.script.writer import MOVES, Writer, unwritable
 
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """Write the call of an op of this package; the script's ``mesh`` replaces its rank argument."""
+    """Return the call of an op of this package as Python text; the script's ``mesh`` takes the
+    place of the op's rank arguments. Raises PlanError AP367 for an op without a form in scripts."""
     function = getattr(node.target, "func", node.target)
     assert callable(function)
     axes = writer.stage.mesh.axes
@@ -56,7 +57,8 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
 
 
 def _activation(writer: Writer, text: str) -> Expression:
-    """Write lines that define an activation (``passes.ops.activation``); return its name."""
+    """Write lines that define an activation, given as JSON (``passes.ops.activation``), as a
+    function; return the function's name."""
     name = writer.unique("activation")
     writer.lines.append(f"def {name}(rows: Tensor) -> Tensor:")
     made = ["rows"]
@@ -84,7 +86,8 @@ SIGNS = {**OPERATORS, "truediv": OPERATORS["div"]}
 
 
 def _of_activation(value: Any, made: Sequence[str]) -> Any:
-    """Return an argument from an activation's JSON description as a value for ``literal``."""
+    """Return an argument in an activation's JSON text as a Python value or expression. ``made`` are
+    the variables of the steps before."""
     if isinstance(value, list):
         return [_of_activation(each, made) for each in value]
     if not isinstance(value, dict):
@@ -117,7 +120,8 @@ def _write_move(writer: Writer, value: Expression, step: Step) -> Expression:
 def _class_loss(
     writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any], *, is_logits: bool
 ) -> Expression:
-    """Write a cross-entropy or NLL loss over its count of targets; classes may be sharded."""
+    """Return the call of a cross-entropy (``is_logits``) or NLL loss, divided by its count of
+    targets where it is a mean; its classes may be sharded."""
     axes, count = writer.stage.mesh.axes, kwargs.get("count")
     rows, classes = kwargs["axes"] if is_logits else (kwargs["row_axes"], ())
     is_mean = not is_logits or kwargs["reduction"] == MEAN
@@ -147,7 +151,7 @@ def _class_loss(
 
 
 def _random(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
-    """Write the call of a random op with its number, and the mesh axes that shard its result."""
+    """Return the call of a random op with its number (a seed) and the mesh axes that shard it."""
     name = "dropout" if node.target.__name__ == dropout_part.__name__ else "uniform"  # type: ignore[union-attr]
     writer.uses.add(name)
     layout = writer.layout_of(node.meta[MADE_BY].name) or ()

@@ -28,7 +28,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Text of a Python expression."""
+    """Text of a Python expression, and whether it needs parentheses as an operand."""
 
     text: str
     is_compound: bool = False
@@ -72,7 +72,8 @@ def fold(line: str) -> list[str]:
 
 
 def _brackets(code: str) -> list[list[int]]:
-    """Return for each outermost pair of brackets its positions and the commas' directly inside."""
+    """Return a list for each outermost pair of brackets in ``code``: the positions of the opening
+    bracket, the commas directly inside, and the closing bracket."""
     plain = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), code)
     found: list[list[int]] = []
     depth = 0
@@ -159,7 +160,8 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
 
 
 def _is_function(name: str) -> bool:
-    """Return whether ``torch`` has a public function ``name`` that only calls the op ``name``."""
+    """Return whether ``torch`` has a public function ``name`` that only calls the aten op
+    ``name``."""
     function = getattr(torch._C._VariableFunctions, name, None)
     return not name.startswith("_") and function is not None and getattr(torch, name) is function
 

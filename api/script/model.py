@@ -48,8 +48,11 @@ class ModelText:
 
 
 def model_text(found: ExportedPlan, plan_path: Path, folder: Path) -> ModelText:
-    """Copy the model's files into ``folder`` and write its functions. Raises PlanError AP366,
-    AP368."""
+    """Copy the model's files into ``folder``, and write functions that build it and yield batches.
+
+    Raises PlanError AP366 if a file imports this package or a batch is nested, AP368 for an
+    optimizer that may need tensors of other ranks.
+    """
     target, plan = found.made.target, found.plan
     check_optimizer(found)
     if target.name.startswith("hf:"):
@@ -152,8 +155,8 @@ def _meta(target: Target) -> nn.Module:
 
 
 def _adapters(target: Target) -> list[str]:
-    """Return code that freezes a model and adds LoRA adapters, whose values are drawn in the order
-    of this package's."""
+    """Return code that freezes a model and adds LoRA adapters, whose initial values are drawn in
+    the same order as by this package."""
     lora, model = parse_lora(target.settings["lora"]), _meta(target)
     for module in model.modules():  # an adapted layer has a class of this package
         if hasattr(module, "lora_A"):

@@ -81,7 +81,7 @@ def collect(wanted: Iterable[str], given: Iterable[str]) -> Parts:
 
 
 def taken_names() -> frozenset[str]:
-    """Return the names that scripts use, so that block functions and model modules must not."""
+    """Return the names that scripts use themselves, which block functions and models must avoid."""
     names = {"batches", "constants", "count", "itertools", "transformers"}
     imported = {line.split()[-1] for each in _definitions().values() for line in each.imports}
     return frozenset(names | imported).union(_definitions(), dir(builtins), keyword.kwlist)
@@ -104,7 +104,7 @@ class _Definition:
 
 @cache
 def _definitions() -> dict[str, _Definition]:
-    """Return the definitions of all ``MODULES`` by name; a constant includes its note."""
+    """Return all top-level definitions in ``MODULES`` by name; a constant's includes its note."""
     found: dict[str, _Definition] = {}
     for module in MODULES:
         source = inspect.getsource(importlib.import_module(module))

@@ -35,8 +35,8 @@ class ExportedPlan:
     """Plan to export as a script. ``stages`` are in the schedule's order, each replica listed.
 
     ``programs`` has the program of each stage's first rank, ``last_programs`` of its last rank.
-    ``rows`` has the actions of each pipeline rank, without STEP, and with receives in the
-    order of sends.
+    ``rows`` has the schedule's actions of each pipeline rank, without the optimizer's step, and
+    with receives in the order of sends.
     """
 
     made: PlanModel
@@ -70,7 +70,7 @@ def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
 
 
 def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
-    """Return a stage's program on its first (``end`` 0) or last (-1) device."""
+    """Return the program of stage ``index`` on its first (``end`` 0) or last (-1) device."""
     coordinates = stage.mesh.coordinates(end % stage.mesh.size)
     place = ThreadCommunicator(stage.mesh, coordinates, [])
     (program,) = stage_programs(variant, index, coordinates=coordinates, communicator=place)
@@ -136,7 +136,7 @@ def _export_error(what: str, why: str, fix: str = "") -> PlanError:
 
 
 def in_order(schedule: Schedule) -> tuple[Row, ...]:
-    """Return each rank's actions without STEP, and with receives in the order of their sends.
+    """Return each rank's actions, without optimizer steps, and with receives in order of sends.
 
     Messages between two ranks arrive in order, so the message sent first is received first, even if
     another message is needed earlier.
@@ -154,7 +154,8 @@ def in_order(schedule: Schedule) -> tuple[Row, ...]:
 
 
 def _reorder(row: Row, lanes: list[list[Action]]) -> Row:
-    """Put each receive of a rank behind its receives of all messages that were sent earlier."""
+    """Move each receive of a rank behind the receives of all messages sent earlier. ``lanes`` are
+    the messages between pairs of ranks, in the order of sends."""
     made: dict[Action, None] = {}
 
     def add(action: Action) -> None:

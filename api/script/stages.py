@@ -37,7 +37,7 @@ WRAPPERS = {"full": "checkpoint", "selective": "keeping_products"}
 
 @dataclass(slots=True)
 class Functions:
-    """Functions of all blocks by name; equal functions are merged."""
+    """Functions of a script that compute blocks, by name; equal functions of blocks are merged."""
 
     taken: frozenset[str] = frozenset()
     """Names that are already used."""
@@ -46,7 +46,8 @@ class Functions:
     """Names of the blocks that each function computes."""
 
     def add(self, made: BlockFunction, program: BlockProgram, kind: str) -> str:
-        """Add a block's function unless an equal function exists; return the function's name."""
+        """Add a block's function unless an equal function exists; return the function's name, which
+        is ``kind`` with a suffix if already used."""
         for name, known in self.named.items():
             same = known.arguments, known.text, known.weights
             if same == (made.arguments, made.text, made.weights):
@@ -80,7 +81,8 @@ def _note(blocks: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Call of a block's function in a stage: keys of its input and output values, module path."""
+    """Call of a block's function in a stage: names of the values that it takes and returns, the
+    path of the block's module, its recomputation, and the number of its first random op."""
 
     function: str
     inputs: tuple[str, ...]
@@ -92,7 +94,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class StageText:
-    """Parts of a script's text for one stage."""
+    """Texts of a script for one stage: its function, its entry in ``STAGES``, its parameters."""
 
     function: str
     entry: str
@@ -109,7 +111,7 @@ def stage_text(
     number: int,
     functions: Functions,
 ) -> StageText:
-    """Write the texts of a stage; the functions of its blocks are added to ``functions``."""
+    """Write the texts of stage ``number``; functions of its blocks are added to ``functions``."""
 
     def layout_of(name: str) -> Layout | None:
         found = plan.layout_of(name, blocks)
@@ -157,7 +159,8 @@ class _StageWriter:
     lines: list[str] = field(default_factory=list)
 
     def result_keys(self) -> tuple[str, ...]:
-        """Return the keys of the values that the stage's function returns."""
+        """Return the names of the values that the stage's function returns: sent, kept for other
+        stages or updates, and the loss."""
         program = self.program
         keys = [*program.kept, *(each.key for each in program.sends), *program.updates.values()]
         return tuple(dict.fromkeys([*keys, *([program.loss] if program.loss else [])]))
@@ -184,14 +187,14 @@ class _StageWriter:
         return self.variables.get(key, f'values["{key}"]')
 
     def _later(self, position: int) -> set[str]:
-        """Return the keys of the values that are read after the call at ``position``."""
+        """Return the names of the values that are read after the call number ``position``."""
         return {key for call in self.calls[position + 1 :] for key in call.inputs} | {
             *self.result_keys()
         }
 
     def _variable(self, key: str, position: int, count: int) -> str:
-        """Name a call's result: ``x`` if it has no other result and the old ``x`` is read no
-        more."""
+        """Return the variable for a result of call ``position``: ``x`` if the call has one result
+        (``count``) and the old ``x`` is not read later, else a name made from ``key``."""
         holder = next((k for k, name in self.variables.items() if name == "x"), None)
         if count == 1 and (holder is None or holder not in self._later(position)):
             if holder is not None:
@@ -210,7 +213,9 @@ class _StageWriter:
         self.variables.update(zip(call.outputs, made, strict=True))
 
     def _call(self, call: _Call, inputs: Sequence[str], where: str, number: str) -> Expression:
-        """Write a block function's call, in a wrapper for recomputation or for ZeRO 3 gathers."""
+        """Return the call of a block's function, wrapped where it recomputes or gathers ZeRO 3
+        weights. ``where`` is the text for its weights, ``number`` for the number of its first
+        random op."""
         made = self.functions.named[call.function]
         arguments = [*inputs, where, *["mesh"] * made.takes_mesh]
         arguments += [f"draw.of({number})"] * made.takes_draw
@@ -223,9 +228,9 @@ class _StageWriter:
         return Expression(f"{head}({', '.join(arguments)})")
 
     def _run_from(self, start: int) -> int:
-        """Return the end of the longest sequence of calls from ``start`` that one loop can make.
+        """Return the end of the longest sequence of calls from ``start`` on that fits a loop.
 
-        Only the next call may use a call's results, except the last call's results.
+        In it each result is read only by the next call, except the last call's results.
         """
         forms = [_form(call, following) for call, following in pairwise(self.calls[start:])]
         alike = takewhile(lambda form: form is not None and form == forms[0], forms)
@@ -324,8 +329,8 @@ def _follows(before: str, path: str) -> bool:
 
 
 def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
-    """Return the pattern by which the next call repeats this call in a loop; None if it does
-    not."""
+    """Return the pattern in which call ``following`` repeats ``call`` (carried values, step of
+    random numbers), None if it does not; equal patterns in a row make a loop."""
     pairs = zip(following.inputs, call.inputs, strict=False)
     continues = (
         (call.function, call.recompute) == (following.function, following.recompute)
@@ -337,7 +342,7 @@ def _form(call: _Call, following: _Call) -> tuple[Any, ...] | None:
 
 
 def _carried_values(call: _Call, following: _Call) -> tuple[tuple[int, int], ...]:
-    """Return pairs of indices: of an input of the next call, and of this call's output for it."""
+    """Return pairs of indices: an input of ``following``, and the output of ``call`` it reads."""
     return tuple(
         (at, call.outputs.index(key))
         for at, key in enumerate(following.inputs)

@@ -38,8 +38,8 @@ MOST_VALUES = 256
 
 
 def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
-    """Return the names of constants that stages and ``count`` read, and of buffers whose values
-    differ in the model that the script builds in the ``master`` dtype."""
+    """Return the names of constants that stages and the function ``count`` read, and of buffers
+    that the script must set, as the model that it builds has other values or another precision."""
     names: dict[str, None] = {}
     master = Formats.of(found.plan.model.precision).master
     for program in found.programs:
@@ -56,7 +56,7 @@ def needed_constants(found: ExportedPlan) -> tuple[str, ...]:
 
 
 def constants_text(found: ExportedPlan) -> str:
-    """Write the function ``constants``, which returns whole tensors on the CPU."""
+    """Write the function ``constants``, which returns whole constants and buffers on the CPU."""
     program, graph = found.made.program, found.variant.program.graph
     names = needed_constants(found)
     order = ancestors(graph, names)
@@ -130,7 +130,8 @@ def _at_batch(name: str, captured: Node, node: Node) -> list[str]:
 
 
 def count_text(found: ExportedPlan) -> str:
-    """Write the function ``count`` of targets, by which losses divide, or ``count = None``."""
+    """Write the script's function ``count``, which returns the divisors of mean losses (numbers of
+    targets), or ``count = None`` if there are none."""
     lines: list[str] = []
     results: dict[str, str] = {}
     for stage in found.programs:
@@ -150,7 +151,8 @@ def count_text(found: ExportedPlan) -> str:
 
 
 def row_count_text(found: ExportedPlan) -> str:
-    """Write the function ``count`` of the targets in one rank's rows, by which its loss divides."""
+    """Write the script's function ``count``: the number of targets in a rank's rows, by which the
+    rank's mean loss is divided."""
     (stage,) = found.programs
     assert stage.counting is not None
     graph = found.variant.program.graph
@@ -169,7 +171,8 @@ def row_count_text(found: ExportedPlan) -> str:
 def _counting_lines(
     found: ExportedPlan, stage: StageProgram, lines: list[str], place: str
 ) -> dict[str, str]:
-    """Add the lines that compute the counts of targets; return the variable of each value.
+    """Append the lines that compute numbers of targets to ``lines``; return the variable of each
+    value.
 
     ``place`` is the Python text that reads an input, with ``{0}`` for the input's name.
     """

@@ -119,7 +119,7 @@ def whole_model(found: ExportedPlan, module: str) -> WholeModel | None:
 
 
 def _units(model: nn.Module, blocks: Iterable[BlockProgram]) -> list[str]:
-    """Return the paths of the blocks that are modules with a forward of their own."""
+    """Return the paths of the blocks that are modules of ``model`` with a forward of their own."""
     modules = dict(model.named_modules())
     containers = nn.ModuleList | nn.ModuleDict
     names = [module_path(block) for block in blocks]
@@ -136,7 +136,8 @@ def _calls(program: StageProgram) -> Iterable[fx.Node]:
 
 
 def _computes_rows(program: StageProgram) -> bool:
-    """Return whether the program is the model's own on a rank's rows, ending in one mean loss."""
+    """Return whether a rank's program is the model's own forward on the rank's samples, with one
+    mean loss at its end and without sharded tensors."""
     tensors = (program.parameters, program.buffers, program.constants)
     layouts = [each.layout for group in tensors for each in dict[str, Any](group).values()]
     counting = program.counting
@@ -167,7 +168,8 @@ def _computes_rows(program: StageProgram) -> bool:
 
 
 def _names_dtypes(program: StageProgram) -> bool:
-    """Return whether the model's code may name a floating dtype, which verification replaces."""
+    """Return whether the model's code may name a floating-point dtype. Verification in float64
+    cannot replace such a dtype inside the model's own forward."""
     given = (each for node in _calls(program) for each in tree_leaves((node.args, node.kwargs)))
     named = any(isinstance(each, torch.dtype) and each.is_floating_point for each in given)
     return named or any("float" in each.spec.dtype for each in program.constants.values())
@@ -187,7 +189,8 @@ def _can_shard(model: nn.Module, program: StageProgram, units: Sequence[str]) ->
 
 
 def _loss_text(found: ExportedPlan, module: str) -> str | None:
-    """Return the loss of the model on ``rows`` as Python text; None if the form is unsupported."""
+    """Return Python text that computes the model's loss on the tensors ``rows``; None if the batch
+    or the outputs have an unsupported form."""
     captured, target = found.made.program, found.made.target
     example, form = captured.example, captured.outputs
     if example is None or example.fixed or example.inputs.keys() != captured.inputs.keys():
@@ -211,7 +214,7 @@ def _loss_text(found: ExportedPlan, module: str) -> str | None:
 
 
 def _loss_at(form: Any, call: str) -> str | None:
-    """Write the expression of the loss among a model's outputs."""
+    """Return the text that reads the loss in the outputs of ``call``, None if it is not unique."""
     marks = [leaf.kind == "loss" and leaf.value in ((), None) for leaf in form.leaves]
     found, _ = tree_flatten_with_path(tree_unflatten(marks, form.structure))
     paths = [keystr(path) for path, is_loss in found if is_loss]

@@ -98,7 +98,7 @@ def write_script(
 def differences_of(
     found: ExportedPlan, model: ModelText, whole: WholeModel | None
 ) -> tuple[str, ...]:
-    """Describe the differences between a script and ``autoparallel run``."""
+    """Return sentences on differences between training by a script and by ``autoparallel run``."""
     plan = found.plan
     lines = [
         "every rank builds the whole model on its host, and keeps its part; values are those that "
@@ -312,7 +312,7 @@ def _settings(found: ExportedPlan, whole: WholeModel | None) -> str:
 
 
 def _crossings(found: ExportedPlan) -> str:
-    """Write the table of tensors that are sent between stages."""
+    """Write the table ``CROSSINGS`` of the tensors that are sent between stages."""
     entries = []
     for each in (own for crossing in found.variant.crossing() for own in crossing):
         ends = (

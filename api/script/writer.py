@@ -44,7 +44,8 @@ RESERVED = frozenset(
 
 @dataclass(slots=True)
 class Writer:
-    """State of writing a block's function; ``values`` maps graph nodes to their expressions."""
+    """State of writing a block's function: ``values`` maps graph nodes to their expressions,
+    ``lines`` are written already."""
 
     program: BlockProgram
     stage: StageProgram

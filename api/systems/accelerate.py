@@ -129,7 +129,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def backend_lost(own: Configuration) -> list[Deviation]:
-    """Return differences from the plan that the backend causes, besides changed degrees."""
+    """Return differences from the plan due to the backend, such as FSDP instead of ZeRO 2."""
     if backend_of(own) != "fsdp":
         return []
     lost = []

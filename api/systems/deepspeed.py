@@ -93,7 +93,7 @@ def to_supported(own: Configuration) -> Configuration:
 
 
 def config(own: Configuration, global_batch: int) -> dict[str, Any]:
-    """Return DeepSpeed's JSON configuration; ranks of a tensor-parallel group share samples."""
+    """Return DeepSpeed's JSON configuration: batch sizes, precision, ZeRO, parallel degrees."""
     found: dict[str, Any] = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": own.rank_rows,
@@ -120,7 +120,7 @@ def config(own: Configuration, global_batch: int) -> dict[str, Any]:
 
 
 def optimizer(own: Configuration) -> dict[str, Any]:
-    """Return the ``optimizer`` section: the type, and settings that select its variant."""
+    """Return the section ``optimizer``: the type, and parameters such as the momentum of SGD."""
     if own.optimizer.startswith("sgd"):
         momentum = 0.9 if own.optimizer == "sgd-momentum" else 0.0
         return {"type": "SGD", "params": {"momentum": momentum}}

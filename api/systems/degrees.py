@@ -30,7 +30,8 @@ need no communication if positions are sharded."""
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Parallel degrees: numbers of ranks that shard samples, weights, positions and experts."""
+    """Parallel degrees: numbers of ranks that shard samples (``dp``), weights (``tp``), positions
+    (``cp``) and experts (``ep``). ``splits_norms``: sequence parallelism beside ``tp``."""
 
     dp: int = 1
     tp: int = 1
@@ -44,7 +45,8 @@ class Roles:
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    """Return the configuration nearest to a plan: one for all stages, exact if they are equal."""
+    """Return the configuration (equal degrees and choices for all stages) nearest to a plan; it is
+    exact if the plan's stages are equal."""
     num_ranks = 1 if plan.servers is not None else len(stages_of_ranks(plan))
     pp = _divisor(plan.cluster.num_devices, num_ranks)
     is_cut = pp == num_ranks > 1
@@ -87,11 +89,11 @@ def _divisor(number: int, most: int) -> int:
 
 
 def common_roles(plan: Plan, pp: int) -> Roles:
-    """Return the parallel degrees to use for all stages of a plan.
+    """Return the parallel degrees to use for all stages of a plan with ``pp`` pipeline ranks.
 
-    If the stages have different meshes, the most frequent degrees of the right product (number of
-    devices divided by ``pp``) are taken. If no stage has that product, data parallelism is as large
-    as a micro-batch allows, and tensor parallelism takes the other devices.
+    If stages have different meshes, the most frequent degrees whose product is the number of
+    devices of a rank are taken. If there are none, data parallelism is as large as a micro-batch
+    allows, and tensor parallelism takes the other devices.
     """
     size = plan.cluster.num_devices // pp
     if plan.servers is not None:
@@ -154,7 +156,7 @@ def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:
 
 
 def _splits_norms(stage: StagePlan, axis: int) -> bool:
-    """Return whether norms are sharded by positions (Korthikanti et al. 2022)."""
+    """Return whether a mesh axis shards norms by positions: sequence parallelism."""
     norms = [
         layout.outputs[0][axis]
         for name, layout in stage.layouts.items()
@@ -169,7 +171,7 @@ def _most_frugal(modes: list[Recompute]) -> Recompute:
 
 
 def _recomputed_share(plan: Plan) -> float:
-    """Return the largest fraction of its layers that a pipeline rank recomputes; 1 without any."""
+    """Return the largest fraction of its layers that a pipeline rank recomputes; 1 if none does."""
     shares = []
     for own in stages_of_ranks(plan):
         layers = [block for stage in own for block in layers_of(plan, plan.stages[stage])]

@@ -101,7 +101,7 @@ class Feature:
 
 
 def features_of(plan: Plan) -> tuple[Feature, ...]:
-    """Return the features that a plan uses, without duplicates."""
+    """Return the features (ZeRO, a schedule, LoRA, …) that a plan uses, without duplicates."""
     found = (
         *_parallelism(plan),
         *_pipeline(plan),
@@ -215,7 +215,8 @@ def _layouts(plan: Plan) -> Iterator[Feature]:
 
 
 def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator[tuple[int, str]]:
-    """Yield mesh axes on which a weight is not sharded as usual (column, row), and a text on it."""
+    """Yield the indices of mesh axes on which the weight ``name`` is not sharded as by column and
+    row parallelism, each with a text that says how."""
     layout = stage.layouts[name].outputs[0]
     usual = usual_dim(name, is_hub=plan.model.target.startswith("hf:"))
     for axis, placement in enumerate(layout):
@@ -232,6 +233,7 @@ def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator
 
 def usual_dim(name: str, *, is_hub: bool) -> int | None:
     """Return the dimension that tensor parallelism usually shards in a weight; None if unknown.
+    ``is_hub`` says that the model is of Hugging Face, where some weights are transposed.
 
     >>> usual_dim("model.layers.0.mlp.down_proj.weight", is_hub=True)
     1

@@ -131,7 +131,7 @@ def _keep(configuration: Configuration) -> Configuration:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Training system. ``limits`` maps the features that it lacks to their replacements.
+    """Training system. ``limits`` maps features of plans that it lacks to their replacements.
 
     ``lacks`` names the degrees that it lacks, of "tp", "cp", "ep" and "pp". ``settle`` changes a
     configuration to options that the system can run, keeping its degrees. ``version`` is the
@@ -155,7 +155,7 @@ class System:
     def __call__(
         self, plan: Plan, folder: Path, *, place: Path, plan_path: Path, trust: bool
     ) -> WrittenPlan:
-        """Write the files of the nearest configuration into ``folder``.
+        """Write the system's configuration that is nearest to ``plan``, as files in ``folder``.
 
         Raises UsageError AP364 if the batch has too few samples for the devices without the degrees
         that the system lacks, and AP365 for a plan of CPUs.
@@ -205,7 +205,7 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviati
 def _more_recompute(
     system: System, planned: Configuration, chosen: Configuration
 ) -> Iterator[Deviation]:
-    """Yield a deviation if ``chosen`` recomputes more than ``planned`` in order to fit memory."""
+    """Yield a difference from the plan if only more recomputation than ``planned`` fits memory."""
     is_folded = any(getattr(planned, name) > 1 for name in system.lacks)
     is_more = chosen.recompute == "full" and chosen.recompute_share > planned.recompute_share
     if not is_folded and (is_more or (planned.recompute, chosen.recompute) == ("none", "full")):
@@ -218,11 +218,11 @@ def _more_recompute(
 def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
     """Yield configurations for a system to choose from; the first is taken if none can be priced.
 
-    If the system has all degrees of the plan, the candidates are the plan's configuration, and the
-    same with full recomputation in case it does not fit. If ``selects_less`` applies, the
-    candidates have full recomputation and none. If the system lacks a degree, its devices become
-    data-parallel: first with ZeRO 3, full recomputation and the fewest samples per rank, which
-    needs least memory, then with less of each.
+    If the system has all degrees of the plan, it yields the plan's configuration, then that with
+    full recomputation in case it does not fit. If ``selects_less`` applies, it yields full
+    recomputation and none. If the system lacks a degree, its devices become data-parallel: first
+    with ZeRO 3, full recomputation and the fewest samples per rank, for least memory, then with
+    less of each.
     """
     own = configuration_of(plan)
     if all(getattr(own, name) == 1 for name in system.lacks):
@@ -245,7 +245,7 @@ def candidates_of(system: System, plan: Plan) -> Iterator[Configuration]:
 
 def _fold_degrees(own: Configuration, system: System, batch: int) -> Configuration:
     """Return the configuration with degrees that the system lacks made data-parallel, or
-    tensor-parallel as far as the batch has too few samples. Raises UsageError AP364."""
+    tensor-parallel if the batch has too few samples. Raises UsageError AP364 if neither works."""
     # ranks that share experts are data-parallel already
     spare = prod(getattr(own, name) for name in system.lacks if name != "ep")
     kept: dict[str, Any] = {

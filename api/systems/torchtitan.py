@@ -247,7 +247,8 @@ FLAVOR_NORM_AND_ROPE = (1e-5, 500000.0, RopeScaling("llama3", factor=8.0))
 def _model(
     config: ModelConfig | None, lost: list[Deviation], notes: list[str]
 ) -> tuple[dict[str, object], str]:
-    """Return the config section ``model``, and a Python module's text that registers the sizes."""
+    """Return the section ``model`` of the configuration, and a Python module's text that registers
+    the model's sizes. Differences are added to ``lost``, tasks for the user to ``notes``."""
     if config is None or config.kind not in ("llama", "mistral"):
         kind = "" if config is None else f": its llama3 is not {config.kind}"
         notes.append(f"set model.name and model.flavor in train.toml{kind}")

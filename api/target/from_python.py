@@ -104,8 +104,8 @@ def batch_rows(example_batch: Any, global_batch: int | None = None) -> int | Non
 
 
 def dims_of_rows(example_batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return tensors' dimensions of size ``rows`` by path; unless all tensors have one, only dim
-    0."""
+    """Return the dimension of size ``rows`` of each tensor by path. If a tensor has none, only
+    tensors whose dimension 0 has this size are included."""
     found = dims_of_size(example_batch, rows)
     shaped = [leaf for _, leaf in leaves(example_batch) if isinstance(leaf, Tensor) and leaf.ndim]
     return found if len(found) == len(shaped) else {p: dim for p, dim in found.items() if not dim}

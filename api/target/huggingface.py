@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def load_huggingface(text: str, settings: Mapping[str, Any]) -> Target:
     (unknown field) and AP109 (no class, or no loss).
     """
     transformers = _transformers()
-    config = _config(transformers, text.removeprefix("hf:"), text)
+    config = _config(transformers, text)
     fields = dict(settings)
     adapters = parse_lora(fields.pop("lora")) if "lora" in fields else None
     _apply_settings(config, fields, text)
@@ -80,14 +81,14 @@ def target_config(target: Target) -> Any:
 
 def hub_config(name: str, settings: Mapping[str, Any]) -> Any:
     """Return the configuration of the ``hf:`` target ``name``, with ``settings`` applied."""
-    config = _config(_transformers(), name.removeprefix("hf:"), name)
+    config = _config(_transformers(), name)
     fields = {field: value for field, value in settings.items() if field != "lora"}
     _apply_settings(config, fields, name)
     return config
 
 
 def model_place(target: str) -> str:
-    """Return the folder of an ``hf:`` target, or its name in the local cache."""
+    """Return the folder of an ``hf:`` target or, for a model of the Hub, its name there."""
     place = Path(target.removeprefix("hf:"))
     return str(place.parent if place.name == "config.json" else place)
 
@@ -105,15 +106,24 @@ def _transformers() -> Any:
     return transformers
 
 
-def _config(transformers: Any, place: str, text: str) -> Any:
-    folder = Path(place)
-    if folder.name == "config.json":
-        folder = folder.parent
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise UsageError("AP101", f"{folder} holds no config.json", where=text)
+def _config(transformers: Any, text: str) -> Any:
+    """Return a target's configuration. A name is looked up in the local cache here, because
+    transformers asks the network about itself on the way."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    place = model_place(text)
+    found: Any = Path(place, "config.json")
+    if not Path(place).is_dir():
+        found = None
+        with suppress(ValueError):  # of what cannot be a name
+            found = try_to_load_from_cache(place, "config.json")
+    elif not found.exists():
+        raise UsageError("AP101", f"{place} holds no config.json", where=text)
     try:
+        if not isinstance(found, str | Path):
+            raise ValueError(f"it is no folder, and no name in {constants.HF_HUB_CACHE}")
         return transformers.AutoConfig.from_pretrained(
-            str(folder) if folder.is_dir() else place, local_files_only=True
+            str(Path(found).parent), local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(

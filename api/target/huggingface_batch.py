@@ -31,7 +31,7 @@ PARTS = ("text_config", "vision_config", "audio_config", "decoder", "encoder")
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """Description of a random batch for a model class: ``rows`` rows of ``length`` tokens."""
+    """Random batch to make for a Hugging Face model class: ``rows`` rows of ``length`` tokens."""
 
     model_class: Any
     config: Any
@@ -77,12 +77,12 @@ def label_names(model_class: Any) -> tuple[str, ...]:
 
 
 def joins_towers(model_class: Any) -> bool:
-    """Return whether a class computes a contrastive loss over the batch (``return_loss``)."""
+    """Return whether a class can compute a contrastive loss over the batch (``return_loss``)."""
     return "return_loss" in inspect.signature(model_class.forward).parameters
 
 
 def make_batch(wanted: BatchSpec, where: str) -> dict[str, Tensor]:
-    """Make random inputs and labels. Raises UsageError AP109 for an unknown main input."""
+    """Make random inputs and labels. Raises UsageError AP109 for an unknown kind of main input."""
     main: str = wanted.model_class.main_input_name
     if main not in INPUTS:
         raise UsageError(
@@ -129,7 +129,7 @@ def _features(wanted: BatchSpec) -> Tensor:
 
 
 def _values(wanted: BatchSpec) -> Tensor:
-    """Make random audio: a spectrogram, or a waveform with at least ``length`` frames."""
+    """Make random audio inputs: a spectrogram, or a waveform that gives ``length`` frames."""
     frames, bins = wanted.field("max_length"), wanted.field("num_mel_bins")
     if frames and bins:
         return _normal(wanted.rows, frames, bins)

@@ -100,7 +100,7 @@ def register_op(
 
 
 class RegisteredOp:
-    """Registered function that calls its op; ``path`` is the op's ``torch.ops`` path."""
+    """Registered function: a call runs its op, whose path in ``torch.ops`` is ``path``."""
 
     def __init__(self, function: Callable[..., Any], path: str) -> None:
         self.__doc__ = function.__doc__
@@ -114,7 +114,7 @@ class RegisteredOp:
 
 
 def existing_op(thing: Any) -> str | None:
-    """Return the path of ``thing`` if it is an op of torch or registered, else None."""
+    """Return the path of ``thing`` if it is an op of torch or a registered op, else None."""
     if isinstance(thing, RegisteredOp):
         return thing.path
     if isinstance(thing, type) and isinstance(getattr(thing, "apply", None), RegisteredOp):
@@ -193,7 +193,7 @@ class _Maker:
         return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     def make(self, name: str | None, backward: Any, setup_context: Any) -> RegisteredOp:
-        """Register the op with its fake and its backward, and return it."""
+        """Register the op with its fake (function of shapes) and its backward, and return it."""
         name = name or self._default_name()
         qualified = f"{NAMESPACE}::{name}" if "::" not in name else name
         path = f"{qualified.replace('::', '.')}.default"
@@ -221,7 +221,7 @@ class _Maker:
         return "".join(c if c.isalnum() or c == "_" else "_" for c in plain)
 
     def _signature(self, skip: int) -> inspect.Signature:
-        """Return the function's signature with a type for each parameter, for the op's schema."""
+        """Return the function's signature from parameter ``skip`` on, with a type per parameter."""
         try:
             hints = typing.get_type_hints(self.named)
         except (NameError, TypeError):

@@ -87,8 +87,11 @@ def _check_name(name: str, where: str, module: str) -> None:
 
 
 def _table(name: str, function: Any, where: str, is_ranged: bool, size: Size) -> Table:
-    """Return a user function's table of actions for a size. Raises UsageError AP162 if it fails,
-    AP153 if it refuses the size."""
+    """Return the table of actions, a row per rank, that a user's schedule function gives for a
+    size. With ``is_ranged`` the function takes the number of chunks too.
+
+    Raises UsageError AP162 if it fails, AP153 if it refuses the size, AP159 for a wrong action.
+    """
     with running_user_code("AP162", f"schedule {name!r} fails on {size_text(size)}", where):
         try:
             made = function(*size[: 3 if is_ranged else 2])

@@ -115,9 +115,9 @@ def _user_line(error: BaseException) -> str:
 def checked_batches(
     example_batch: Callable[..., Batch], where: str
 ) -> Callable[[int, int | None], Batch]:
-    """Wrap ``example_batch`` to check its results, and to pass ``seq`` only if accepted.
+    """Wrap ``example_batch`` to check its batches, and to pass it ``seq`` only if it takes it.
 
-    The returned function raises UsageError AP107 and AP108.
+    The returned function raises UsageError AP107 and AP108, located at ``where``.
     """
     has_length = takes_seq(example_batch)
 

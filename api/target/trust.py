@@ -55,7 +55,7 @@ def check_trusted(plan: Plan, plan_path: str | Path, *, trust: bool, how: str = 
 
 
 def _place_of_code(name: str) -> Path | None:
-    """Return the file or folder of a target's code; None if missing, as loading reports that."""
+    """Return the file or folder of the code that the target ``name`` runs; None if missing."""
     place = name.rpartition(":")[0] if name.rpartition(":")[2].isidentifier() else name
     path = Path(place or name)
     if path.exists():

@@ -44,10 +44,10 @@ class Callback:
         """Handle the checkpoint of ``step``, written at ``path``."""
 
     def on_end(self) -> None:
-        """Handle the regular end of the run."""
+        """Handle the regular end of the run; not called after an error."""
 
     def close(self) -> None:
-        """Handle the end of the run, regular or by an error."""
+        """Handle the end of the run, after ``on_end`` or after an error."""
 
 
 def all_of(callbacks: Iterable[Callback], *, source: str = "") -> Callback:

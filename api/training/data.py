@@ -26,8 +26,8 @@ from autoparallel.training.loaders import has_rows, skip_batches
 class TrainingData:
     """Endless iterator over a rank's training inputs; at the end of the data it starts again.
 
-    ``build_data`` is called on the ranks that need data, with the index of the rank's part of a
-    batch and the number of parts, as ``(rank, world)``. It yields parts or whole global batches.
+    The target's ``build_data(rank, world)`` is called on the ranks that need data, with the index
+    of the rank's part of a batch and the number of parts. It yields parts or whole global batches.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TrainingData:
         progress: Callable[..., None] = lambda what, waits_for=(): None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Set up the iterator; ``progress`` informs a watchdog, ``tell`` prints for the user."""
+        """Set up the iterator. ``progress`` informs the watchdog, ``tell`` prints for the user."""
         self._trainer, self._target, self._seed = trainer, target, seed
         self._progress, self._tell = progress, tell
         self._place = trainer.batches.place
@@ -91,7 +91,8 @@ class TrainingData:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position ``state``; ``{"batches": n}`` suffices.
 
-        States of sources need the same number of parts; otherwise ``n`` batches are skipped.
+        Stored states of data sources are used if the batch has as many parts as when they were
+        saved; otherwise ``n`` batches are skipped.
         """
         self._consumed = int(state["batches"])
         self._pass = int(state.get("pass", 0))
@@ -101,7 +102,7 @@ class TrainingData:
         self._batches = None
 
     def go_on_from(self, batches: int) -> None:
-        """Skip the first ``batches`` batches, unless a loaded state has set the position."""
+        """Set the position to ``batches`` batches, unless a loaded state has set it already."""
         self._consumed = self._consumed or batches
 
     def _from(self, start: int) -> Iterator[RankInputs]:
@@ -140,10 +141,10 @@ class TrainingData:
             self._pass += 1
 
     def _open(self, at: int, start: int, saved: Any) -> tuple[Iterable[Any], int]:
-        """Begin a pass (epoch) at batch ``at``; return it with the number of its first batch.
+        """Begin a pass (epoch) at batch ``at``; return its batches and the number of the first.
 
-        Batches before ``start`` are skipped as far as the source can skip. An order drawn from
-        torch's generator is the same on every rank and in every run with the same seed.
+        The source gets its state ``saved``, or skips batches before ``start`` if it can. An order
+        drawn from torch's generator is the same on every rank and in every run with the same seed.
         """
         torch.manual_seed(self._seed + self._pass)
         data = self._source = self._build(at)

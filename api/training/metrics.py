@@ -63,7 +63,7 @@ class JsonLines(Callback):
     """
 
     def __init__(self, path: str | Path, *, kept: int | None = None) -> None:
-        """Open the file. A run resumed after step ``kept`` removes its records of later steps."""
+        """Open the file. A run that resumes after step ``kept`` removes records of later steps."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if kept is not None and Path(path).exists():
@@ -115,7 +115,7 @@ class TensorBoard(Callback):
     """Callback for TensorBoard scalars. Raises UsageError AP905 if TensorBoard is not installed."""
 
     def __init__(self, folder: str | Path, *, kept: int | None = None) -> None:
-        """Open the writer; records of steps after ``kept`` are hidden."""
+        """Open the writer. A run that resumes after step ``kept`` hides records of later steps."""
         try:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:

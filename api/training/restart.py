@@ -23,10 +23,10 @@ RECORD = "restart.json"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Starting point of a run's attempt, equal on all ranks. ``resume`` is a checkpoint or folder.
+    """Start or restart of a run, equal on all ranks. ``resume`` is a checkpoint or folder to load.
 
-    ``last`` is the last step of the run if an earlier attempt recorded it; ``older`` are the
-    checkpoints of other runs.
+    ``last`` is the number of the run's last step, if an earlier attempt stored it in ``folder``;
+    ``older`` are checkpoints of other runs there.
     """
 
     is_restart: bool
@@ -36,8 +36,8 @@ class Attempt:
     older: Mapping[str, int] | None = None
 
     def begin_after(self, done: int, steps: int, *, rank: int) -> int:
-        """Return the number of the run's last step, given that ``done`` are done; rank 0 writes the
-        number down, and reports restarts."""
+        """Return the number of the run's last step, of which ``done`` are done and ``steps`` were
+        asked for. Rank 0 stores the number in the folder, and reports a restart."""
         last = done + steps if self.last is None else self.last
         if rank != 0:
             return last
@@ -53,13 +53,13 @@ class Attempt:
         return last
 
     def last_kept(self, done: int) -> int | None:
-        """Return the last step whose logged figures are kept; None for a first attempt, which keeps
-        all figures."""
+        """Return the last step whose logged figures a restart keeps, ``done``; None for a first
+        attempt, which keeps all figures."""
         return done if self.is_restart else None
 
 
 def begin_attempt(worker: Worker, folder: str | None, resume: str | None) -> Attempt:
-    """Return where this attempt starts. Collective over all ranks; rank 0 reads the folder.
+    """Return the start of this attempt. Collective over all ranks; rank 0 reads the folder.
 
     A restart resumes from the newest complete checkpoint of this run, or else starts as the first
     attempt did.

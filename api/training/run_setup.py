@@ -38,7 +38,8 @@ def check_run_options(options: RunOptions) -> None:
 
 
 def update_options(options: RunOptions, device: str) -> UpdateOptions:
-    """Return the options of optimizer updates; ``device`` is the device type of the loss."""
+    """Return the options of optimizer updates (clipping, accumulation, loss scale); ``device`` is
+    the device type that a loss scale is for."""
     scaler = None
     if options.loss_scale is not None:
         if not options.loss_scale > 0:

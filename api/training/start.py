@@ -88,7 +88,7 @@ def start_training(
 
 
 def check_weights(weights: str, resume: str | None) -> None:
-    """Raise UsageError if the weights cannot be read, or AP863 if ``resume`` is given as well."""
+    """Raise UsageError if ``weights`` cannot be read, or AP863 if ``resume`` is given as well."""
     if resume is not None:
         raise UsageError(
             "AP863",
@@ -164,7 +164,7 @@ def truth_of(plan: Plan) -> str:
 
 
 def verdict(found: dict[str, Any], truth: str = "one device") -> str:
-    """Describe the result of a verification in text; ``truth`` names the reference."""
+    """Describe the result of a verification in text; ``truth`` names its reference."""
     worst = ", ".join(f"{name} {value:.1e}" for name, value in found["worst"].items())
     word = "verified" if found["passed"] else "NOT verified"
     return (
@@ -196,7 +196,8 @@ def _start(name: str, path: Path, start: Start, **arguments: Any) -> dict[str, A
 def _start_on_host(
     name: str, path: Path, start: Start, hosts: Hosts, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Start the ranks of this host in a run over several hosts."""
+    """Start the ranks of this host, in a run over several hosts, with the worker function ``name``;
+    return its result. ``arguments`` are passed to it."""
     if is_launched(os.environ):
         raise UsageError(
             "AP156",

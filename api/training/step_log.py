@@ -18,7 +18,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any
+from weakref import ReferenceType, ref
 
 import psutil
 import torch
@@ -39,40 +41,63 @@ from autoparallel.runtime.data.batches import RankInputs
 from autoparallel.runtime.step.training_step import StepResult
 from autoparallel.training.callbacks import Callback, StepRecord
 
+SAMPLE_SECONDS = 0.002
+"""Seconds between two readings of a CPU process's memory."""
+
 
 class MemoryMeter:
-    """Meter of peak memory in bytes: of the device; on a CPU, of this process above its memory at
-    the start of the meter."""
+    """Meter of peak memory in bytes: of the device; on a CPU, of what this process has allocated
+    since the start of the meter and not freed, read every ``SAMPLE_SECONDS``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_accelerator = device.type != "cpu"
-        self._process = psutil.Process()
-        _return_freed_memory()
-        self._base_bytes = self._process.memory_info().rss
+        self._base_bytes = _allocated_bytes()
         self._peak_bytes = 0
+        if not self.is_accelerator:
+            Thread(target=_sample, args=(ref(self),), daemon=True).start()
 
     def forget_peak(self) -> None:
-        """Reset the peak. On the CPU, freed memory that malloc has not returned still counts."""
+        """Reset the peak."""
         self._peak_bytes = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """Return the peak so far. On the CPU it is the largest memory seen by calls of this method,
-        free memory of malloc included."""
+        """Return the peak so far."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        held = self._process.memory_info().rss - self._base_bytes
+        held = _allocated_bytes() - self._base_bytes
         self._peak_bytes = max(self._peak_bytes, held)
         return self._peak_bytes
 
 
-def _return_freed_memory() -> None:
-    """Have the C library, if it is glibc, return its freed memory to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+def _sample(meter: ReferenceType[MemoryMeter]) -> None:
+    while (own := meter()) is not None:
+        own.peak_bytes()
+        del own
+        time.sleep(SAMPLE_SECONDS)
+
+
+class _Allocated(ctypes.Structure):
+    """The C struct ``mallinfo2`` of glibc 2.33; ``hblkhd`` and ``uordblks`` are bytes in use, of
+    pieces with memory of their own and of all others."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"fg", "uordblks", *"ij")
+    )
+
+
+_MALLINFO = getattr(ctypes.CDLL(None), "mallinfo2", None)
+
+
+def _allocated_bytes() -> int:
+    """Return the bytes that this process has allocated; without glibc those that are resident."""
+    if _MALLINFO is None:
+        return psutil.Process().memory_info().rss
+    _MALLINFO.restype = _Allocated
+    found = _MALLINFO()
+    return int(found.uordblks + found.hblkhd)
 
 
 class Figures:
@@ -91,9 +116,9 @@ class Figures:
 class StepLog:
     """Log of a run's steps; prints each step while ``prints`` is set.
 
-    ``callback`` receives each step's record. ``done`` is the unit of throughput, and the number of
-    units per step. On the CPU a step's time is measured between two returns of ``step``, without
-    loading data. On an accelerator, where ``step`` returns early, it is measured between the
+    ``callback`` receives each step's record. ``done`` is the unit of throughput ("tokens" or
+    "samples") and its number per step. On the CPU a step's time is measured between two returns of
+    ``step``, without loading data; on an accelerator, where ``step`` returns early, between the
     arrivals of two losses.
     """
 
@@ -132,7 +157,7 @@ class StepLog:
             self._running = None
 
     def skip(self) -> None:
-        """Leave the time and peak memory since the last step out of the log."""
+        """Leave the time and the peak memory of work since the last step out of the log."""
         self._memory.forget_peak()
         self.restart()
 
@@ -225,14 +250,19 @@ def summary(figures: Figures, plan: Plan, num_batches: int = 1) -> str:
     seconds, predicted = found["step_seconds"], found["predicted_step_seconds"]
     memory, expected = found["memory_bytes"], found["predicted_memory_bytes"]
     losses = figures.losses
+    is_cpu = plan.cluster.device(0).kind == "cpu"
+    if is_cpu and _MALLINFO is None:
+        compared = f"grew by {bytes_text(memory)}  predicted of tensors {bytes_text(expected)}"
+    else:
+        compared = f"measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
+        compared += f"  {_difference(expected, memory)}"
     lines = [
         f"step time  measured {seconds_text(seconds)}  predicted {seconds_text(predicted)}"
         f"  {_difference(predicted, seconds)}",
-        f"memory     measured {bytes_text(memory)}  predicted {bytes_text(expected)}"
-        f"  {_difference(expected, memory)}",
+        f"memory     {compared}{', allocated by the process' if is_cpu and _MALLINFO else ''}",
         f"loss       {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps",
     ]
-    if plan.cluster.device(0).kind == "cpu" and (busy := busy_text()):
+    if is_cpu and (busy := busy_text()):
         lines.append(busy)
     return "\n".join(lines)
 

@@ -37,7 +37,7 @@ class Saving:
     asynchronous: bool = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after ``step``, if this is not the last step."""
+        """Return whether a checkpoint is due after ``step``; the last step always has one."""
         return self.every is not None and step % self.every == 0
 
 
@@ -74,7 +74,7 @@ class RunSaves:
         self._log.restart()
 
     def _save(self, step: int) -> None:
-        """Write the checkpoint of ``step``; before, log all steps up to it."""
+        """Begin to write the checkpoint of ``step``, and tell the callbacks its path."""
         how = self.how
         self._trainer.save(
             how.folder,
@@ -86,7 +86,8 @@ class RunSaves:
         self._callback.on_checkpoint(step, checkpoint_path(how.folder, step))
 
     def _attempt(self, step: int, act: Callable[[], None]) -> None:
-        """Call ``act``, part of a save; if it fails on all ranks, rank 0 prints the error."""
+        """Call ``act``, part of a save. If writing fails, which all ranks learn, rank 0 prints the
+        error and training goes on."""
         try:
             act()
         except MachineError as error:

@@ -28,7 +28,8 @@ WORK = ("compute", "optimizer")
 class StragglerCheck(ExitStack):
     """Check for ranks that compute slowly; a context manager around the training steps.
 
-    It does nothing in a single process, with parameter servers, and on GPUs, as hosts run ahead.
+    It does nothing in a single process, with parameter servers, and on GPUs, where the CPU's time
+    does not show the device's.
     """
 
     def __init__(self, plan: Plan, worker: Worker, device: torch.device) -> None:

@@ -123,13 +123,14 @@ class PackedText:
         return len(self.tokens) // self.seq
 
     def row(self, position: int, order: Callable[[int], Tokens]) -> Tokens:
-        """Return the row at ``position`` in the endless sequence of epochs."""
+        """Return the row at ``position`` in the endless sequence of epochs. ``order(epoch)``
+        returns the permutation of an epoch's rows."""
         epoch, index = divmod(position, self.num_rows)
         start = int(order(epoch)[index]) * self.seq
         return self.tokens[start : start + self.seq]
 
     def batches(self, rank: int, world: int, global_batch: int) -> Batches:
-        """Yield part ``rank`` of ``world`` of each global batch, endlessly."""
+        """Yield, endlessly, the rows of part ``rank`` of ``world`` equal parts of each batch."""
         import torch
 
         share = global_batch // world
@@ -156,10 +157,10 @@ def open_tokens(
     is_maker: bool = True,
     tell: Progress = lambda what: None,
 ) -> Tokens:
-    """Return the tokens of the text at ``place``, made by the tokenizer of ``model``,
-    memory-mapped.
+    """Return the tokens of the text at ``place``, by the tokenizer of ``model``, memory-mapped.
 
-    Raises UsageError AP865 if there is no text, and AP866 if a token is not below ``vocabulary``.
+    The process ``is_maker`` writes the file of tokens; others wait for it. Raises UsageError AP865
+    if there is no text, and AP866 if a token is not below ``vocabulary``.
     """
     files = text_files(Path(place))
     path = default_folder() / "tokens" / f"{_digest(files, model)}.tokens"

@@ -124,7 +124,7 @@ def predicted_timeline(plan: Plan, schedule: Schedule) -> Timeline:
 
 
 def rows_of(plan: Plan, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the devices of each pipeline rank."""
+    """Return, for each pipeline rank, the global ranks of its devices."""
     devices: dict[int, tuple[int, ...]] = {}
     for stage, place in enumerate(placed_stages(plan)):
         devices.setdefault(schedule.stage_rank[stage], place.devices)
@@ -187,14 +187,16 @@ def compared_trace(
 
 
 def _lanes(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield tuples with one device rank of each pipeline rank; all devices occur in some tuple."""
+    """Yield tuples with one device of each pipeline rank, such that all devices occur; ``rows`` are
+    the devices of each pipeline rank."""
     most = max(map(len, rows))
     for lane in range(most):
         yield tuple(own[lane * len(own) // most] for own in rows)
 
 
 def _lane_of(own: Sequence[int], rank: int, rows: Sequence[Sequence[int]]) -> int:
-    """Return the index of the first tuple of ``_lanes`` that contains device ``rank``."""
+    """Return the index of the first tuple of ``_lanes`` with device ``rank``, one of the devices
+    ``own`` of its pipeline rank."""
     return -(-own.index(rank) * max(map(len, rows)) // len(own))
 
 
@@ -288,7 +290,8 @@ class ActionDifference:
 def differences(
     plan: Plan, schedule: Schedule, steps: Sequence[Steps], predicted: Timeline
 ) -> list[ActionDifference]:
-    """Return the predicted and measured seconds of each kind of action in each stage."""
+    """Return mean predicted and measured seconds of each kind of action (forward, send, …) in each
+    stage, over all recorded ``steps`` of all ranks."""
     rows, found = rows_of(plan, schedule), []
     expected: dict[tuple[int, str], list[float]] = defaultdict(list)
     measured: dict[tuple[int, str], list[float]] = defaultdict(list)

@@ -376,7 +376,8 @@ def _run_plain(
     tell: Callable[[str], None],
     streams: bool,
 ) -> Reference:
-    """Run the plain model as ``one_device`` does; ``streams`` copies weights op by op."""
+    """Run steps of the plain model as ``one_device`` does. ``streams`` copies weights op by op;
+    ``rule`` has the delays of an asynchronous schedule's updates, None for none."""
     program, device = trainer.program, trainer.device
     is_double = trainer.program.dtype == "float64"
     tell("the reference: building the model")
@@ -419,8 +420,8 @@ def make_trainer(
 ) -> tuple[RankTrainer, MemoryMeter]:
     """Make the trainer of this rank, and a meter of its memory from now on. Collective.
 
-    ``start`` returns the model's initial weights; without it, its build draws them. With
-    ``is_given`` the parameters are left unset, for the caller to load.
+    ``start`` returns the model's initial weights; without it they are drawn as the model's build
+    does. With ``is_given`` the parameters are left unset, for the caller to load.
     """
     tell = worker.watchdog.progress
     tell("capturing the model")

@@ -17,8 +17,8 @@ Source = Literal["measured", "interpolated", "spec"]
 
 
 class FigureError(ValueError):
-    """Error for wrong or missing figures of a device or link: a sentence, the location of the
-    figure (``where``), and a remedy (``fix``)."""
+    """Error for a wrong or missing figure of a device or link. ``what`` is a sentence that states
+    the problem, ``where`` the location of the figure (file and key), ``fix`` a remedy."""
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
         super().__init__(what, where, fix)
@@ -32,7 +32,8 @@ class FigureError(ValueError):
 
 
 class ClusterError(FigureError):
-    """Error in the description of a cluster; ``where`` is the file and key, or the text given."""
+    """Error in a cluster's description; ``where`` is the file and key, or the text (such as
+    "8xH100")."""
 
 
 MAX_DEVICES = 2**17
@@ -40,7 +41,7 @@ MAX_DEVICES = 2**17
 
 
 def check_size(num_hosts: int, devices_per_host: int, at: str) -> None:
-    """Raise ``ClusterError`` for a cluster of more than ``MAX_DEVICES`` devices."""
+    """Raise ``ClusterError``, at location ``at``, for more than ``MAX_DEVICES`` devices in all."""
     if num_hosts * devices_per_host > MAX_DEVICES:
         raise ClusterError(
             f"{num_hosts * devices_per_host} devices are more than {MAX_DEVICES}",
@@ -65,23 +66,23 @@ class Device:
     with a common efficiency, such as "matmul" or "norm".
 
     ``peak_flops`` is dense FLOP/s by dtype name. ``usable_memory_bytes`` is the memory that a
-    process may allocate. ``sources`` has the source of each field's figure by the field's name.
-    ``efficiency`` is the fraction of the peak that each op family reaches (1.0 if absent); the key
-    of an efficiency for one dtype is family and dtype ("matmul_float8_e4m3fn"). ``launch_seconds``
-    is the time that the start and end of any kernel take on the device. ``issue_seconds`` is the
-    host's time to issue a kernel: a sequence of n kernels takes at least n times that.
-    ``num_units`` is the number of units (SMs) over which the output tiles of a matrix product are
-    distributed in waves; 0 for devices without such waves. ``dollars_per_hour`` is the price of one
-    device, None if unknown. ``tf32`` are the op families whose float32 products are computed in
-    TensorFloat-32; None if unknown, which counts as no family.
+    process may allocate. ``sources`` maps the name of each field to the source of its figure.
+    ``efficiency`` maps an op family to the fraction of the peak (FLOP/s, or memory bandwidth) that
+    it reaches, 1.0 if absent; a key of family and dtype ("matmul_float8_e4m3fn") holds for that
+    dtype alone. ``launch_seconds`` is the time that the start and end of any kernel take on the
+    device. ``issue_seconds`` is the host's time to issue a kernel: a sequence of n kernels takes at
+    least n times that. ``num_units`` is the number of units (SMs) over which the output tiles of a
+    matrix product are distributed in waves; 0 for devices without such waves. ``dollars_per_hour``
+    is the price of one device, None if unknown. ``tf32`` are the op families whose float32 products
+    are computed in TensorFloat-32; None if unknown, which counts as no family.
 
-    ``slowdown``: by kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) the
-    factor, at least 1, by which compute takes longer while such a collective runs at the same time.
-    The default is ``MEASURED_SLOWDOWN`` on a GPU; on a CPU the two share cores, so overlap gains
-    nothing.
+    ``slowdown`` maps a kind of collective (``all_reduce``, ``all_gather``, ``reduce_scatter``) to
+    the factor, at least 1, by which compute takes longer while a collective of this kind runs at
+    the same time. The default is ``MEASURED_SLOWDOWN`` on a GPU; on a CPU compute and collectives
+    share cores, so overlap gains nothing.
 
-    ``message_seconds`` is the host's time to send or to receive one message of a pipeline while
-    the device waits. It is 0 where the device sends by itself (NCCL).
+    ``message_seconds`` is the host's time to send or to receive one message of a pipeline while the
+    device waits. It is 0 where the device sends by itself (NCCL).
 
     Figures of a GPU's host, 0 if unknown: ``host_link_bytes_per_second`` is the rate of copies
     between host and GPU in one direction, ``host_bytes_per_second`` the GPU's share of the
@@ -108,15 +109,15 @@ class Device:
     host_memory_bytes: int = 0
 
     def slowed_share(self, collective: str) -> float:
-        """Return the share of compute that is lost while a collective of the kind runs at the same
-        time; 1 if compute stops."""
+        """Return the share of compute speed (0 to 1) that this device loses while a collective of
+        the kind ``collective`` ("all_gather", …) runs at the same time; 1 if compute stops."""
         if collective in self.slowdown:
             return 1 - 1 / self.slowdown[collective]
         return 1.0 if self.kind == "cpu" else 1 - 1 / MEASURED_SLOWDOWN
 
     @property
     def speed(self) -> str:
-        """Text that is equal for devices that run every op in the same time."""
+        """Text that is equal for two devices if they run every op in the same time."""
         figures = (
             self.name,
             self.kind,
@@ -136,13 +137,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Kind of link between devices or hosts: latency per message, and rate per device in one
-    direction. ``base_seconds`` is the time to start any transfer or collective, whatever its number
-    of messages. ``reduction_bytes_per_second`` is the rate at which the switch itself sums an
-    all-reduce (NVLink SHARP): bytes of the tensor per second; 0 where it cannot. ``num_links`` is
-    the number of a device's wires whose rates add up to the link's; 0 where a switch joins all
-    devices. For a link over only some of a device's wires, ``of_links`` is the number of all its
-    wires."""
+    """Kind of link between devices or hosts. ``alpha_seconds`` is the latency of a message,
+    ``bytes_per_second`` the rate of one device in one direction. ``base_seconds`` is the time to
+    start any transfer or collective, however many messages it has. ``reduction_bytes_per_second``
+    is the rate at which the switch itself sums an all-reduce (NVLink SHARP), in bytes of the tensor
+    per second; 0 if it cannot. In a host without a switch, ``num_links`` is the number of wires of
+    a device that together have this rate (0 with a switch). ``of_links`` is set for a link over
+    only some of a device's wires: the number of all its wires."""
 
     name: str
     alpha_seconds: float
@@ -156,8 +157,7 @@ class Link:
 
 @lru_cache(maxsize=256)
 def _part_of(link: Link, num_links: int) -> Link:
-    """Return ``link`` reduced to ``num_links`` of a device's wires, with their share of its
-    rate."""
+    """Return ``link`` restricted to ``num_links`` wires per device, at their share of its rate."""
     if num_links == link.num_links:
         return link
     rate = link.bytes_per_second * num_links / link.num_links
@@ -166,10 +166,10 @@ def _part_of(link: Link, num_links: int) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host of equal devices that are joined by one link. ``rack`` is the name of its rack. For a
-    host without a switch, ``wires`` gives the number of direct links between any two devices, and
-    ``detour`` is the link for devices that no ring of direct links joins. Raises ``ClusterError``
-    if the arguments contradict each other."""
+    """Host (machine) of equal devices that are joined by one link. ``rack`` is the name of its
+    rack. For a host without a switch, ``wires`` gives the number of direct links between any two
+    devices, and ``detour`` is the link (such as PCIe) between devices that no ring of direct links
+    joins. Raises ``ClusterError`` if the arguments contradict each other."""
 
     device: Device
     num_devices: int
@@ -204,24 +204,24 @@ class Host:
             )
 
     def link_among(self, devices: Sequence[int]) -> Link:
-        """Return the link for a collective among some of the host's devices, numbered within the
-        host: the part of the host's link that rings among these devices can use, or the detour if
-        no ring joins them."""
+        """Return the link for a collective among ``devices`` (indices within this host). In a host
+        without a switch, its rate is the part that rings through these devices can use; if no ring
+        joins them, the link is the host's ``detour``."""
         if not self.wires or self.detour is None or len(set(devices)) < 2:
             return self.link
         used = num_links_used(wires_among(self.wires, devices))
         return _part_of(self.link, used) if used else self.detour
 
     def part(self, num_devices: int) -> Host:
-        """Return a host of only the first ``num_devices`` devices."""
+        """Return a host of only the first ``num_devices`` devices and the wires among them."""
         wires = wires_among(self.wires, range(num_devices)) if self.wires else ()
         return replace(self, num_devices=num_devices, wires=wires)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts joined by ``inter_link``. Ranks number the devices host by host. Hosts of different
-    racks are joined by ``rack_link``, where there is one."""
+    """Hosts joined by ``inter_link``. Ranks number the devices host by host. ``rack_link`` joins
+    hosts of different racks; None if all hosts are in one rack."""
 
     name: str
     hosts: tuple[Host, ...]
@@ -230,7 +230,7 @@ class Cluster:
 
     @cached_property
     def usable_memory_bytes(self) -> int:
-        """Bytes that a process may allocate on every device: the smallest device's."""
+        """Bytes that a process may allocate on any device: the least of all devices."""
         return min(host.device.usable_memory_bytes for host in self.hosts)
 
     @cached_property
@@ -239,7 +239,7 @@ class Cluster:
 
     @cached_property
     def host_size(self) -> int | None:
-        """Number of devices of every host; None where hosts differ."""
+        """Number of devices of each host; None if hosts have different numbers of devices."""
         sizes = {host.num_devices for host in self.hosts}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -250,7 +250,7 @@ class Cluster:
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
-        """Index of each rank's host."""
+        """Index in ``hosts`` of each rank's host; the tuple is indexed by rank."""
         return tuple(
             index for index, host in enumerate(self.hosts) for _ in range(host.num_devices)
         )
@@ -259,7 +259,7 @@ class Cluster:
         return self.hosts[self.host_of[rank]].device
 
     def with_devices(self, changed: Callable[[Device], Device]) -> Cluster:
-        """Return the cluster with the device of every host replaced by ``changed(device)``."""
+        """Return the cluster with each host's kind of device replaced by ``changed(device)``."""
         hosts = tuple(replace(host, device=changed(host.device)) for host in self.hosts)
         return replace(self, hosts=hosts)
 
@@ -276,16 +276,15 @@ class Cluster:
         return self.hosts[host].link_among([rank - start for rank in ranks])
 
     def entry_link(self, first: int, size: int) -> Link:
-        """Return the link over which a pipeline stage on ``size`` ranks, from rank ``first`` on,
-        receives its inputs. The stage before it is assumed to be on the preceding ``size``
-        ranks."""
+        """Return the link over which the pipeline stage on ranks ``first`` … ``first`` + ``size`` −
+        1 receives its inputs, if the previous stage is on the ``size`` ranks before them."""
         before = range(max(first - size, 0), max(first, 1))
         return self.send_link(before, range(first, first + size))
 
     def send_link(self, sources: Sequence[int], targets: Sequence[int]) -> Link:
-        """Return the slowest link over which the target ranks receive values, each from one of the
-        source ranks. All pairs are considered only within a host without a switch; else the two
-        ranks nearest to each other stand for all pairs."""
+        """Return the slowest link over which ranks ``sources`` of one pipeline stage send to ranks
+        ``targets`` of the next. Within a host without a switch, each of the last sources sends to
+        one target; otherwise the last source and the first target represent all pairs."""
         hosts = {self.host_of[rank] for rank in (sources[0], sources[-1], targets[0], targets[-1])}
         if len(hosts) > 1 or not self.hosts[next(iter(hosts))].wires:
             return self.link(sources[-1], targets[0])
@@ -296,8 +295,8 @@ class Cluster:
         return min(links, key=lambda link: link.bytes_per_second, default=whole)
 
     def wires_of(self, first: int, size: int) -> tuple[Wires, ...]:
-        """Return the wires among ``size`` ranks from ``first`` on: a table for each host without a
-        switch of which they use only a part."""
+        """Return tables of the wires (numbers of direct links) among ``size`` ranks from ``first``
+        on: one for each host without a switch of which only a part is used."""
         found = []
         for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
             own, start = self.hosts[host], self.first_ranks[host]
@@ -307,7 +306,7 @@ class Cluster:
         return tuple(found)
 
     def host_link(self, racks: Collection[str]) -> Link:
-        """Return the slowest link on the path between hosts in these racks."""
+        """Return the slowest link on the path between hosts in ``racks`` (names of racks)."""
         return self.inter_link if self.rack_link is None or len(racks) < 2 else self.rack_link
 
     def joins_hosts(self, link: Link) -> bool:
@@ -315,14 +314,14 @@ class Cluster:
         return len(self.hosts) > 1 and link in (self.inter_link, self.rack_link)
 
     def slowest_device(self, ranks: Sequence[int]) -> Device:
-        """Return the device of the ranks if all have equal devices, else a device of which each
-        figure is the worst among them: devices that compute an op together wait for the slowest,
-        which may differ by op."""
-        hosts = dict.fromkeys(self.host_of[rank] for rank in ranks)
+        """Return a device that is in every figure as slow as the slowest of ``ranks``: devices that
+        compute an op together wait for the slowest of them, which may differ by op."""
+        hosts = sorted(set(map(self.host_of.__getitem__, ranks)))
+        own = {id(self.hosts[host].device): self.hosts[host].device for host in hosts}
         devices: list[Device] = []
-        for host in hosts:
-            if self.hosts[host].device not in devices:
-                devices.append(self.hosts[host].device)
+        for device in own.values():
+            if device not in devices:
+                devices.append(device)
         return devices[0] if len(devices) == 1 else _worst(devices)
 
 
@@ -355,14 +354,15 @@ def _worst(devices: Sequence[Device]) -> Device:
 
 
 def _largest_slowdown(devices: Sequence[Device]) -> Mapping[str, float]:
-    """Return for each kind of collective the largest slowdown of compute among the devices."""
+    """Return for each kind of collective the largest factor by which it slows compute down, among
+    ``devices``; infinite if compute stops."""
     kinds = sorted({kind for device in devices for kind in device.slowdown})
     shares = {kind: max(device.slowed_share(kind) for device in devices) for kind in kinds}
     return {kind: 1 / (1 - share) if share < 1 else float("inf") for kind, share in shares.items()}
 
 
 def _common_tf32(devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """Return the op families that all devices compute in TF32; None if unknown of all."""
+    """Return the op families that all devices compute in TF32; None if unknown for every device."""
     if all(device.tf32 is None for device in devices):
         return None
     return tuple(sorted(set.intersection(*(set(device.tf32 or ()) for device in devices))))

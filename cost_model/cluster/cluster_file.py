@@ -61,7 +61,7 @@ its links."""
 
 def load_cluster(text: str, where: str = "cluster file") -> Cluster:
     """Return the cluster that a TOML text describes. ``where`` names the file in errors. Raises
-    ``ClusterError`` with the key that is wrong.
+    ``ClusterError``, which names the wrong key.
 
     >>> load_cluster('hosts = [{num_devices = 8, device = "H100"}]').num_devices
     8
@@ -74,8 +74,8 @@ def load_cluster(text: str, where: str = "cluster file") -> Cluster:
 
 
 def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """Return the cluster that a dict of ``to_dict``, or the table of a TOML file, describes. Raises
-    ``ClusterError``."""
+    """Return the cluster that ``table`` describes: a parsed TOML file, or a result of ``to_dict``.
+    ``where`` names its origin in errors. Raises ``ClusterError``."""
     try:
         check_texts(table)
     except ValueError as error:
@@ -98,7 +98,8 @@ def from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], where: str) -> Link:
-    """Return the link between hosts: as in the table, or the slowest of the ``usual`` links."""
+    """Return the link between hosts: the link that ``table`` (the cluster file) gives, else the
+    slowest of the ``usual`` links of the devices' presets. ``where`` names the file in errors."""
     at = f"{where}: inter_link"
     if "inter_link" in table:
         return _read_link(table["inter_link"], at)
@@ -110,8 +111,9 @@ def _inter_link(table: Mapping[str, Any], hosts: list[Host], usual: list[Link], 
 
 
 def _rack_link(value: Any, hosts: list[Host], at: str) -> Link | None:
-    """Return the link between racks; None for a single rack. Raises ``ClusterError`` if the link is
-    missing for several racks, or given for one."""
+    """Return the link between racks that ``value`` of the cluster file describes; None if all hosts
+    are in one rack. Raises ``ClusterError`` (naming location ``at``) if the link is missing
+    although there are several racks, or given although there is one."""
     racks = {host.rack for host in hosts}
     if value is not None and len(racks) < 2:
         raise ClusterError(
@@ -130,8 +132,8 @@ def _missing_link(places: str, at: str) -> ClusterError:
 
 
 def to_dict(cluster: Cluster) -> dict[str, Any]:
-    """Return the cluster as values for JSON, consecutive equal hosts as one entry with a count;
-    ``from_dict`` is the inverse."""
+    """Return the cluster as a dict that JSON can hold, with one entry and a count for consecutive
+    equal hosts. ``from_dict`` is the inverse."""
     hosts = []
     for host, run in groupby(cluster.hosts):
         group: dict[str, Any] = {
@@ -154,8 +156,8 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
-    """Return the number of equal hosts that a table describes, the host, and the name of the usual
-    link between such hosts ("" if unknown)."""
+    """Return (number of equal hosts, one of the hosts, name of the usual link between them or "" if
+    unknown), read from ``group``, a table of the file's hosts. ``at``: its location, for errors."""
     known = ("count", "num_devices", "device", "link", "rack", "wires", "detour")
     check_keys(group, known, at)
     if "device" not in group:
@@ -180,7 +182,8 @@ def _host_group(group: Mapping[str, Any], at: str) -> tuple[int, Host, str]:
 
 
 def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
-    """Return the host with the wires and the detour that its table ``group`` gives, if any."""
+    """Return the host with the wires and the detour link that ``group`` gives, if any. ``group`` is
+    the host's table in the cluster file, ``at`` its location, for errors."""
     if "detour" in group and "wires" not in group and not host.wires:
         raise ClusterError(
             "detour is set, but wires is not", f"{at}.detour", "add wires, as rows or a name"
@@ -196,7 +199,8 @@ def _wired(host: Host, group: Mapping[str, Any], at: str) -> Host:
 
 
 def _wires(value: Any, host: Host, at: str) -> Wires:
-    """Read the wires of a host: rows of link counts, or a name in ``WIRES``."""
+    """Return a host's table of wires from the file's ``value``: rows of link counts, or a name in
+    ``WIRES``. ``at``: location of the value, for errors."""
     if isinstance(value, str):
         if value not in WIRES:
             raise ClusterError(
@@ -222,7 +226,8 @@ def _default_name(hosts: list[Host]) -> str:
 
 
 def _read_device(value: Any, at: str) -> tuple[Device, str]:
-    """Read a device; return it and the name of its preset ("" without a preset)."""
+    """Return the device that a cluster file's ``value`` (name of a preset, or table) describes, and
+    the name of its preset ("" without a preset). ``at``: location of the value, for errors."""
     if isinstance(value, str):
         return find_preset(value, at).device, value
     table = dict(read_table(value, at))

@@ -50,16 +50,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def detect_local() -> Cluster:
-    """Detect the cluster of this machine: its GPUs if it has any, else its CPU cores."""
+    """Return this machine as a cluster: its GPUs if it has any, else its CPU cores as devices."""
     import torch
 
     return _detect_gpus() if torch.cuda.is_available() else detect_cpu()
 
 
 def detect_cpu(num_devices: int | None = None) -> Cluster:
-    """Detect this machine's CPU as ``num_devices`` devices, each a process; by default one per
-    core, at most 8. Memory in use now is not counted as the devices'. The link between them has
-    typical figures of gloo between processes of one machine."""
+    """Return this machine's CPU as a cluster of ``num_devices`` devices, each of which is a
+    process; by default one per core, at most 8. Memory that other programs use now is excluded. The
+    link between the devices has typical figures of gloo between processes of one machine."""
     cores = usable_cores()
     num = num_devices or min(cores, MAX_CPU_DEVICES)
     link = link_presets()["loopback"]
@@ -68,7 +68,8 @@ def detect_cpu(num_devices: int | None = None) -> Cluster:
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that affinity and container quota allow this process."""
+    """Return the number of physical cores that this process may use by CPU affinity and container
+    quota."""
     if hasattr(os, "sched_getaffinity"):
         logical = len(os.sched_getaffinity(0))
     else:
@@ -88,7 +89,7 @@ def threads_per_device(num_devices: int) -> int:
 
 
 def busy_text() -> str:
-    """Return a warning of this machine's load; "" if the load per core is below ``BUSY``."""
+    """Return a warning that this machine is busy; "" if its load per core is below ``BUSY``."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return ""
@@ -114,8 +115,8 @@ def _read_words(path: Path) -> list[str]:
 def _seconds_per_call(
     function: Callable[[], Any], wait: Callable[[], None] = lambda: None
 ) -> float:
-    """Call ``function`` repeatedly for ``_PATIENCE_SECONDS``, after one warm-up call; return the
-    seconds of the fastest call."""
+    """Return the seconds of the fastest of several calls of ``function``. After one warm-up call it
+    is called for ``_PATIENCE_SECONDS``; ``wait`` blocks until the work of a call is done."""
     function()
     wait()
     best = float("inf")
@@ -170,8 +171,7 @@ def _measure_cpu(num_devices: int, cores: int) -> Device:
 
 
 def _cpu_matmul_rates() -> dict[str, float]:
-    """Measure the FLOP/s of square matmuls by dtype, at the size of the smaller matmuls in
-    training."""
+    """Measure the FLOP/s of a 512 x 512 matmul in this process; return them by dtype name."""
     import torch
 
     size = 512
@@ -184,8 +184,8 @@ def _cpu_matmul_rates() -> dict[str, float]:
 
 
 def _cpu_copy_rate() -> float:
-    """Measure the bytes per second, read and written, of copying a tensor that is larger than the
-    caches of a core."""
+    """Measure the rate of copying a tensor larger than the caches of a core, in bytes per second;
+    bytes read and bytes written both count."""
     import torch
 
     source = torch.ones(4_000_000)
@@ -194,7 +194,7 @@ def _cpu_copy_rate() -> float:
 
 
 def _cpu_launch_seconds() -> float:
-    """Measure the seconds to dispatch one small op under autograd."""
+    """Measure the seconds that the host takes to run one op on a single number with autograd on."""
     import torch
 
     with torch.enable_grad():
@@ -208,8 +208,8 @@ def _cpu_launch_seconds() -> float:
 
 
 def _cpu_families(peak: float, bandwidth: float) -> dict[str, float]:
-    """Measure the efficiency of each op family as a share of the peak or bandwidth, at a small
-    model's sizes."""
+    """Measure the efficiency of each op family on tensors of a small model: FLOP/s as a share of
+    ``peak``, or bytes per second as a share of ``bandwidth`` (norms, elementwise ops, copies)."""
     import torch
     from torch.nn import functional as F  # noqa: N812
 
@@ -250,8 +250,8 @@ def _detect_gpus() -> Cluster:
 
 
 def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluster:
-    """Return the cluster of ``hosts``. Without ``inter_link``, several hosts stand for GPUs of
-    different kinds in one machine, joined by PCIe only."""
+    """Return the cluster of ``hosts``, joined by ``inter_link``. Without ``inter_link``, several
+    hosts represent GPUs of different kinds in one machine, which PCIe joins."""
     if inter_link is None:
         inter_link = hosts[0].link if len(hosts) == 1 else link_presets()["pcie4"]
     name = "+".join(f"{host.num_devices}x{host.device.name}" for host in hosts)
@@ -259,9 +259,9 @@ def _cluster_of(hosts: Sequence[Host], inter_link: Link | None = None) -> Cluste
 
 
 def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
-    """Return a host of ``num_devices`` GPUs that torch calls ``name``, each with ``total`` bytes of
-    memory, with the usual link of their preset. If they have no preset, GPU ``index`` of this
-    machine is measured."""
+    """Return a host of ``num_devices`` equal GPUs with the usual link of their preset. ``name`` is
+    torch's name of the GPU, ``total`` the bytes of memory of each. If there is no preset of that
+    name, GPU number ``index`` of this machine is measured."""
     preset = match_gpu_name(name, total)
     if preset is None:
         return Host(_measure_gpu(name, index, total), num_devices, link_presets()["pcie4"])
@@ -277,16 +277,16 @@ def gpu_host(name: str, total: int, num_devices: int, index: int = 0) -> Host:
 
 
 def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
-    """Return the preset for a GPU by its name in the driver; of several presets the one with its
-    memory.
+    """Return the preset for the GPU that the driver calls ``name``. If several presets match, the
+    one whose memory is nearest to ``memory_bytes`` is returned.
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB", 42 * 10**9).device.name
     'A100-40GB'
     >>> match_gpu_name("NVIDIA H100 PCIe", 85 * 10**9).device.name
     'H100-PCIe'
 
-    Returns None for a MIG slice, which has only a part of the GPU's units, and for related GPUs
-    with other figures (Ti, laptops).
+    Returns None if no preset matches, for a MIG slice (which has only a part of the GPU's units),
+    and for variants of other speed (Ti, laptop).
 
     >>> match_gpu_name("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 21 * 10**9)
     """
@@ -308,7 +308,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
 
 
 def is_at_hand(cluster: Cluster) -> bool:
-    """Return whether a cluster is this machine: processes on its CPU, or its GPUs."""
+    """Return true if a cluster is this very machine: processes on its CPU, or its GPUs."""
     if len(cluster.hosts) != 1:
         return False
     (host,) = cluster.hosts
@@ -328,7 +328,8 @@ def is_at_hand(cluster: Cluster) -> bool:
 
 
 def _measure_gpu(name: str, index: int, total: int) -> Device:
-    """Measure a GPU without a preset: large matmuls give its peaks, a copy its bandwidth."""
+    """Measure GPU number ``index`` of this machine, called ``name``, which has no preset: its peak
+    FLOP/s by large matmuls, its memory bandwidth by a copy. ``total``: bytes of its memory."""
     import torch
 
     where = torch.device("cuda", index)
@@ -370,9 +371,9 @@ def _measure_gpu(name: str, index: int, total: int) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class ProcessDevice:
-    """Device that a process computes on: ``name`` and ``memory_bytes`` are the driver's.
-    ``reaches_peers``: the GPU can read the memory of all other GPUs that the process sees; None if
-    the process sees no other GPU."""
+    """Device that one process computes on. ``host`` is the name of its machine; ``name`` and
+    ``memory_bytes`` are reported by the GPU driver. ``reaches_peers``: true if the GPU can read the
+    memory of all other GPUs that the process sees; None if the process sees no other GPU."""
 
     host: str
     kind: Literal["cuda", "cpu"]
@@ -382,7 +383,8 @@ class ProcessDevice:
 
 
 def own_process_device(index: int | None) -> ProcessDevice:
-    """Return this process's device: GPU ``index`` as the process counts them; None: the CPU."""
+    """Return the device that this process computes on: GPU number ``index`` among the GPUs that it
+    sees, or the CPU if ``index`` is None."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if index is None:
         return ProcessDevice(host, "cpu")
@@ -396,9 +398,9 @@ def own_process_device(index: int | None) -> ProcessDevice:
 
 
 def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
-    """Return the cluster of all processes' devices, in the order of their ranks. Rank 0 calls it. A
-    GPU without a preset is measured on rank 0, if rank 0 has one. Raises ``ClusterError`` where the
-    ranks of a host are not consecutive, or another host has GPUs without a preset.
+    """Return the cluster of the devices of all processes; ``found`` is in the order of their ranks.
+    Rank 0 calls it, and measures its own GPU if that has no preset. Raises ``ClusterError`` if the
+    ranks of a host are not consecutive, or if another host has GPUs without a preset.
 
     >>> gpus = [ProcessDevice(host, "cuda", "NVIDIA H100 80GB HBM3", 85 * 10**9, True)
     ...         for host in "ab" for _ in range(8)]
@@ -428,8 +430,8 @@ def joined_cluster(found: Sequence[ProcessDevice]) -> Cluster:
 
 
 def _process_host(devices: Sequence[ProcessDevice], *, own: bool) -> tuple[Host, Link]:
-    """Return a host of equal devices, and the link that usually joins such hosts. ``own``: the host
-    is the machine of rank 0."""
+    """Return the host of ``devices``, which are equal and in one machine, and the usual link
+    between such hosts. ``own``: the machine is this process's own, so its GPU can be measured."""
     first, count = devices[0], len(devices)
     if first.kind == "cpu":
         return detect_cpu(count).hosts[0], link_presets()[UNKNOWN_FABRIC]

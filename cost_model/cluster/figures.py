@@ -28,7 +28,7 @@ location, for errors."""
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as ``"70GB"`` or ``"70 GiB"`` means. Raises ValueError.
+    """Return the bytes that a text such as ``"70GB"`` or ``"70 GiB"`` states. Raises ValueError.
 
     >>> parse_bytes("1.5 KiB")
     1536
@@ -40,7 +40,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Return the bytes per second of ``"50GB/s"``, or of bits: ``"400Gbit/s"``. Raises ValueError.
+    """Return the bytes per second that a text states, in bytes (``"50GB/s"``) or in bits
+    (``"400Gbit/s"``). Raises ValueError.
 
     >>> parse_rate("400Gbit/s")
     50000000000.0
@@ -62,8 +63,8 @@ def _parse_quantity(text: str) -> tuple[float, bool]:
 
 
 def read_device(table: Mapping[str, Any], at: str) -> Device:
-    """Read a device from a table with all its figures; ``at``: the table's location, for errors.
-    Raises ``ClusterError``."""
+    """Return the device whose figures a table (of a TOML file) gives in full. ``at``: the table's
+    location, for errors. Raises ``ClusterError``."""
     values = read_fields(table, DEVICE_FIELDS, at)
     values.setdefault("usable_memory_bytes", values.get("memory_bytes"))
     _check_required(values, Device, at)
@@ -73,22 +74,23 @@ def read_device(table: Mapping[str, Any], at: str) -> Device:
 
 
 def read_link(table: Mapping[str, Any], at: str) -> Link:
-    """Read a link from a table with all its figures; ``at``: the table's location, for errors.
-    Raises ``ClusterError``."""
+    """Return the link whose figures a table (of a TOML file) gives in full. ``at``: the table's
+    location, for errors. Raises ``ClusterError``."""
     values = read_fields(table, LINK_FIELDS, at)
     _check_required(values, Link, at)
     return Link(**values)
 
 
 def read_fields(table: Mapping[str, Any], known: Mapping[str, Convert], at: str) -> dict[str, Any]:
-    """Convert each value of a table by the function that ``known`` has for its key. Raises
-    ``ClusterError``."""
+    """Return the values of a table by key, each converted by the function that ``known`` has for
+    its key. ``at``: the table's location, for errors. Raises ``ClusterError``."""
     check_keys(table, tuple(known), at)
     return {key: known[key](value, f"{at}.{key}") for key, value in table.items()}
 
 
 def check_keys(table: Mapping[str, Any], known: tuple[str, ...], at: str) -> None:
-    """Raise ``ClusterError`` where a table has a key that is not ``known``."""
+    """Raise ``ClusterError``, naming location ``at``, for a key of a table that is not in
+    ``known``."""
     for key in table:
         if key not in known:
             raise ClusterError(f"unknown key {key!r}", at, f"known: {', '.join(known)}")
@@ -104,26 +106,28 @@ def _check_required(values: Mapping[str, Any], kind: type[Device] | type[Link], 
 
 
 def read_table(value: Any, at: str) -> Mapping[str, Any]:
-    """Return ``value`` if it is a table, else raise ``ClusterError``."""
+    """Return ``value`` if it is a mapping, else raise ``ClusterError`` with location ``at``."""
     if not isinstance(value, Mapping):
         raise ClusterError(f"expected a table, found {value!r}", at)
     return value
 
 
 def read_text(value: Any, at: str) -> str:
-    """Return ``value`` if it is a string, else raise ``ClusterError``."""
+    """Return ``value`` if it is a string, else raise ``ClusterError`` with its location ``at``."""
     if not isinstance(value, str):
         raise ClusterError(f"expected a string, found {value!r}", at)
     return value
 
 
 def read_count(value: Any, at: str) -> int:
-    """Return ``value`` if it is a whole number of at least 1, else raise ``ClusterError``."""
+    """Return ``value`` if it is a whole number ≥ 1, else raise ``ClusterError`` with location
+    ``at``."""
     return _read_whole(value, at, 1, "a whole number of at least 1")
 
 
 def read_num_links(value: Any, at: str) -> int:
-    """Return ``value`` if it is a number of links, 0 included, else raise ``ClusterError``."""
+    """Return ``value`` if it is a whole number ≥ 0, else raise ``ClusterError`` with location
+    ``at``."""
     return _read_whole(value, at, 0, "a number of links")
 
 
@@ -162,7 +166,8 @@ def _read_slowdowns(value: Any, at: str) -> dict[str, float]:
 
 
 def _parsed(parse: Callable[[str], Any], value: Any, at: str) -> Any:
-    """Parse ``value`` if it is a string, else return it as it is."""
+    """Return ``parse(value)`` if ``value`` is a string, else ``value`` itself. Raises
+    ``ClusterError`` with location ``at`` if ``parse`` fails."""
     if not isinstance(value, str):
         return value
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ valid text contains (surrogates)."""
 
 
 def read_text(path: Path, limit: int = MAX_BYTES) -> str:
-    """Return the text of a UTF-8 file of at most ``limit`` bytes. Raises ``OSError`` and
-    ``ValueError``."""
+    """Return the text of a UTF-8 file of at most ``limit`` bytes. Raises ``OSError`` if it cannot
+    be read and ``ValueError`` if it is larger or not UTF-8."""
     with path.open("rb") as file:
         found = file.read(limit + 1)
     if len(found) > limit:
@@ -37,7 +36,7 @@ def read_text(path: Path, limit: int = MAX_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ``ValueError``.
+    """Return the value that a JSON text encodes. Raises ``ValueError`` for invalid JSON.
 
     >>> parse_json('{"a": [1, 2]}')
     {'a': [1, 2]}
@@ -49,7 +48,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table of a TOML text. Raises ``ValueError``."""
+    """Return the dict that a TOML text encodes. Raises ``ValueError`` for invalid TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError as error:
@@ -57,7 +56,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def whole_number(text: str) -> int:
-    """Return the whole number that a text is. Raises ``ValueError``.
+    """Return the integer that ``text`` writes in decimal digits. Raises ``ValueError``.
 
     >>> whole_number("-12")
     -12
@@ -80,25 +79,21 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, size: int = 60) -> str:
-    """Return the text, cut after ``size`` characters."""
+    """Return ``text``, cut after ``size`` characters and followed by "…" if it is longer."""
     return text if len(text) <= size else f"{text[:size]}…"
 
 
-def check_texts(value: Any) -> None:
+def check_texts(value: Any, breaks: str = "") -> None:
     """Raise ``ValueError`` if any text in ``value`` (parsed JSON or TOML) contains control
-    characters."""
-    for text in _texts(value):
-        if _CONTROLS.search(text):
-            raise ValueError(f"{shortened(printable(text))!r} contains control characters")
-
-
-def _texts(value: Any) -> Iterator[str]:
+    characters, unless they are in ``breaks``; values of settings may have tabs and newlines."""
     if isinstance(value, str):
-        yield value
+        kept = value.translate(dict.fromkeys(map(ord, breaks)))
+        if _CONTROLS.search(kept) or "\n" in kept or "\t" in kept:
+            raise ValueError(f"{shortened(repr(value))} contains control characters")
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
+            check_texts(key)
+            check_texts(item, "\n\t" if key == "settings" else breaks)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            check_texts(item, breaks)

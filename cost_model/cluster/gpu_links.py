@@ -53,7 +53,7 @@ between any two."""
 
 
 def are_wires(wires: Wires) -> bool:
-    """Return true for a square, symmetric table of link counts with a diagonal of zeros.
+    """Return true if a table of link counts is valid: square, symmetric, zeros on the diagonal.
 
     >>> are_wires(((0, 2), (2, 0))), are_wires(((0, 2), (1, 0)))
     (True, False)
@@ -65,7 +65,7 @@ def are_wires(wires: Wires) -> bool:
 
 
 def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
-    """Return the wires between some devices of a host, in the order of ``members``.
+    """Return the rows and columns of a host's table of link counts for the devices ``members``.
 
     >>> wires_among(WIRES["hybrid-cube-mesh"], (0, 3))
     ((0, 2), (2, 0))
@@ -75,8 +75,8 @@ def wires_among(wires: Wires, members: Sequence[int]) -> Wires:
 
 @lru_cache(maxsize=4096)
 def num_links_used(wires: Wires) -> int:
-    """Return the number of links over which each device sends at the same time in a collective that
-    uses as many rings as possible; 0 if there is no ring.
+    """Return the number of links over which each device can send at once in a collective of all
+    devices, which uses as many disjoint rings as ``wires`` allows; 0 if there is no ring.
 
     >>> cube = WIRES["hybrid-cube-mesh"]
     >>> [num_links_used(wires_among(cube, range(n))) for n in (2, 4, 8)]
@@ -91,9 +91,8 @@ def num_links_used(wires: Wires) -> int:
 
 @dataclass
 class _Search:
-    """Depth-first search for the largest number of rings, each through all devices, that do not
-    share a link. It ends after ``MOST_STEPS`` steps, which are enough for the wires of real
-    hosts."""
+    """Search for the largest number of rings that share no link, each through all devices of a
+    host. It stops after ``MOST_STEPS`` steps, which suffice for real hosts."""
 
     wires: Wires
     steps: int = 0
@@ -105,8 +104,8 @@ class _Search:
         return self._most(rings, left, min(sum(row) // 2 for row in self.wires))
 
     def _most(self, rings: Sequence[_Ring], left: dict[_Pair, int], most: int) -> int:
-        """Return the largest number of rings, at most ``most``, that fit in the links ``left``; a
-        ring may be used several times."""
+        """Return the largest number of ``rings``, at most ``most``, that fit together in the links
+        ``left`` (free links by pair of devices); a ring may be used several times."""
         best = 0
         for at, ring in enumerate(rings):
             self.steps += 1
@@ -123,7 +122,7 @@ class _Search:
 
 @cache
 def _rings(number: int) -> tuple[_Ring, ...]:
-    """List every ring through ``number`` devices once, as the pairs of neighbours."""
+    """List every ring through devices 0 … ``number`` − 1 once, as pairs of neighbours."""
     orders = [(0, *order) for order in permutations(range(1, number)) if order[0] <= order[-1]]
     return tuple(
         tuple((min(pair), max(pair)) for pair in zip(order, (*order[1:], 0), strict=True))

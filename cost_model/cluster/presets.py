@@ -32,11 +32,11 @@ class Protocols:
     ``short_share`` is the part of the link's rate that the protocols for short messages reach (LL
     and LL128, which send flags with the data). ``long_alpha_seconds`` is the additional time of
     each message under the protocol that reaches the whole rate (Simple, which synchronizes at every
-    step and fills a buffer at every hop). ``switch_fill_seconds`` is the time of the first chunk
-    through a summing switch. ``exchange_seconds`` is the additional time to start an all-to-all,
-    which NCCL implements by sends and receives, and ``exchange_share`` the part of the rate that an
-    all-to-all reaches. A send between only two ranks of up to ``p2p_few_bytes`` gets few channels
-    and reaches ``p2p_few_share`` of the rate.
+    step and fills a buffer at every hop). ``switch_fill_seconds`` is the time that the first chunk
+    takes through a switch that sums. ``exchange_seconds`` is the additional time to start an
+    all-to-all, which NCCL implements by sends and receives, and ``exchange_share`` the part of the
+    rate that an all-to-all reaches. For a send between only two ranks, of up to ``p2p_few_bytes``,
+    NCCL opens few channels; it reaches ``p2p_few_share`` of the rate.
     """
 
     short_share: float = 1.0
@@ -50,10 +50,11 @@ class Protocols:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Known device, with the names of the usual links within (``link``) and between its hosts
-    (``fabric``), and the usual number of devices of a host. For hosts without a switch, ``wires``
-    has pairs (largest number of devices, name of the table of wires for up to so many) in rising
-    order; ``detour`` is the link between devices that no ring of wires joins."""
+    """Known kind of device with the usual hosts around it. ``link`` and ``fabric`` are the names of
+    the links within and between its hosts, ``host_size`` the number of devices of a host. For hosts
+    without a switch, ``wires`` has pairs (largest number of devices, name of the table of wires for
+    at most so many devices) in ascending order; ``detour`` is the link where no ring of wires joins
+    devices."""
 
     device: Device
     link: str
@@ -63,8 +64,8 @@ class Preset:
     detour: str = "pcie3"
 
     def host(self, num_devices: int, device: Device | None = None) -> Host:
-        """Return a host of ``num_devices`` of the preset's devices, or of ``device``, with the
-        preset's usual links between them.
+        """Return a host of ``num_devices`` devices with the preset's usual links between them.
+        ``device`` replaces the preset's device, None keeps it.
 
         >>> find_preset("V100-16GB").host(4).link_among((0, 1)).num_links
         1
@@ -80,7 +81,7 @@ class Preset:
 
 @cache
 def device_presets() -> Mapping[str, Preset]:
-    """Return the presets of devices by name."""
+    """Return all known devices, as presets by name."""
     file = _read_file("devices")
     texts = {name: link.source for name, link in link_presets().items()}
     for date, addresses in _read_file("references").items():
@@ -106,18 +107,18 @@ def link_presets() -> Mapping[str, Link]:
 
 @cache
 def link_protocols() -> Mapping[str, Protocols]:
-    """Return the figures of NCCL's protocols by the name of the link."""
+    """Return the figures of NCCL's protocols on each known link, by the link's name."""
     tables = _read_file("links")["protocols"]
     return {name: Protocols(**_inherited(name, tables)) for name in tables}
 
 
 def device_aliases() -> Mapping[str, str]:
-    """Return other names of devices, with the names of their presets."""
+    """Return the other names of known devices: a map from each alias to the name of the preset."""
     return _read_file("devices")["aliases"]  # type: ignore[no-any-return]
 
 
 def link_aliases() -> Mapping[str, str]:
-    """Return other names of links, with the names of their presets."""
+    """Return the other names of known links: a map from each alias to the name of the link."""
     return _read_file("links")["aliases"]  # type: ignore[no-any-return]
 
 
@@ -130,7 +131,7 @@ def _read_file(name: str) -> Table:
 
 
 def dated(address: str, date: str) -> str:
-    """Return an address with the date on which it was read.
+    """Return the text of a web ``address`` with the date on which it was read.
 
     >>> dated("example.org/a100", "2026-01-31")
     'example.org/a100 (read 2026-01-31)'
@@ -139,8 +140,8 @@ def dated(address: str, date: str) -> str:
 
 
 def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the union of ``known`` and ``texts``, in which each name in braces is replaced by the
-    text of that name."""
+    """Return ``known`` and ``texts`` joined, with each ``{name}`` in the latter replaced by its
+    text."""
     filled = dict(known)
     for name, text in texts.items():
         filled[name] = text.format_map(filled)
@@ -148,7 +149,8 @@ def _filled(texts: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str
 
 
 def _inherited(name: str, tables: Mapping[str, Table]) -> Table:
-    """Return the table ``name``, with the figures of the table that it inherits from."""
+    """Return the table ``name`` merged over the table that its key ``inherits`` names, if it has
+    one. ``tables``: all tables of the TOML file by name."""
     table = dict(tables[name])
     base = table.pop("inherits", None)
     return table if base is None else _merged(_inherited(base, tables), table)
@@ -163,7 +165,7 @@ def _merged(base: Table, changes: Table) -> Table:
 
 
 def _link(table: Table, texts: Mapping[str, str]) -> Link:
-    """Return the link that a table of ``links.toml`` describes."""
+    """Return the link that a table of ``links.toml`` describes; ``texts`` fills in its source."""
     table["source"] = table["source"].format_map(texts)
     if "gigabits" in table:
         gigabits, fraction = table.pop("gigabits"), table.pop("fraction")
@@ -174,7 +176,8 @@ def _link(table: Table, texts: Mapping[str, str]) -> Link:
 
 
 def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) -> Preset:
-    """Return the preset that a table of ``devices.toml`` describes."""
+    """Return the preset that a table of ``devices.toml`` describes. ``hosts``: usual hosts by name,
+    for figures of the host's memory; ``texts``: replacements of names in the sources."""
     keys = ("link", "fabric", "host_size", "detour")
     usual = {key: table.pop(key) for key in keys if key in table}
     wires = tuple((most, name) for most, name in table.pop("wires", ()))
@@ -190,7 +193,8 @@ def _preset(table: Table, hosts: Mapping[str, Table], texts: Mapping[str, str]) 
 
 
 def _host_share(host: Table) -> Table:
-    """Return a GPU's share of its usual host's memory and link, with the sources."""
+    """Return the figures of a GPU that depend on its usual host: its share of the host's memory and
+    memory bandwidth, and the rate of its link to the host, with sources."""
     link, source = host["link"], host["source"]
     return {
         "host_link_bytes_per_second": link_presets()[link].bytes_per_second,
@@ -205,8 +209,8 @@ def _host_share(host: Table) -> Table:
 
 
 def _with_memory_families(efficiency: Table) -> Table:
-    """Return the efficiencies of all op families; those of norms and elementwise ops are equal to
-    that of copies unless given."""
+    """Return the ``efficiency`` of a device for all op families. Unless given, ops that only move
+    memory follow from copies: elementwise ops have the same efficiency, norms 85 % of it."""
     copy = efficiency["copy"]
     memory = {"norm": round(copy * 0.85, 3), "elementwise": copy, "copy": copy}
     computing = {family: efficiency[family] for family in ("matmul", "attention", "conv")}
@@ -214,7 +218,8 @@ def _with_memory_families(efficiency: Table) -> Table:
 
 
 def find_preset(name: str, where: str = "") -> Preset:
-    """Return the preset of a device by its name or alias, in upper or lower case.
+    """Return the preset of a device by its name or alias, in upper or lower case. Raises
+    ``ClusterError``, which names location ``where``, for an unknown name.
 
     >>> find_preset("a100-sxm4-40gb").device.name
     'A100-40GB'
@@ -224,13 +229,14 @@ def find_preset(name: str, where: str = "") -> Preset:
 
 
 def is_preset(name: str) -> bool:
-    """Return true for the name or alias of a device, in any case."""
+    """Return true if ``name`` is the name or alias of a known device, in upper or lower case."""
     known = (*device_presets(), *device_aliases())
     return name.lower() in {each.lower() for each in known}
 
 
 def find_link(name: str, where: str = "") -> Link:
-    """Return a known link by its name or alias, in upper or lower case.
+    """Return a known link by its name or alias, in upper or lower case. Raises ``ClusterError``,
+    which names location ``where``, for an unknown name.
 
     >>> find_link("NDR").name
     'infiniband-ndr'
@@ -240,7 +246,7 @@ def find_link(name: str, where: str = "") -> Link:
 
 
 def joins_devices(link: Link) -> bool:
-    """Return true for a known link that joins devices within a host."""
+    """Return true if a known link joins devices within a host, and false if it joins hosts."""
     return link.name.startswith(WITHIN_HOSTS)
 
 

@@ -21,9 +21,9 @@ _FIX = "write DEVICESxNAME, HOSTSxDEVICESxNAME or cpu:PROCESSES, such as 8xH100 
 
 
 def resolve_cluster(text: str) -> Cluster:
-    """Return the cluster named by ``text``. Raises ``ClusterError``. ``local`` detects this
-    machine, ``cpu:N`` measures its CPU as N processes, a shorthand is made from presets, anything
-    else is the path of a TOML file."""
+    """Return the cluster that a user's ``text`` names: ``local`` detects this machine, ``cpu:N``
+    measures its CPU as N processes, a shorthand such as ``8xH100`` is made from presets, and any
+    other text is the path of a TOML file. Raises ``ClusterError``."""
     word = text.strip()
     if word == "local":
         return detect_local()
@@ -45,18 +45,18 @@ def resolve_cluster(text: str) -> Cluster:
 
 
 def is_shorthand(text: str) -> bool:
-    """Return true for a text in the form of a shorthand (see ``parse_cluster``), even if its names
-    are unknown."""
+    """Return true if ``text`` has the form of a shorthand such as ``8xH100`` (see
+    ``parse_cluster``), even if its names are unknown."""
     words = [part.partition("@")[0].strip() for part in text.split("+")]
     return all(_SHORTHAND.fullmatch(word) or _CPU.fullmatch(word) for word in words)
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster of a shorthand. Raises ``ClusterError``. A shorthand is
-    ``HOSTSxDEVICESxNAME``, or ``DEVICESxNAME`` for a single host, or ``NAME`` for a single device;
-    different hosts are joined by ``+``. ``@LINK`` replaces a preset's link: with an NVLink or PCIe
-    name, the link within the hosts that it follows; with any other name, the link between all
-    hosts, by default the slowest of the presets' usual links.
+    """Return the cluster that a shorthand describes: ``HOSTSxDEVICESxNAME``, or ``DEVICESxNAME``
+    for a single host, or ``NAME`` for a single device; ``+`` joins different hosts. ``@LINK``
+    replaces a preset's link: an NVLink or PCIe name replaces the link within the preceding hosts,
+    any other name the link between all hosts, by default the slowest of the presets'. Raises
+    ``ClusterError``.
 
     >>> cluster = parse_cluster("4x8xA100-80GB@ethernet-100g")
     >>> len(cluster.hosts), cluster.num_devices, cluster.inter_link.name
@@ -84,8 +84,9 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
-    """Return the (equal) hosts that ``part`` of a shorthand stands for, the usual link between such
-    hosts, and the link between hosts that the part names, if any."""
+    """Return the equal hosts that ``part`` of a shorthand (such as "2x8xH100@NDR") stands for, the
+    usual link between such hosts, and the link between hosts that it names after "@", if any.
+    ``text``: the whole shorthand, for errors."""
     word, at, link_name = (each.strip() for each in part.partition("@"))
     num_hosts, num_devices, name = _counts(word, text)
     preset = find_preset(name, text)
@@ -108,7 +109,8 @@ def _hosts(part: str, text: str) -> tuple[list[Host], Link, Link | None]:
 
 
 def _counts(word: str, text: str) -> tuple[int, int, str]:
-    """Return the numbers of hosts and of devices per host, and the device's name."""
+    """Return (number of hosts, devices per host, name of the device) of a ``word`` such as
+    "2x8xH100". ``text``: the whole shorthand, for errors."""
     match = _SHORTHAND.fullmatch(word)
     cpu = _CPU.fullmatch(word)
     if match:

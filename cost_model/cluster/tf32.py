@@ -37,13 +37,12 @@ FAMILIES: Mapping[Tf32, tuple[str, ...]] = {
 
 
 def has_tf32(device: Device) -> bool:
-    """Return true for a device with a peak rate of its own for TF32."""
+    """Return true if a device has a peak rate for TF32 products."""
     return TFLOAT32 in device.peak_flops
 
 
 def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
-    """Return the cluster with TF32 turned on for these op families on every device that supports
-    it.
+    """Return the cluster with TF32 on for these op families alone, on devices that support it.
 
     >>> from .presets import find_preset
     >>> host = find_preset("V100").host(1)
@@ -58,19 +57,20 @@ def with_tf32(cluster: Cluster, families: Collection[str]) -> Cluster:
 
 
 def product_dtype(device: Device, family: str, dtype: str) -> str:
-    """Return the format in which a device computes the products of an op of ``family`` on tensors
-    of ``dtype``: TF32 or ``dtype`` itself."""
+    """Return the name of the format in which a device computes the products of an op of ``family``
+    (such as "matmul") on tensors of ``dtype``: "tfloat32", or ``dtype`` itself."""
     is_set = dtype == "float32" and family in (device.tf32 or ())
     return TFLOAT32 if is_set and has_tf32(device) else dtype
 
 
 def torch_families() -> tuple[str, ...]:
-    """Return the op families whose float32 products this process's torch computes in TF32."""
+    """Return the op families ("conv", "matmul") whose float32 products torch now computes in
+    TF32."""
     return tuple(name for name in FAMILIES["all"] if _setting(name).fp32_precision == "tf32")
 
 
 def set_torch(families: Collection[str]) -> None:
-    """Set this process's torch to compute these op families in TF32, and no other."""
+    """Set torch in this process to use TF32 for float32 products of ``families`` alone."""
     import torch
 
     now = torch_families()
@@ -85,7 +85,8 @@ def set_torch(families: Collection[str]) -> None:
 
 @contextmanager
 def torch_computing(families: Collection[str]) -> Iterator[None]:
-    """Set torch as ``set_torch`` does within a ``with`` block, and restore its settings after."""
+    """Set torch within a ``with`` block to compute float32 products of ``families``, and of no
+    others, in TF32; restore the settings after the block."""
     before = torch_families()
     set_torch(families)
     try:

@@ -57,9 +57,9 @@ from .tables import (
 def find_table(
     kind: CollectiveKind, name: str, hosts: Sequence[int], *, num_pieces: int = 1
 ) -> Table | None:
-    """Return the table of messages of an algorithm; None if the algorithm does not exist for
-    ``hosts`` (number of ranks on each). Pipelined algorithms send the tensor in ``num_pieces``
-    parts, one after the other.
+    """Return the table of messages (who sends which part of the tensor to whom, by round) of the
+    algorithm ``name`` for a collective; None if it cannot run on ``hosts`` (number of ranks on each
+    host). A pipelined algorithm sends the tensor in ``num_pieces`` parts, one after the other.
 
     >>> table = find_table("all_gather", "ring", [3])
     >>> len(table.rounds), table.rounds[0][0]
@@ -73,12 +73,13 @@ def find_table(
 
 
 def _count_tree(shape: Shape) -> Counts:
-    """Count messages and bytes of an all-reduce by two binary trees over the hosts and a chain
-    within each host, pipelined. Latency, up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2) for n ranks on h
-    hosts of p. Each tree reduces half of the tensor S, and every rank is an inner node of one tree
-    and a leaf of the other, so a rank sends min(2, h/2)·S/p in the trees, and 2(p − 1)/p·S in the
-    chains; the slower of the two counts. On one level h is n and p is 1. If hosts differ in size, a
-    chain has at most n − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees."""
+    """Count messages and bytes of an all-reduce of S bytes by two pipelined binary trees over h
+    hosts and a chain of p ranks in each (n ranks in all; α latency, β rate of a link, index 1
+    within a host, 2 between hosts). Latency, up and down: 2·((p − 1)·α1 + ⌈log2 h⌉·α2). Each tree
+    reduces half of the tensor, and a rank is an inner node of one tree and a leaf of the other, so
+    it sends min(2, h/2)·S/p in the trees and 2(p − 1)/p·S in the chains; the slower of the two
+    counts. With a single kind of link, h is n and p is 1. With unequal hosts, a chain has at most n
+    − (h − 1)·p ranks. Source: Sanders et al. 2009; NCCL 2.4 trees."""
     n, p, h = shape
     if shape.is_flat and shape.is_even:
         tensors = shape.on_one_level(min(2, n / 2))
@@ -89,9 +90,9 @@ def _count_tree(shape: Shape) -> Counts:
 
 
 def _tree_parents(n: int) -> list[int]:
-    """Return each rank's parent in the binary tree whose leaves are the odd ranks; −1 for the root.
-    A rank's lowest set bit says its height; its parent has the next bit set or, beyond the last
-    rank, the bit cleared alone (NCCL's btree)."""
+    """Return each rank's parent in the binary tree of ``n`` ranks whose leaves are the odd ranks;
+    −1 for the root. The lowest set bit of a rank gives its height. Its parent has the next bit set
+    instead or, if no such rank exists, the bit cleared (NCCL's btree)."""
     parents = [-1]
     for rank in range(1, n):
         bit = rank & -rank
@@ -101,8 +102,8 @@ def _tree_parents(n: int) -> list[int]:
 
 
 def two_trees(n: int) -> tuple[list[int], list[int]]:
-    """Return each rank's parent (−1 for a root) in two binary trees of which at most one rank is an
-    inner node of both: the second tree is the first one mirrored or shifted."""
+    """Return two binary trees over ``n`` ranks, as each rank's parent (−1 for the root). Each rank
+    is an inner node of at most one tree: the second tree is the first one mirrored or shifted."""
     first = _tree_parents(n)
     if n % 2 == 0:
         other = [n - 1 - first[n - 1 - r] if first[n - 1 - r] >= 0 else -1 for r in range(n)]
@@ -113,9 +114,9 @@ def two_trees(n: int) -> tuple[list[int], list[int]]:
 
 
 def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the table of the all-reduce by trees: two trees over the hosts per rank of the smallest
-    host, and a chain in each host. The chains of a host start at different ranks, each of which
-    joins its host to a tree."""
+    """Return the number of parts and the rounds of messages of the all-reduce by trees: two trees
+    over the hosts for each rank of the smallest host, and a chain in each host. Each chain starts
+    at another rank, which joins its host to a tree. ``num_pieces``: parts per tree."""
     tree_of = hosts if len(hosts) > 1 else (1,) * sum(hosts)
     num_heads = min(tree_of)
     num_trees, parallel = 2 * num_heads, []
@@ -133,8 +134,8 @@ def _make_tree(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _up_and_down(parents: Sequence[int], parts: Sequence[int]) -> Rounds:
-    """Return the rounds that sum each of ``parts`` up a tree and copy the sum down, each part one
-    round after the part before it. ``parents``: each rank's parent, −1 for the root."""
+    """Return the rounds of messages that sum each of ``parts`` up a tree and copy the sum down,
+    each part one round after the previous. ``parents``: each rank's parent, −1 for the root."""
     depths = [_depth(parents, rank) for rank in range(len(parents))]
     deepest = max(depths)
     rounds: list[list[Message]] = [[] for _ in range(2 * deepest + len(parts) - 1)]
@@ -155,16 +156,16 @@ def _depth(parents: Sequence[int], rank: int) -> int:
 
 
 def _count_binomial(shape: Shape) -> Counts:
-    """Count messages and bytes of a broadcast by a binomial tree: ⌈log2 n⌉·(α + S/β) (Thakur,
-    4.3)."""
+    """Count messages and bytes of a broadcast by a binomial tree over n ranks: ⌈log2 n⌉·(α + S/β)
+    for S bytes, latency α and rate β (Thakur 2005, 4.3)."""
     steps = shape.on_one_level(log2_ceil(shape.n))
     return Counts(steps, steps)
 
 
 def _binomial_rounds(n: int, parts_below: Callable[[int, int], Sequence[int]]) -> Rounds:
-    """Return the rounds of a binomial tree from rank 0: in the rounds of distance 2^k, …, 2, 1,
-    every rank that has data sends to the rank at that distance. ``parts_below(first, last)``: the
-    parts sent to the subtree of ranks first … last − 1."""
+    """Return the rounds of messages along a binomial tree of ``n`` ranks from rank 0: in the rounds
+    of distance 2^k, …, 2, 1, every rank that has data sends to the rank at this distance.
+    ``parts_below(first, last)``: the parts sent to the subtree of ranks first … last − 1."""
     return tuple(
         tuple(
             Message(
@@ -183,31 +184,31 @@ def _make_binomial(hosts: Hosts, _: int) -> Made:
 
 
 def _count_scattered(shape: Shape) -> Counts:
-    """Count messages and bytes of a broadcast by a scatter and an all-gather: (⌈log2 n⌉ + n − 1)·α
-    + 2(n − 1)/n·S/β (Thakur, 4.3)."""
+    """Count messages and bytes of a broadcast by a scatter and an all-gather over n ranks: (⌈log2
+    n⌉ + n − 1)·α + 2(n − 1)/n·S/β for S bytes, latency α and rate β (Thakur 2005, 4.3)."""
     n = shape.n
     messages = shape.on_one_level(log2_ceil(n) + n - 1)
     return Counts(messages, shape.on_one_level(2 * (n - 1) / n))
 
 
 def _make_scattered(hosts: Hosts, _: int) -> Made:
-    """Make the table of the broadcast that scatters along a binomial tree, then all-gathers around
-    a ring (van de Geijn)."""
+    """Return the number of parts and the rounds of messages of the broadcast that scatters along a
+    binomial tree, then all-gathers around a ring (van de Geijn)."""
     n = sum(hosts)
     return n, _binomial_rounds(n, range) + ring_rounds(range(n), own_parts(n))
 
 
 def _count_pipeline(shape: Shape) -> Counts:
-    """Count messages and bytes of a broadcast along a line of ranks, which each pass on the whole
-    tensor in parts (NCCL)."""
+    """Count messages and bytes of a broadcast along a line of ranks, each of which passes on the
+    whole tensor, part after part (NCCL)."""
     ring, n = count_ring(shape), shape.n
     tensors = Levels(*(count * n / (n - 1) for count in ring.tensors))
     return ring._replace(tensors=tensors, num_hops=n - 1)
 
 
 def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the table of the broadcast from rank 0 along a line of ranks, in ``num_pieces`` parts,
-    one after the other."""
+    """Return the number of parts and the rounds of messages of the broadcast from rank 0 along a
+    line of ranks, which sends the tensor in ``num_pieces`` parts, one after the other."""
     n = sum(hosts)
     return num_pieces, tuple(
         tuple(
@@ -223,31 +224,34 @@ def _make_pipeline(hosts: Hosts, num_pieces: int) -> Made:
 
 
 def _count_direct(shape: Shape) -> Counts:
-    """Count messages and bytes of an all-to-all that sends to all peers at once: α + (n − 2)·post +
-    max((p − 1)/n·S/β1, (n − p)/n·S/β2). A device's link within the host and its share of the
-    network carry data at the same time; ``post`` is ``POST_SECONDS``. Source: NCCL's grouped sends
-    and receives."""
+    """Count messages and bytes of an all-to-all in which each of n ranks sends S bytes, to all
+    peers at once: α + (n − 2)·post + max((p − 1)/n·S/β1, (n − p)/n·S/β2). α is latency, β rate of a
+    link (1 within a host of p ranks, 2 between hosts), ``post`` is ``POST_SECONDS``. A device's
+    links within the host and to the network work at the same time. Source: NCCL's grouped sends."""
     n, p, _ = shape
     message = Levels(0, 0, 1) if n > p else Levels(1, 0)
     return Counts(message, Levels((p - 1) / n, (n - p) / n), at_once=True, num_posts=n - 2)
 
 
 def _make_direct(hosts: Hosts, num_pieces: int) -> Made:
-    """Make the table of the all-to-all of one round, in which every rank sends to every other."""
+    """Return the number of parts and the single round of messages of the all-to-all in which every
+    rank sends to all others at once."""
     num_parts, rounds = _make_pairwise(hosts, num_pieces)
     return num_parts, (sum(rounds, ()),)
 
 
 def _count_pairwise(shape: Shape) -> Counts:
-    """Count messages and bytes of an all-to-all with one peer per round: (p − 1)·(α1 + S/n/β1) + (n
-    − p)·(α2 + S/n/β2) (Thakur, 4.4)."""
+    """Count messages and bytes of an all-to-all of n ranks with one peer per round, p ranks per
+    host: (p − 1)·(α1 + S/n/β1) + (n − p)·(α2 + S/n/β2) for S bytes per rank, latency α and rate β
+    of links within a host (1) and between hosts (2) (Thakur 2005, 4.4)."""
     n, p, _ = shape
     return Counts(Levels(p - 1, n - p), Levels((p - 1) / n, (n - p) / n))
 
 
 def _make_pairwise(hosts: Hosts, _: int) -> Made:
-    """Make the table of the all-to-all with a round per peer: first within the host, then in the
-    hosts at distance 1, 2, … With unequal hosts the peer is the rank at distance 1, 2, …"""
+    """Return the number of parts and the rounds of messages of the all-to-all with one peer per
+    round: first the peers on the same host, then on the hosts at distance 1, 2, … If hosts have
+    unequal numbers of ranks, the peer in round k is the rank at distance k."""
     n, places = sum(hosts), hosts[0]
     is_even = all(count == places for count in hosts)
     rounds = []
@@ -264,8 +268,9 @@ def _make_pairwise(hosts: Hosts, _: int) -> Made:
 
 
 def _count_bruck(shape: Shape) -> Counts:
-    """Count messages and bytes of Bruck's all-to-all: ⌈log2 n⌉·α + b/n·S/β, where b is the number
-    of bits set in all numbers below n together (Thakur, 4.4)."""
+    """Count messages and bytes of Bruck's all-to-all of n ranks with S bytes each: ⌈log2 n⌉·α +
+    b/n·S/β for latency α and rate β, where b is the number of bits set in all numbers below n
+    (Thakur 2005, 4.4)."""
     n, ones = shape.n, 0
     for block in powers_below(n):
         ones += n // (2 * block) * block + max(0, n % (2 * block) - block)
@@ -273,8 +278,8 @@ def _count_bruck(shape: Shape) -> Counts:
 
 
 def _make_bruck(hosts: Hosts, _: int) -> Made:
-    """Make the table of Bruck's all-to-all: in round k = 0, 1, … a part is sent to the rank at
-    distance 2^k if bit k of the distance to its receiver is set."""
+    """Return the number of parts and the rounds of messages of Bruck's all-to-all: in round k = 0,
+    1, … a part moves on by 2^k ranks if bit k of the distance to its receiver is set."""
     n, rounds = sum(hosts), []
     for distance in powers_below(n):
         messages = []

@@ -43,15 +43,15 @@ its trees reduces."""
 
 
 class RoundParts(NamedTuple):
-    """Numbers of parts that pass in one round through the busiest rank's port within its host, and
-    through the busiest host's port to other hosts."""
+    """Numbers of tensor parts that one round of an all-reduce sends through the busiest port:
+    ``within``, a rank's port to its own host; ``between``, a host's port to other hosts."""
 
     within: int
     between: int
 
 
 def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of ``ranks`` each host has, in ascending order of the ranks.
+    """Return the number of ``ranks`` on each host that has any of them, host by host.
 
     >>> from ..cluster.shorthand import parse_cluster
     >>> hosts_of(parse_cluster("2x4xH100"), (0, 1, 4))
@@ -61,8 +61,8 @@ def hosts_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
-    """List the names of the algorithms that can run an all-reduce of the group, first the library's
-    own. ``hosts``: number of the group's ranks on each host."""
+    """List the names of the algorithms that can all-reduce over ``group``, beginning with "library"
+    (the communication library's own). ``hosts``: number of the group's ranks on each host."""
     if group.library == "nccl":
         return (LIBRARY,)
     return (LIBRARY, *(name for name in BY_MESSAGES if _exists(name, hosts)))
@@ -71,7 +71,8 @@ def algorithms_of(group: Group, hosts: tuple[int, ...]) -> tuple[str, ...]:
 def all_reduce_seconds(
     algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]
 ) -> float:
-    """Return the seconds of an all-reduce by an algorithm that ``algorithms_of`` lists."""
+    """Return the seconds of an all-reduce of a tensor of ``num_bytes`` by an algorithm that
+    ``algorithms_of`` lists. ``hosts``: number of the group's ranks on each host."""
     if group.num_ranks <= 1 or num_bytes <= 0:
         return 0.0
     if algorithm == LIBRARY or group.library == "nccl":
@@ -83,8 +84,8 @@ def all_reduce_seconds(
 
 
 def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> str:
-    """Return the name of the cheapest all-reduce algorithm; for NCCL, of the algorithm that NCCL is
-    assumed to choose.
+    """Return the name of the cheapest all-reduce algorithm for ``num_bytes``; for NCCL, the
+    algorithm that NCCL is assumed to choose. ``hosts``: number of the group's ranks on each host.
 
     >>> from ..cluster.cluster import Link
     >>> slow = Link("wire", alpha_seconds=1e-2, bytes_per_second=1e9)
@@ -102,8 +103,8 @@ def best_all_reduce(num_bytes: float, group: Group, hosts: tuple[int, ...]) -> s
 
 
 def table_for(algorithm: str, num_bytes: float, group: Group, hosts: tuple[int, ...]) -> Table:
-    """Return the table of messages of an all-reduce by ``algorithm``. If the algorithm is
-    pipelined, the tensor is cut into the number of parts that takes the least time."""
+    """Return the table of messages of an all-reduce of ``num_bytes``, cut into the best number of
+    parts if ``algorithm`` is pipelined. ``hosts``: number of the group's ranks on each host."""
     pieces = min(
         _pieces(algorithm),
         key=lambda number: _seconds(_rounds(algorithm, hosts, number), num_bytes, group),
@@ -126,9 +127,9 @@ def _exists(algorithm: str, hosts: tuple[int, ...]) -> bool:
 def _rounds(
     algorithm: str, hosts: tuple[int, ...], pieces: int
 ) -> tuple[int, tuple[RoundParts, ...]]:
-    """Return the number of parts into which an all-reduce cuts the tensor, and for each round the
-    numbers of parts through the busiest ports. ``pieces``: number of parts per tree of a pipelined
-    algorithm."""
+    """Return the number of parts into which an all-reduce cuts the tensor, and for each of its
+    rounds the numbers of parts through the busiest ports. ``hosts``: number of ranks on each host;
+    ``pieces``: parts that a pipelined algorithm sends along each of its trees."""
     table = find_table("all_reduce", algorithm, hosts, num_pieces=pieces)
     assert table is not None, algorithm
     host = table.host_of()
@@ -141,8 +142,8 @@ def _rounds(
 
 
 def _seconds(rounds: tuple[int, tuple[RoundParts, ...]], num_bytes: float, group: Group) -> float:
-    """Return the seconds of all ``rounds`` of an all-reduce; all ranks of a host share the host's
-    link to other hosts."""
+    """Return the seconds of an all-reduce of ``num_bytes``, given (number of tensor parts, parts
+    through the busiest ports in each round). All ranks of a host share its link to other hosts."""
     num_parts, each = rounds
     part = num_bytes / num_parts
     intra, inter = group.intra, group.inter

@@ -41,8 +41,8 @@ is its default for 4 and NVLS for 5 (stas00/ml-engineering@744d01e network/READM
 
 
 class Wires(NamedTuple):
-    """Latencies α1, α2 in seconds and rates β1, β2 in bytes per second of links within a host (1)
-    and between hosts (2)."""
+    """Latencies α1, α2 in seconds, rates β1, β2 in bytes per second: within (1), between hosts
+    (2)."""
 
     alpha1: float
     beta1: float
@@ -52,12 +52,12 @@ class Wires(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that run a collective together. ``num_ranks`` = ``ranks_per_host`` × ``num_hosts`` if
-    every host has equally many ranks; otherwise ``ranks_per_host`` is the smallest number on a
-    host. Each rank has its link's bandwidth to itself, as links are per device. ``library`` limits
-    the algorithms: NCCL has rings, trees, in-switch reduction and, with one rank per host,
-    butterflies; gloo has rings, and reduce-scatters by an all-to-all, after which each rank sums
-    (``runtime.messages.communicator``); ``"any"`` has all."""
+    """Ranks that run a collective together, over links ``intra`` within and ``inter`` between
+    hosts. ``ranks_per_host`` is the smallest number of ranks on a host. Each rank has the bandwidth
+    of its link to itself. ``library`` limits the algorithms: NCCL has rings, trees, in-switch
+    reduction and, with one rank per host, recursive doubling; gloo has rings, and a reduce-scatter
+    by an all-to-all, after which each rank sums (``runtime.messages.communicator``); ``"any"`` has
+    all algorithms."""
 
     num_ranks: int
     ranks_per_host: int
@@ -72,8 +72,8 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """Return the group of ``ranks`` of ``cluster``, with the slowest link of its hosts. A group has
-    only two kinds of links. If it spans racks, every link between hosts counts as one between
+    """Return the group of ``ranks`` of ``cluster``. It has one link within hosts, the slowest of
+    its hosts' links, and one between hosts: if the group spans racks, this is the link between
     racks, as a ring waits for its slowest link.
 
     >>> from ..cluster.shorthand import parse_cluster
@@ -100,10 +100,10 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 def p2p_seconds(
     num_bytes: float, link: Link, *, protocols: Mapping[str, Protocols] | None = None
 ) -> float:
-    """Return the seconds of one message from one rank to another: α + S/β (Thakur, section 3). NCCL
-    gives two ranks few channels, so a message up to a certain size reaches only a share of the rate
-    of a device's links. ``protocols``: NCCL's figures by kind of link; None for those in
-    ``links.toml``."""
+    """Return the seconds of one message of ``num_bytes`` from one rank to another: latency plus
+    bytes by rate (Thakur 2005, section 3). NCCL gives two ranks few channels, so a message up to a
+    certain size reaches only a share of the rate. ``protocols``: NCCL's figures by name of link;
+    None for the figures in ``links.toml``."""
     if num_bytes <= 0:
         return 0.0
     start, rate = link.base_seconds + link.alpha_seconds, link.bytes_per_second
@@ -125,10 +125,10 @@ def collective_seconds(
     *,
     protocols: Mapping[str, Protocols] | None = None,
 ) -> float:
-    """Return the seconds of a collective by its cheapest algorithm; 0 for one rank or no bytes.
-    ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a broadcast,
-    the gathered result of an all-gather, one rank's local input of an all-to-all. More bytes are
-    never faster. ``protocols``: see ``p2p_seconds``.
+    """Return the seconds of a collective by its cheapest algorithm; 0 for a single rank or no
+    bytes. ``num_bytes`` is the full tensor: the input of an all-reduce, a reduce-scatter or a
+    broadcast, the gathered result of an all-gather, one rank's local input of an all-to-all.
+    ``protocols``: NCCL's figures by name of link; None for those in ``links.toml``.
 
     >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
     >>> collective_seconds("all_gather", 4e9, Group(4, 4, 1, link, link))
@@ -146,7 +146,8 @@ def algorithm_seconds(
     *,
     protocols: Mapping[str, Protocols] | None = None,
 ) -> dict[str, float]:
-    """Return the seconds of a collective by each algorithm that ``group`` (≥ 2 ranks) can run."""
+    """Return the seconds of a collective by the name of each algorithm that ``group`` (≥ 2 ranks)
+    can run; arguments as in ``collective_seconds``."""
     intra, inter = group.intra, group.inter
     first, second = PLAIN, PLAIN
     if group.library == "nccl":
@@ -200,8 +201,9 @@ all-to-all, see ``Group``."""
 def _offered(
     kind: CollectiveKind, shape: Shape, library: Library
 ) -> tuple[tuple[str, Counts], ...]:
-    """Return the names and counts of a library's algorithms that a group of this shape can run.
-    NCCL has trees only between hosts, and recursive doubling only with one rank per host."""
+    """Return (name, counts of messages and bytes) of each algorithm of a library that a group of
+    this layout can run. NCCL has trees only between hosts, and recursive doubling only with one
+    rank per host."""
     offered = []
     known = ALGORITHMS["all_to_all" if (kind, library) == ("reduce_scatter", "gloo") else kind]
     for name in LIBRARY_ALGORITHMS[library][kind]:
@@ -215,8 +217,8 @@ def _offered(
 
 
 def _seconds(counts: Counts, num_bytes: float, wires: Wires) -> float:
-    """Return the seconds of an algorithm from its counts: the time for the latency of its
-    successive messages plus the time for its bytes."""
+    """Return the seconds of an algorithm on a tensor of ``num_bytes``, from its ``counts``: the
+    latency of its successive messages plus the time for its bytes over links ``wires``."""
     alpha1, beta1, alpha2, beta2 = wires
     messages, tensors, at_once, num_posts, num_hops = counts
     latency = messages.intra * alpha1 + messages.inter * alpha2 + num_posts * POST_SECONDS
@@ -229,9 +231,10 @@ def _seconds(counts: Counts, num_bytes: float, wires: Wires) -> float:
 
 
 def _pipeline_seconds(latency: float, transfer: float, num_hops: int) -> float:
-    """Return the seconds of a tensor sent in k equal parts along a chain of hops, for the best k ≥
-    1: (hops − 1 + k)·(α + S/(kβ)), ``latency`` being hops·α and ``transfer`` S/β. For a best k
-    above 1 this is (√((hops − 1)·α) + √(S/β))²; α is the mean latency of a hop."""
+    """Return the seconds to send a tensor along a chain of hops in k equal parts, for the best k ≥
+    1. ``latency`` is that of all hops in seconds, ``transfer`` the seconds of the whole tensor over
+    one hop. k parts take (hops − 1 + k)·(α + transfer/k), α being the mean latency of a hop; for
+    the best k > 1 this is (√((hops − 1)·α) + √transfer)²."""
     hop = latency / num_hops
     if (num_hops - 1) * transfer <= hop:
         return num_hops * (hop + transfer)
@@ -241,11 +244,11 @@ def _pipeline_seconds(latency: float, transfer: float, num_hops: int) -> float:
 def _in_switch_seconds(
     num_bytes: float, shape: Shape, wires: Wires, *, rate: float, fill_seconds: float
 ) -> float:
-    """Return the seconds of an all-reduce in which each host's switch sums, and two trees join the
-    hosts. 2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill), where ρ is the
-    switch's ``rate``. The last term: the switch sends out a sum when a whole chunk has arrived, so
-    a tensor smaller than a chunk passes in and out one after the other. Source: NCCL's NVLS and
-    NVLSTree."""
+    """Return the seconds of an all-reduce of S bytes in which each host's switch sums and two trees
+    join h hosts of p ranks: 2·α1 + 2·⌈log2 h⌉·α2 + max(S/ρ, min(2, h/2)·S/(p·β2)) + min(S/ρ, fill).
+    α is the latency, β the rate of links within (1) and between hosts (2), ρ the switch's ``rate``,
+    fill is ``fill_seconds``: a switch sends a sum when a whole chunk has arrived, so a tensor
+    smaller than a chunk first passes in, then out. Source: NCCL's NVLS and NVLSTree."""
     alpha1, _, alpha2, beta2 = wires
     summed = num_bytes / rate
     latency, transfer = 2 * alpha1, summed

@@ -61,9 +61,11 @@ def dispatch_seconds(
     routing: Routing = "any",
     limit: GroupLimit = (1, 1),
 ) -> float:
-    """Return the seconds in which each rank of ``group`` sends its tokens, of ``num_bytes``
-    together, to their experts: each token visits ``copies`` of the ``num_experts`` experts, which
-    are spread evenly over the ranks.
+    """Return the seconds in which each rank of ``group`` sends its tokens to their experts.
+    ``num_bytes`` are the bytes of all tokens of one rank; each token visits ``copies`` of the
+    ``num_experts`` experts, which are spread evenly over the ranks. ``dispatcher`` is the method
+    ("alltoall", …), ``routing`` the rule by which tokens choose experts, ``limit`` the router's
+    (number of groups of experts, number of groups that a token may use).
 
     >>> from ..cluster.cluster import Link
     >>> link = Link("wire", alpha_seconds=0.0, bytes_per_second=1e9)
@@ -90,9 +92,9 @@ def dispatch_seconds(
 def distinct_places(
     places: int, copies: int, num_experts: int, limit: GroupLimit = (1, 1)
 ) -> float:
-    """Return the mean number of ``places`` (ranks or hosts, with equally many experts each) that
-    hold the ``copies`` different experts of a token, if every choice of experts that the router's
-    ``limit`` allows is equally likely.
+    """Return the mean number of ranks (or hosts) that hold at least one of a token's ``copies``
+    experts. ``places`` is the number of ranks (or hosts); every choice that ``limit`` (groups of
+    experts, groups that a token may use) allows is equally likely.
 
     >>> distinct_places(4, 1, 8), distinct_places(8, 8, 8), round(distinct_places(2, 2, 4), 3)
     (1.0, 8.0, 1.667)
@@ -116,8 +118,9 @@ def distinct_places(
 def neighbouring_places(
     places: int, copies: int, num_experts: int, _limit: GroupLimit = (1, 1)
 ) -> float:
-    """Return the mean number of ``places`` (ranks or hosts, with equally many experts each) that
-    hold a token's experts, where each token in turn visits the next ``copies`` of ``num_experts``.
+    """Return the mean number of ranks (or hosts) that hold at least one of a token's ``copies``
+    experts if token after token visits the next ``copies`` of ``num_experts`` in turn. ``places``
+    is the number of ranks (or hosts), which hold equally many experts each.
 
     >>> neighbouring_places(4, 2, 8), neighbouring_places(8, 4, 8), neighbouring_places(2, 3, 8)
     (1.0, 4.0, 1.5)

@@ -16,8 +16,8 @@ rank begins with."""
 
 
 def mirrored(gather: Rounds) -> Rounds:
-    """Return the rounds of the reduce-scatter that reverses an all-gather: each message goes back,
-    in reverse order, and its receiver adds."""
+    """Return the rounds of messages of the reduce-scatter that reverses an all-gather: the messages
+    are sent back in reverse order, and each receiver adds."""
     return tuple(
         tuple(Message(m.receiver, m.sender, m.parts, adds=True) for m in messages)
         for messages in reversed(gather)
@@ -25,14 +25,14 @@ def mirrored(gather: Rounds) -> Rounds:
 
 
 def reduce_scatter(gather: Algorithm) -> Algorithm:
-    """Return the reduce-scatter that reverses an all-gather; it has the same counts of messages and
+    """Return the reduce-scatter that reverses an all-gather, with equal counts of messages and
     bytes."""
     return _derived(gather, lambda counts: counts, mirrored)
 
 
 def all_reduce(gather: Algorithm) -> Algorithm:
-    """Return the all-reduce that consists of the reduce-scatter which reverses ``gather``, followed
-    by ``gather`` itself."""
+    """Return the all-reduce that consists of the reverse of the all-gather ``gather`` (a
+    reduce-scatter), followed by ``gather`` itself."""
     return _derived(gather, Counts.doubled, lambda rounds: mirrored(rounds) + rounds)
 
 
@@ -51,19 +51,20 @@ def _derived(
 
 
 def side_by_side(*groups: Sequence[Round]) -> Rounds:
-    """Merge the rounds of several groups of ranks, which work at the same time."""
+    """Merge the rounds of messages of several groups of ranks that work at the same time: the first
+    rounds of all groups become the first round, and so on."""
     return tuple(sum(messages, ()) for messages in zip_longest(*groups, fillvalue=()))
 
 
 def is_power_of_two(count: int) -> bool:
-    """Return true for a count of 1, 2, 4, …"""
+    """Return true if ``count`` is 1, 2, 4, 8, …"""
     return count & (count - 1) == 0
 
 
 def _fold(n: int) -> int:
-    """Return the number f of additional rounds of a butterfly of n ranks: 0 for n = 2^k; else 2, as
-    the ranks beyond the largest 2^k hand in their values before the butterfly and receive the
-    result after it."""
+    """Return the number of additional rounds of an all-reduce of n ranks by recursive doubling: 0
+    if n is a power of two; else 2, in which ranks beyond the largest power of two hand in their
+    values before and receive the result after."""
     return 0 if is_power_of_two(n) else 2
 
 
@@ -76,11 +77,11 @@ def _log2_floor(count: int) -> int:
 
 
 def count_ring(shape: Shape) -> Counts:
-    """Count the messages and bytes of an all-gather around a ring of ranks. On equal links (n −
-    1)·α and (n − 1)/n·S/β (Thakur, 4.1, 4.2). Over h hosts of p ranks a part takes n − 1 hops, up
-    to h of them between hosts: h·α2 + (n − 1 − h)·α1. p rings run at once, each leaving a host at
-    another rank, so 1/p of the bytes of a rank crosses hosts: (n − 1)/n·S·max((p − 1)/(p·β1),
-    1/(p·β2))."""
+    """Count messages and bytes of an all-gather of S bytes around a ring of n ranks (α latency, β
+    rate of a link). On equal links: (n − 1)·α + (n − 1)/n·S/β (Thakur 2005, 4.1, 4.2). Over h hosts
+    of p ranks a part takes n − 1 hops, up to h of them between hosts: h·α2 + (n − 1 − h)·α1 (1
+    within, 2 between hosts). p rings run at once, each leaving a host at another rank, so 1/p of a
+    rank's bytes cross hosts: (n − 1)/n·S·max((p − 1)/(p·β1), 1/(p·β2))."""
     n, p, h = shape
     share = (n - 1) / n
     if shape.is_flat and shape.is_even:
@@ -91,9 +92,8 @@ def count_ring(shape: Shape) -> Counts:
 
 
 def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
-    """Return the rounds of an all-gather around a ring of the ranks ``order``: each rank passes on
-    the parts that it received last. The rank at index i of ``order`` begins with the parts
-    ``owned[i]``."""
+    """Return the rounds of messages of an all-gather around a ring ``order`` of ranks: each passes
+    on the parts that it received last. Rank ``order[i]`` begins with the parts ``owned[i]``."""
     n = len(order)
     return tuple(
         tuple(Message(order[i], order[(i + 1) % n], tuple(owned[(i - step) % n])) for i in range(n))
@@ -102,8 +102,9 @@ def ring_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
 
 
 def _make_ring(hosts: Hosts, _: int) -> Made:
-    """Make the table of an all-gather around a ring; over several hosts around one ring per rank of
-    the smallest host, each of which leaves the hosts at another rank."""
+    """Return the number of parts and the rounds of messages of an all-gather around a ring. Over
+    several hosts there is a ring per rank of the smallest host, each of which leaves hosts at
+    another rank."""
     n, rings = sum(hosts), min(hosts) if len(hosts) > 1 else 1
     parallel = []
     for ring in range(rings):
@@ -113,7 +114,8 @@ def _make_ring(hosts: Hosts, _: int) -> Made:
 
 
 def rotated(hosts: Hosts, start: int) -> list[list[int]]:
-    """Return the ranks of each host, rotated so that its ``start``-th rank comes first."""
+    """Return the ranks of each host, rotated so that the rank at index ``start`` within its host
+    comes first. ``hosts``: number of ranks on each host."""
     firsts = accumulate(hosts, initial=0)
     return [
         [first + (start + place) % count for place in range(count)]
@@ -122,8 +124,9 @@ def rotated(hosts: Hosts, start: int) -> list[list[int]]:
 
 
 def _count_doubling(shape: Shape) -> Counts | None:
-    """Count messages and bytes of an all-gather by recursive doubling: log2 n·α + (n − 1)/n·S/β, n
-    a power of two (Thakur, 4.1; NCCL 2.23's PAT)."""
+    """Count messages and bytes of an all-gather of S bytes by recursive doubling over n ranks, a
+    power of two: log2 n·α + (n − 1)/n·S/β for latency α and rate β (Thakur 2005, 4.1; NCCL 2.23's
+    PAT). None for other n, or if the ranks are on several hosts of several ranks."""
     n = shape.n
     if not (shape.is_flat and shape.is_even and is_power_of_two(n)):
         return None
@@ -131,9 +134,8 @@ def _count_doubling(shape: Shape) -> Counts | None:
 
 
 def _doubling_rounds(order: Sequence[int], owned: Sequence[Sequence[int]]) -> Rounds:
-    """Return the rounds in which ranks at distance 1, 2, 4, … in ``order`` exchange all parts that
-    they hold. The number of ranks is 2^k; the rank at index i of ``order`` begins with the parts
-    ``owned[i]``."""
+    """Return the rounds of messages in which 2^k ranks, at distance 1, 2, 4, … in ``order``,
+    exchange all parts that they hold. Rank ``order[i]`` begins with the parts ``owned[i]``."""
     n, rounds = len(order), []
     for distance in powers_below(n):
         held = [
@@ -158,10 +160,10 @@ def own_parts(n: int) -> list[list[int]]:
 
 
 def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algorithm:
-    """Return the all-gather that first gathers among ranks with the same number in their hosts, by
-    ``between`` in ``steps(h)`` rounds, then around a ring within each host. Latency: (h − 1)·α2
-    (rings) or log2 h·α2 (doubling, h a power of two), plus (p − 1)·α1; bytes: (h − 1)/h·S/p/β2 + (p
-    − 1)/p·S/β1."""
+    """Return the all-gather that first gathers between h hosts (among ranks with equal index in
+    their hosts; ``between`` makes the ``steps(h)`` rounds), then around a ring of the p ranks of
+    each host. Latency: ``steps(h)``·α2 + (p − 1)·α1. Time for S bytes: (h − 1)/h·S/p/β2 + (p −
+    1)/p·S/β1. α, β are latency and rate of links within (1) and between hosts (2)."""
 
     def count(shape: Shape) -> Counts | None:
         _, p, h = shape
@@ -187,8 +189,9 @@ def _hierarchical(between: Gather, steps: Callable[[int], int | None]) -> Algori
 
 
 def count_butterfly(shape: Shape) -> Counts | None:
-    """Count messages and bytes of an all-reduce by recursive doubling: (log2 m + f)·(α + S/β), m
-    the largest power of two up to n, f of ``_fold`` (Thakur, 4.5)."""
+    """Count messages and bytes of an all-reduce of S bytes by recursive doubling over n ranks:
+    (log2 m + f)·(α + S/β), where m is the largest power of two up to n, f is 0 if n = m and else 2,
+    α the latency and β the rate of a link (Thakur 2005, 4.5)."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps = shape.on_one_level(_log2_floor(shape.n) + _fold(shape.n))
@@ -196,8 +199,9 @@ def count_butterfly(shape: Shape) -> Counts | None:
 
 
 def count_halving_doubling(shape: Shape) -> Counts | None:
-    """Count messages and bytes of an all-reduce by recursive halving, then doubling (Rabenseifner
-    2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β), m and f as in ``count_butterfly``."""
+    """Count messages and bytes of an all-reduce of S bytes by recursive halving, then doubling
+    (Rabenseifner 2004): 2·log2 m·α + 2(m − 1)/m·S/β + f·(α + S/β). Symbols: see
+    ``count_butterfly``."""
     if not (shape.is_flat and shape.is_even):
         return None
     steps, fold = _log2_floor(shape.n), _fold(shape.n)
@@ -234,8 +238,8 @@ def _folded(hosts: Hosts, num_parts: int, core_rounds: Callable[[Sequence[int]],
 
 
 def _exchange_rounds(order: Sequence[int]) -> Rounds:
-    """Return the rounds in which ranks at distance 1, 2, 4, … in ``order`` exchange and add the
-    whole tensor."""
+    """Return the rounds of messages in which ranks at distance 1, 2, 4, … in ``order`` exchange the
+    whole tensor and add the received one to their own."""
     n = len(order)
     return tuple(
         tuple(Message(order[i], order[i ^ distance], (0,), adds=True) for i in range(n))

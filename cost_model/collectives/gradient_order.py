@@ -30,22 +30,23 @@ STEPS = 4
 
 
 class SumSeconds(NamedTuple):
-    """Seconds of one collective that sums gradients; these are complete after the backward of
-    ``block`` (-1: after the backward of all blocks)."""
+    """Collective that sums gradients across ranks, and its ``seconds``. The gradients are complete
+    after the backward of block (layer) number ``block``; −1: after the backward of all blocks."""
 
     block: int
     seconds: float
 
     @property
     def needed_by(self) -> int:
-        """First block whose forward may read the parameters that the sum updates."""
+        """First block (layer) whose forward may read the parameters that the sum updates."""
         return max(self.block, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSeconds:
-    """Seconds of a rank's work for each block: ``forward`` and ``backward`` of one micro-batch,
-    ``update`` of a step. While gradients are summed, ``slowed_share`` of compute is lost."""
+    """Seconds of one rank's work, by block (layer): ``forward`` and ``backward`` of one
+    micro-batch, ``update`` of the weights once per step. ``slowed_share`` is the share of compute
+    speed (0 to 1) that is lost while gradients are summed."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -55,9 +56,9 @@ class BlockSeconds:
 
 
 def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[int, ...]:
-    """Return the numbers of the sums of gradients in the order in which they are started. Whenever
-    the links are free, of the sums whose gradients are complete the one is started that the next
-    forward needs first.
+    """Return the indices of the collectives ``sums`` in the order of their starts. Whenever the
+    links are free, the sum starts that the next forward needs first, of all with complete
+    gradients.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> priority_order(blocks, [SumSeconds(1, 0.5), SumSeconds(1, 2.0), SumSeconds(0, 1.0)])
@@ -78,8 +79,8 @@ def priority_order(blocks: BlockSeconds, sums: Sequence[SumSeconds]) -> tuple[in
 
 
 def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
-    """Return the seconds from the last backward's start until each block's gradients are
-    complete."""
+    """Return for each block (layer) the seconds from the start of the last backward until its
+    gradients are complete; key −1 is for all blocks."""
     ends = list(accumulate(reversed(blocks.backward)))
     return {**dict(enumerate(reversed(ends))), -1: ends[-1] if ends else 0.0}
 
@@ -87,9 +88,9 @@ def _ready_seconds(blocks: BlockSeconds) -> dict[int, float]:
 def step_seconds(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], *, overlaps_steps: bool
 ) -> float:
-    """Return the seconds of a training step, one of many in succession; ``sums`` start in the given
-    order. With ``overlaps_steps`` the next forward waits at each block only for the block's own
-    sums.
+    """Return the seconds of a training step, one of many in succession. The collectives ``sums``
+    start in the given order. With ``overlaps_steps`` the next forward waits at each block only for
+    the sums of this block's gradients, without it for all sums.
 
     >>> blocks = BlockSeconds((1, 1), (1, 1), (0, 0))
     >>> sums = [SumSeconds(1, 1.0), SumSeconds(0, 1.0)]
@@ -117,8 +118,9 @@ def step_seconds(
 def _forward(
     blocks: BlockSeconds, links: Collectives, now: float, done: Sequence[tuple[int, float]]
 ) -> float:
-    """Return the end of a step's first forward, which starts at ``now``; ``done`` has for each sum
-    of the last step (block that needs it, time of its end)."""
+    """Return the time (seconds) at which a step's first forward ends, if it starts at ``now``.
+    ``done`` has (block that needs it, time of its end) of each sum of gradients of the previous
+    step; ``links`` holds the collectives that run meanwhile."""
     for block, seconds in enumerate(blocks.forward):
         ends = [end for needed_by, end in done if needed_by == block]
         if ends:
@@ -131,7 +133,8 @@ def _forward(
 def _last_backward(
     blocks: BlockSeconds, sums: Sequence[SumSeconds], links: Collectives, now: float
 ) -> tuple[float, list[tuple[int, float]]]:
-    """Return the end of the last backward, and for each sum (block that needs it, its end)."""
+    """Return the time at which the step's last backward ends, if it starts at ``now``, and for each
+    sum of gradients (block that needs it, time of its end)."""
     done: list[tuple[int, float]] = []
     for block in reversed(range(len(blocks.backward))):
         now = links.finish(now, blocks.backward[block])

@@ -20,8 +20,8 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Message(NamedTuple):
-    """Message of a round: ``sender`` sends ``parts``; ``receiver`` adds them to its own if
-    ``adds``, else copies them."""
+    """Message in one round of a collective: rank ``sender`` sends tensor parts (by id) to rank
+    ``receiver``, which adds them to its own if ``adds``, else stores them."""
 
     sender: int
     receiver: int
@@ -34,8 +34,9 @@ Round = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of an algorithm's messages between ranks 0 … n − 1, numbered host by host. ``hosts``:
-    number of ranks on each host. A broadcast starts at rank 0."""
+    """All messages of a collective algorithm, round by round, between ranks 0 … n − 1, which are
+    numbered host by host. ``hosts`` has the number of ranks on each host. The tensor is cut into
+    ``num_parts`` equal parts. A broadcast starts at rank 0."""
 
     kind: CollectiveKind
     name: str
@@ -48,7 +49,7 @@ class Table:
         return sum(self.hosts)
 
     def host_of(self) -> tuple[int, ...]:
-        """Return the number of each rank's host."""
+        """Return the index of each rank's host."""
         return tuple(host for host, count in enumerate(self.hosts) for _ in range(count))
 
     def messages(self) -> Iterator[Message]:
@@ -57,8 +58,8 @@ class Table:
 
 
 class Levels(NamedTuple):
-    """Counts of messages, or of bytes as multiples of the tensor's: within hosts (``intra``),
-    between hosts (``inter``), and over the slower of these two kinds of link (``slowest``)."""
+    """Number of messages, or of bytes as multiples of the tensor's bytes, by kind of link: within
+    hosts (``intra``), between hosts (``inter``), and over the slower of these two (``slowest``)."""
 
     intra: float
     inter: float
@@ -66,7 +67,7 @@ class Levels(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Layout of a group on hosts: n ranks, p of them on the host with the fewest, h hosts."""
+    """Layout of a group: ``n`` ranks on ``h`` hosts, the smallest of which has ``p`` of them."""
 
     n: int
     p: int
@@ -74,7 +75,7 @@ class Shape(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """True where every two ranks are joined by the same kind of link."""
+        """True if one kind of link joins all ranks: a single host, or one rank per host."""
         return self.h == 1 or self.p == 1
 
     @property
@@ -82,8 +83,8 @@ class Shape(NamedTuple):
         return self.n == self.p * self.h
 
     def on_one_level(self, count: float) -> Levels:
-        """Return ``count`` assigned to the only kind of link in a flat group, or else to the slower
-        kind.
+        """Return ``count`` (of messages or bytes) for the only kind of link, if the group is on one
+        host or has one rank per host; else for the slower of the links within and between hosts.
 
         >>> Shape(4, 4, 1).on_one_level(3.0)
         Levels(intra=3.0, inter=0, slowest=0)
@@ -94,11 +95,11 @@ class Shape(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Costs of an algorithm: number of successive ``messages``, and bytes through the busiest rank
-    as multiples of the tensor's (``tensors``). ``at_once``: links within and between hosts carry
-    bytes at the same time. ``num_posts``: number of peers beyond the first to which a rank posts
-    messages at once. ``num_hops``: length of a chain along which the tensor is sent in the best
-    number of parts; ``messages`` then counts those of the first part."""
+    """Costs of a collective algorithm: the number of successive ``messages``, and the bytes through
+    the busiest rank as multiples of the tensor's bytes (``tensors``). ``at_once``: links within and
+    between hosts carry bytes at the same time. ``num_posts``: number of peers beyond the first to
+    which a rank sends at once. ``num_hops``: length of the chain along which a pipelined tensor is
+    sent in the best number of parts (0: no pipeline); ``messages`` then counts for one part."""
 
     messages: Levels
     tensors: Levels
@@ -107,7 +108,7 @@ class Counts(NamedTuple):
     num_hops: int = 0
 
     def doubled(self) -> Counts:
-        """Return the counts of an algorithm that runs twice, there and back."""
+        """Return the costs of two runs, as of an all-reduce (reduce-scatter, then all-gather)."""
         messages, tensors = (Levels(*(2 * count for count in each)) for each in self[:2])
         return self._replace(messages=messages, tensors=tensors)
 
@@ -121,17 +122,18 @@ Made = tuple[int, Rounds]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Collective algorithm: ``count`` returns its counts for a layout, ``make`` its table of
-    messages for the ranks of each host and the number of parts of a pipeline. Either returns None
-    where the algorithm does not exist for a layout: recursive doubling of an all-gather needs 2^k
-    ranks, a hierarchy needs hosts with equally many ranks."""
+    """Collective algorithm. ``count`` returns its numbers of messages and bytes for a layout of
+    ranks on hosts; ``make`` returns its number of tensor parts and its rounds of messages, from the
+    numbers of ranks on each host and of parts of a pipeline. Both return None if the algorithm
+    cannot run on a layout: recursive doubling of an all-gather needs 2^k ranks, a hierarchy equal
+    hosts."""
 
     count: Callable[[Shape], Counts | None]
     make: Callable[[Hosts, int], Made | None]
 
 
 def starting_parts(table: Table, rank: int) -> tuple[int, ...]:
-    """Return the parts that ``rank`` holds before the collective."""
+    """Return the ids of the tensor parts that ``rank`` holds before the collective."""
     n, parts = table.num_ranks, table.num_parts
     if table.kind == "all_gather":
         return tuple(range(rank * parts // n, (rank + 1) * parts // n))
@@ -141,7 +143,7 @@ def starting_parts(table: Table, rank: int) -> tuple[int, ...]:
 
 
 def final_parts(table: Table, rank: int) -> tuple[int, ...]:
-    """Return the parts that ``rank`` must hold after the collective."""
+    """Return the ids of the tensor parts that ``rank`` must hold after the collective."""
     n, parts = table.num_ranks, table.num_parts
     if table.kind == "reduce_scatter":
         return tuple(range(rank * parts // n, (rank + 1) * parts // n))
@@ -151,9 +153,9 @@ def final_parts(table: Table, rank: int) -> tuple[int, ...]:
 
 
 def wrong_parts(table: Table) -> list[str]:
-    """Describe the parts that ranks lack, or hold with wrong contents, after the messages of a
-    table; empty for a correct table. Each part is followed as the list of ranks whose values are
-    summed in it."""
+    """Describe, one text each, the tensor parts that ranks lack or hold with wrong contents after
+    all messages of a table; empty for a correct table. A part's contents are followed as the list
+    of ranks whose values are summed in it."""
     ranks = range(table.num_ranks)
     held: list[dict[int, tuple[int, ...]]] = [
         dict.fromkeys(starting_parts(table, rank), (rank,)) for rank in ranks
@@ -180,8 +182,8 @@ def wrong_parts(table: Table) -> list[str]:
 
 
 def rounds(table: Table) -> Levels:
-    """Count the rounds of a table in which all messages stay within hosts, and those in which a
-    message crosses hosts."""
+    """Count the rounds of a table: ``intra``, in which all messages stay within hosts, and
+    ``inter``, in which a message crosses hosts."""
     host = table.host_of()
     inter = sum(any(host[m.sender] != host[m.receiver] for m in r) for r in table.rounds)
     return Levels(len(table.rounds) - inter, inter)
@@ -189,9 +191,9 @@ def rounds(table: Table) -> Levels:
 
 def chain(table: Table) -> Levels:
     """Count the messages, within and between hosts, of the longest chain in which each message
-    passes on parts received by the one before. It is a lower bound of the latency of a pipelined
-    algorithm, whose rings or trees run independently. Messages between hosts count first, as they
-    take longer."""
+    passes on parts that the previous message delivered. If chains differ, messages between hosts
+    decide, as they take longer. The result is a lower bound of the latency of a pipelined
+    algorithm, whose rings or trees run independently."""
     host = table.host_of()
     longest: dict[tuple[int, int], tuple[int, int]] = {}
     for messages in table.rounds:
@@ -210,15 +212,16 @@ def chain(table: Table) -> Levels:
 
 
 def bytes_in_rounds(table: Table) -> Levels:
-    """Return the bytes that the busiest rank sends or receives in each round, summed over rounds.
-    They are multiples of the tensor's bytes, or of one rank's input of an all-to-all."""
+    """Return the bytes that the busiest rank sends or receives in each round, summed over the
+    rounds of a table, within and between hosts. The unit is the bytes of the tensor (for an
+    all-to-all, of one rank's input)."""
     return _busiest_tensors(table, table.rounds)
 
 
 def busiest_bytes(table: Table) -> Levels:
-    """Return the bytes that the busiest rank sends or receives in all, within and between hosts, as
-    multiples of the tensor's bytes. They are a lower bound for the time of a pipelined algorithm
-    with many parts."""
+    """Return the bytes that the busiest rank sends or receives over the whole table, within and
+    between hosts, as multiples of the tensor's bytes. They bound a pipelined algorithm's time from
+    below."""
     return _busiest_tensors(table, (tuple(table.messages()),))
 
 
@@ -239,9 +242,9 @@ def sent_bytes(table: Table, rank: int) -> float:
 def busiest_port(
     messages: Iterable[Message], host: Sequence[int], *, crosses: bool, by_host: bool = False
 ) -> int:
-    """Return the number of parts through the busiest port in one direction, within hosts or, with
-    ``crosses``, between hosts. ``host``: each rank's host. Each rank has a port of its own, or with
-    ``by_host`` all ranks of a host share one."""
+    """Return the number of tensor parts that pass in one direction through the busiest port: of
+    messages within hosts or, with ``crosses``, between hosts. Each rank has its own port or, with
+    ``by_host``, all ranks of a host share one. ``host``: index of each rank's host."""
     sent, received = [0] * len(host), [0] * len(host)
     for message in messages:
         sender, receiver = host[message.sender], host[message.receiver]

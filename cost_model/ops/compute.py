@@ -55,8 +55,8 @@ with one scale per tensor. With such scales a training step of Llama 8B takes 13
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Speed of a device for one dtype and one op family (ops with a common efficiency, such as
-    "matmul")."""
+    """Speed of a device for one dtype and one op family (kind of ops with a common efficiency, such
+    as "matmul"). ``ramp_seconds`` is the time to fill and drain a kernel of matrix products."""
 
     launch_seconds: float
     ramp_seconds: float
@@ -64,7 +64,8 @@ class Rate:
     seconds_per_byte: float
 
     def seconds(self, flops: float, num_bytes: float) -> float:
-        """Return the seconds of an op of these FLOPs and bytes; 0 without either (a view)."""
+        """Return the seconds of an op with these FLOPs and bytes moved; 0 if both are 0 (a
+        view)."""
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         compute = self.ramp_seconds + flops * self.seconds_per_flop if flops > 0 else 0.0
@@ -72,9 +73,9 @@ class Rate:
 
 
 def rate(device: Device, family: str, dtype: str) -> Rate:
-    """Return the speed of ops of ``family`` in ``dtype`` on ``device``. An unknown family is taken
-    as "elementwise". A family's efficiency in that dtype is used if the device has one. Float32
-    products of the families that the device computes in TF32 run at its peak for TF32."""
+    """Return the speed of ops of ``family`` in ``dtype`` on ``device``. An unknown family counts as
+    "elementwise". The family's efficiency in this dtype is used if the device has a figure for it.
+    Float32 products of families for which TF32 is turned on run at the peak of TF32."""
     computes = family in COMPUTE_FAMILIES
     known = family if computes or family in MEMORY_FAMILIES else "elementwise"
     efficiency = _efficiency(device, known, dtype)
@@ -93,8 +94,8 @@ def rate(device: Device, family: str, dtype: str) -> Rate:
 
 
 def with_attention(device: Device, kernel: str) -> Device:
-    """Return the device with its efficiency of attention replaced by that of ``kernel``, if it has
-    a figure for ``kernel``."""
+    """Return a copy of ``device`` in which the efficiency of attention is the figure for ``kernel``
+    (such as "cudnn"), or ``device`` itself if it has no figure for this kernel."""
     own = device.efficiency.get(f"attention_{kernel}")
     if own is None:
         return device
@@ -109,8 +110,8 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 
 class OpWork(Protocol):
-    """Work of an op on one rank, forward and backward; its properties are explained in
-    ``planner.ops.work``."""
+    """Work of one op on one rank: FLOPs, bytes, matrix products and kernels of its forward and its
+    backward. ``planner.ops.work`` explains each property."""
 
     @property
     def family(self) -> str: ...
@@ -140,7 +141,7 @@ passes over an int32 tensor. A GPU draws it in the kernel that reads and writes 
 
 
 def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float]:
-    """Return the device's seconds of an op's work on one rank, forward and backward."""
+    """Return the seconds (forward, backward) that an op on one rank keeps the device busy."""
     own = rate(device, work.family, dtype)
     if device.num_units and work.products_forward:
         if work.family == "matmul":
@@ -159,9 +160,9 @@ def work_seconds(device: Device, work: OpWork, dtype: str) -> tuple[float, float
 
 
 def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
-    """Return the seconds that the host takes to issue the kernels of an op, forward and backward.
-    The host runs ahead of the device: a long sequence of ops takes the longer of two sums over its
-    ops, of these seconds and of ``work_seconds`` (collectives included)."""
+    """Return the seconds (forward, backward) that the host takes to issue the kernels of an op. The
+    host runs ahead of the device: a long sequence of ops takes either the sum of these seconds or
+    the sum of ``work_seconds`` (plus collectives), whichever is longer."""
     return (
         device.issue_seconds * work.kernels_forward,
         device.issue_seconds * work.kernels_backward,
@@ -171,9 +172,9 @@ def host_seconds(device: Device, work: OpWork) -> tuple[float, float]:
 def eight_bit_seconds(
     device: Device, work: OpWork, dtype: str, factor_dtype: str, cast_bytes: float
 ) -> tuple[float, float]:
-    """Return the ``work_seconds`` of a matrix product that casts its factors to ``factor_dtype``.
-    Casting moves ``cast_bytes`` per element, by one kernel per cast tensor: both factors in the
-    forward, the output's gradient in the backward."""
+    """Return the seconds (forward, backward) of a matrix product that casts its factors from
+    ``dtype`` to the 8-bit ``factor_dtype``. Casting moves ``cast_bytes`` per element, by one kernel
+    per cast tensor: both factors in the forward, the output's gradient in the backward."""
     plain = replace(rate(device, "matmul", dtype), ramp_seconds=0.0)
     own = replace(plain, seconds_per_flop=rate(device, "matmul", factor_dtype).seconds_per_flop)
     comes_in_waves = device.num_units and work.products_forward
@@ -241,10 +242,10 @@ def _attention_seconds(device: Device, own: Rate, work: OpWork) -> tuple[float, 
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """Return a device's dense peak FLOPs per second in ``dtype``, or in the dtype that it uses
-    instead. Without a figure of its own, float16 has the peak of bfloat16 or float32, and bfloat16
-    that of float32, in which a GPU without units for it computes; float64 has 1/64 of float32's,
-    the ratio of GPUs made for graphics; integers have float32's."""
+    """Return a device's dense peak FLOP/s in ``dtype``. Without a figure, float16 has the peak of
+    bfloat16, else of float32, and bfloat16 the peak of float32, in which GPUs without units for it
+    compute; float64 has 1/64 of float32's (the ratio of GPUs for graphics), 8-bit formats the peak
+    of bfloat16, and integers the peak of float32."""
     peaks = device.peak_flops
     if dtype in peaks:
         return peaks[dtype]
@@ -255,8 +256,8 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 
 def least_seconds(cluster: Cluster, flops: Mapping[str, float], dtype: str) -> float:
-    """Return the seconds of ``flops``, by family of ops, if all devices of a cluster work at their
-    peaks for ``dtype``."""
+    """Return a lower bound of the seconds for ``flops`` (FLOPs by op family, such as "matmul"): all
+    devices of a cluster work on them in ``dtype`` at their peaks."""
     by_peak: dict[float, float] = {}
     for family, number in flops.items():
         peak = sum(

@@ -32,8 +32,9 @@ GradientDtype = Literal["master", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """Options for how parameters, gradients and optimizer states are held in memory. ``offload``:
-    master parameters and optimizer states are kept in the host's memory."""
+    """Options for training states in memory. ``gradient_dtype``: format in which gradients are
+    summed and held ("master" or "compute"). ``offload``: master weights and optimizer states are in
+    host memory."""
 
     gradient_dtype: GradientDtype = "master"
     offload: bool = False
@@ -43,17 +44,17 @@ DEFAULT = StateOptions()
 
 
 class PolicyError(ValueError):
-    """Error for an unknown precision or optimizer, or an impossible ZeRO stage."""
+    """Error for an unknown precision or optimizer, or for a ZeRO stage that is not possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """Bytes per parameter of each training state, in one precision and with one optimizer.
-    ``parameter_bytes``: the copy that the optimizer updates (master); ``gradient_bytes``: the
-    reduced gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy that
-    forward and backward use, in ``compute_dtype``. ``host_bytes``: masters and optimizer states
-    that are offloaded to the host's memory; ``parameter_bytes`` then counts the copy on the device
-    instead, and ``optimizer_bytes`` is 0."""
+    """Bytes per parameter of each training state, for one precision and one optimizer.
+    ``parameter_bytes``: master weights, which the optimizer updates; ``gradient_bytes``: the
+    reduced gradient; ``optimizer_bytes``: the optimizer's states; ``gathered_bytes``: the copy in
+    ``compute_dtype`` that forward and backward use; ``host_bytes``: master weights and optimizer
+    states that are offloaded to the host's memory. With offload ``parameter_bytes`` counts the
+    device's copy of the weights, and ``optimizer_bytes`` is 0."""
 
     name: str
     compute_dtype: str
@@ -65,14 +66,12 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """True if forward and backward use another copy of the parameters than the optimizer
-        updates."""
+        """True if forward and backward use weights in another format than the master weights."""
         return self.gathered_bytes != self.parameter_bytes
 
     @property
     def frozen(self) -> PrecisionPolicy:
-        """Policy of parameters that are not trained: they have only the copy that forward and
-        backward use."""
+        """Policy of parameters that are not trained: bytes for the forward's copy alone."""
         return replace(
             self,
             parameter_bytes=self.gathered_bytes,
@@ -84,8 +83,8 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of training states that a rank holds from step to step. ``parameters`` includes the
-    gathered copy, if one is kept."""
+    """Bytes on one rank of the training states that it holds from step to step. ``parameters``
+    counts the master weights and, if one is kept, the gathered copy for forward and backward."""
 
     parameters: int
     gradients: int
@@ -99,11 +98,11 @@ class StateBytes:
 def policy(
     precision: str, optimizer: str = "adamw", options: StateOptions = DEFAULT
 ) -> PrecisionPolicy:
-    """Return the policy of a precision ("fp32", "bf16", "fp16", "fp8", "fp64") with an optimizer.
-    bf16, fp16 and fp8 are mixed: float32 parameters, gradients reduced and kept in float32, compute
-    in half precision; in fp8 values are bfloat16, and matrix products cast their factors to 8 bits.
-    With ``options.gradient_dtype`` "compute", gradients are summed and kept in half precision, and
-    cast for the optimizer's step.
+    """Return the bytes per parameter for a precision ("fp32", "bf16", "fp16", "fp8", "fp64") and an
+    optimizer. bf16, fp16 and fp8 are mixed: float32 master weights, gradients reduced and kept in
+    float32, compute in half precision; in fp8, values are bfloat16 and matrix products cast their
+    factors to 8 bits. With ``options.gradient_dtype`` "compute", gradients are summed and kept in
+    half precision and cast for the optimizer's step. Raises ``PolicyError`` for unknown names.
 
     >>> policy("bf16", "adamw")  # doctest: +NORMALIZE_WHITESPACE
     PrecisionPolicy(name='bf16', compute_dtype='bfloat16', parameter_bytes=4,
@@ -136,8 +135,8 @@ def policy(
 
 
 def policy_on(kind: str, rules: PrecisionPolicy) -> PrecisionPolicy:
-    """Return the policy for a device of a kind ("cpu", "cuda"): on a CPU, offloaded bytes count as
-    the device's, as its memory is the host's."""
+    """Return ``rules`` (bytes per parameter) adapted to a kind of device ("cpu", "cuda"): on a CPU,
+    offloaded bytes count as the device's, because its memory is the host's."""
     if kind != "cpu" or not rules.host_bytes:
         return rules
     return replace(rules, optimizer_bytes=rules.host_bytes)
@@ -151,14 +150,14 @@ def state_bytes(
     *,
     wrapped: bool = False,
 ) -> StateBytes:
-    """Return the bytes of the states of ``numel_local`` parameters, the part that tensor and
-    pipeline parallelism leave to this rank, under ZeRO stage ``zero`` over ``shards`` ranks.
+    """Return the bytes that one rank holds for the training states of ``numel_local`` parameters
+    (its part under tensor and pipeline parallelism) with ZeRO stage ``zero`` over ``shards`` ranks.
 
-    Stage 1 shards the optimizer's states and the master parameters, stage 2 the gradients too; in
-    both (and in stage 0 with mixed precision) a gathered copy of the parameters stays. Stage 3
-    gathers a block at a time: see ``exchange_bytes``. ``wrapped`` says that fully_shard holds the
-    parameters even where nothing is sharded; in stages 1 and 2 it then keeps a gathered copy in a
-    group of one rank too.
+    Stage 1 shards the optimizer's states and the master weights, stage 2 the gradients too; in both
+    (and in stage 0 with mixed precision) a gathered copy of the weights is kept. Stage 3 gathers
+    one block (layer) at a time: see ``exchange_bytes``. ``wrapped``: FSDP2's fully_shard holds the
+    parameters even if ``shards`` is 1; stages 1 and 2 then keep a gathered copy on a single rank
+    too.
 
     >>> state_bytes(1000, policy("fp32"), 0, 1)
     StateBytes(parameters=4000, gradients=4000, optimizer=8000)
@@ -180,14 +179,13 @@ def state_bytes(
 
 
 def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) -> float:
-    """Return the bytes of the buffers, in addition to the states, through which ``numel``
-    parameters of a block and their gradients are exchanged over ``shards`` ranks. Half of them are
-    returned: the buffers serve the running block and the next one, and the caller adds the halves
-    of the two.
+    """Return half of the bytes of the buffers with which ``numel`` parameters of one block (layer)
+    and their gradients are exchanged over ``shards`` ranks, in addition to the training states. It
+    is half, as the buffers serve the running block and the next: the caller adds both halves.
 
-    ZeRO 3 holds the running block's parameters and the next one's, gathered; ZeRO 2 and 3
-    the running block's whole gradient, and the buffer in which the last one's is reduced;
-    ZeRO 0 and 1 only such a buffer. Source: FSDP2's parameter groups, and the buckets of
+    With ZeRO 3 the buffers hold the gathered parameters of the running and the next block; with
+    ZeRO 2 and 3 the whole gradient of the running block, and with all stages the buffer in which
+    the previous block's gradient is reduced. Source: FSDP2's parameter groups, and the buckets of
     ``runtime.update.gradients``.
 
     >>> exchange_bytes(1000, policy("fp32"), 3, 4), exchange_bytes(1000, policy("fp32"), 0, 4)
@@ -204,11 +202,11 @@ def exchange_bytes(numel: int, policy: PrecisionPolicy, zero: int, shards: int) 
 def sent_bytes(
     numel: int, policy: PrecisionPolicy, zero: int, shards: int, num_microbatches: int = 1
 ) -> float:
-    """Return the bytes that a rank sends in a step for ``numel`` parameters of data parallelism
-    over ``shards`` ranks. An all-gather, or a reduce-scatter, of S bytes sends S(N - 1)/N of them,
-    an all-reduce twice as much. ZeRO 0 all-reduces gradients once, ZeRO 1 reduce-scatters them
-    once, ZeRO 2 and 3 in every micro-batch. ZeRO 1 and 2 gather parameters once, ZeRO 3 twice in
-    every micro-batch. Source: Rajbhandari et al. 2020, section 7.
+    """Return the bytes that one rank sends per step for data parallelism of ``numel`` parameters
+    over ``shards`` ranks, with ZeRO stage ``zero``. An all-gather or reduce-scatter of S bytes over
+    N ranks sends S(N - 1)/N, an all-reduce twice as much. ZeRO 0 all-reduces gradients once per
+    step, ZeRO 1 reduce-scatters them once, ZeRO 2 and 3 in every micro-batch. ZeRO 1 and 2 gather
+    parameters once per step, ZeRO 3 twice per micro-batch. Source: Rajbhandari 2020, section 7.
 
     >>> half = policy("bf16", "adamw", StateOptions("compute"))
     >>> [sent_bytes(1000, half, zero, 1000) / 1998 for zero in range(4)]
@@ -221,8 +219,8 @@ def sent_bytes(
 
 
 def allocated_bytes(num_bytes: int, kind: Literal["cuda", "cpu"]) -> int:
-    """Return the bytes that the allocator takes for a tensor: multiples of 512 on CUDA, of 64 on
-    CPU. Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
+    """Return the bytes allocated for a tensor of ``num_bytes``: a multiple of 512 (CUDA) or 64
+    (CPU). Source: c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize); c10/core/alignment.h.
 
     >>> allocated_bytes(513, "cuda"), allocated_bytes(0, "cuda")
     (1024, 0)
@@ -235,12 +233,12 @@ _FRAGMENTATION = {"cuda": 0.03, "cpu": 0.0}
 
 
 def fragmentation_bytes(kind: Literal["cuda", "cpu"], moving_bytes: float) -> float:
-    """Return the bytes that the allocator loses to fragmentation, of ``moving_bytes`` that are
-    allocated and freed within a step. On CUDA 3 % of them: the caching allocator takes memory in
-    segments (2 MiB for tensors up to 1 MiB, 20 MiB up to 10 MiB, multiples of 2 MiB above;
-    c10/core/AllocatorConfig.h) and cannot always use the rest of a segment. The share is an
-    estimate, not a measurement; states are made once, in large segments, and not counted. None on a
-    CPU, where malloc gives pages back."""
+    """Return the bytes that torch's allocator loses to fragmentation, given the ``moving_bytes``
+    that are allocated and freed within a step. On CUDA this is 3 % of them, an estimate: the
+    caching allocator takes memory in segments (2 MiB for tensors up to 1 MiB, 20 MiB up to 10 MiB,
+    multiples of 2 MiB above; c10/core/AllocatorConfig.h) and cannot always use the rest of a
+    segment. Training states, which are allocated once, do not count. 0 on a CPU, where malloc
+    returns pages."""
     return _FRAGMENTATION[kind] * moving_bytes
 
 
@@ -250,11 +248,11 @@ _NCCL_COMMUNICATOR_BYTES = 250_000_000
 
 
 def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
-    """Return the bytes of a device that belong to no tensor of the model, with ``num_groups``
-    process groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the workspaces of
-    cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB per channel,
-    peer and protocol; estimated). On a CPU none: a process's memory for torch itself (0.2 to 0.4
-    GB) is not counted, nor is it in a device's usable memory.
+    """Return the bytes of a device that are occupied beside the model's tensors, with
+    ``num_groups`` process groups: on CUDA the context (0.4 to 0.6 GB from Volta to Hopper), the
+    workspaces of cuBLAS (8 MiB per stream, 32 MiB on Hopper) and cuDNN, and NCCL's buffers (4 MiB
+    per channel, peer and protocol; estimated). 0 on a CPU: a process's memory for torch itself (0.2
+    to 0.4 GB) is not counted, nor is it part of a device's usable memory.
 
     >>> reserve_bytes("cuda", 2)
     1200000000
@@ -265,8 +263,7 @@ def reserve_bytes(kind: Literal["cuda", "cpu"], num_groups: int = 1) -> int:
 
 
 def communicator_bytes(kind: Literal["cuda", "cpu"], count: int) -> int:
-    """Return the bytes of a device that the buffers of ``count`` NCCL communicators take; 0 on a
-    CPU.
+    """Return the bytes of a device that buffers of ``count`` NCCL communicators take; 0 on a CPU.
 
     >>> communicator_bytes("cuda", 4), communicator_bytes("cpu", 4)
     (1000000000, 0)

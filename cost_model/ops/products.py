@@ -59,8 +59,8 @@ _LARGEST = 256 * 128
 
 
 def reuse(area: int) -> float:
-    """Return the FLOP rate that a kernel reaches with output tiles of ``area`` elements, as a share
-    of the rate with the largest tile.
+    """Return the FLOP rate that a matrix-product kernel reaches with output tiles of ``area``
+    elements, as a share of its rate with the largest tile.
 
     >>> reuse(256 * 128)
     1.0
@@ -74,14 +74,14 @@ could do in the time in which it advances this tile by one element of k."""
 
 
 def element_bytes(dtype: str) -> int:
-    """Return the bytes of an element of a floating dtype; 2 for dtypes not in ``DTYPE_BYTES``."""
+    """Return the bytes of one element of a floating dtype; 2 for dtypes not in ``DTYPE_BYTES``."""
     return DTYPE_BYTES.get(dtype, 2)
 
 
 def alignment(product: Product, dtype: str) -> float:
-    """Return the share of its FLOP rate that a product reaches because of the alignment of its rows
-    in memory. Rows of the output and of the factors have n or k elements. The products of the
-    backward have the same rows as the forward's, so they share its alignment.
+    """Return the share (0 to 1) of its FLOP rate that a product (batch, m, n, k) reaches given how
+    its rows, of n or k elements, are aligned in memory. The products of its backward have rows of
+    the same lengths, so the share holds for them too.
 
     >>> alignment((1, 1024, 50257, 1024), "float16")
     0.36
@@ -101,9 +101,9 @@ def product_seconds(
     bytes_per_second: float,
     aligned: float = 1.0,
 ) -> float:
-    """Return the seconds of one product on a device with ``num_units``, without its kernel launch.
-    ``flops_per_second`` is the rate of the largest tile on all units; ``aligned`` is the product's
-    ``alignment``."""
+    """Return the seconds of one matrix product (batch, m, n, k), without kernel launch, on a device
+    with known ``num_units`` (SMs). ``flops_per_second`` is the rate of all units with the largest
+    output tile; ``aligned`` is the share of it that ``alignment`` returns."""
     if min(product) <= 0:
         return 0.0
     flops = _wave_flops(product, device.num_units, flops_per_second / bytes_per_second)
@@ -112,17 +112,17 @@ def product_seconds(
 
 
 def product_bytes(product: Product, dtype: str) -> float:
-    """Return the bytes of a product's two factors and its output; an output element has at least
-    2."""
+    """Return the bytes of the factors and the output of a product (batch, m, n, k); an element of
+    the output has at least 2 bytes."""
     batch, m, n, k = product
     size = element_bytes(dtype)
     return batch * ((m * k + k * n) * size + m * n * max(size, 2))
 
 
 def _wave_flops(product: Product, units: int, flops_per_byte: float) -> float:
-    """Return the FLOPs that all ``units`` could do during the time of the product's waves of output
-    tiles, with the best tile and number of splits of k. ``flops_per_byte``: FLOPs of the device in
-    the time in which it moves a byte."""
+    """Return the FLOPs that all ``units`` (SMs) could do while a product (batch, m, n, k) runs in
+    waves of output tiles, with the best size of tiles and the best number of splits of k.
+    ``flops_per_byte``: FLOPs that the device can do in the time in which it moves a byte."""
     batch, m, n, k = product
     best = math.inf
     for tile_m, tile_n, tile_flops in _TILE_FLOPS:
@@ -144,10 +144,10 @@ def attention_seconds(
     flops_per_second: float,
     backward: bool = False,
 ) -> float:
-    """Return the seconds of fused attention's arithmetic, without its launch: its blocks are
-    distributed over the SMs in waves. ``product`` is (batch · heads, queries, keys, head size) and
-    ``flops`` are those that the kernel executes. A unit (SM) computes a block of ``ATTENTION_ROWS``
-    queries of a head in the forward, as many keys in the backward."""
+    """Return the seconds of fused attention's arithmetic, without kernel launch, whose blocks are
+    distributed over the SMs in waves. ``product`` is (batch · heads, queries, keys, head size),
+    ``flops`` the number that the kernel executes. An SM computes a block of ``ATTENTION_ROWS``
+    queries of one head in the forward, or of as many keys in the backward."""
     heads, queries, keys, _ = product
     rows = keys if backward else queries
     if heads * rows <= 0:

@@ -27,7 +27,7 @@ _SEED = 1
 
 
 class MeasureError(ProfileError):
-    """Error of an op that could not be run on its own; other ops can still be measured."""
+    """Error of an op that could not be run alone to measure it; other ops can still be measured."""
 
     def __init__(self, why: str, case: OpCase, fix: str = "") -> None:
         shapes = ", ".join(map(str, case.tensors))
@@ -36,9 +36,8 @@ class MeasureError(ProfileError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Op with its arguments, ready to run. ``leaves``: tensors whose gradients are computed;
-    ``written``: positions and names of the arguments that the op writes to, which ``prepare``
-    copies."""
+    """Call of an op with its arguments, ready to run. ``leaves``: tensors whose gradients are
+    computed. ``written``: arguments that the op writes to, by position and by name."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -47,7 +46,7 @@ class Call:
     written: frozenset[int | str]
 
     def prepare(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return arguments for one execution, with copies of tensors that the op writes to."""
+        """Return (args, kwargs) for one run, with new copies of tensors that the op writes to."""
         if not self.written:
             return self.args, self.kwargs
         args = [
@@ -60,7 +59,7 @@ class Call:
         return tuple(args), kwargs
 
     def another(self) -> Call:
-        """Return a call of the same op on copies of all tensors."""
+        """Return a call of the same op on copies of all its tensors."""
         made: dict[int, Tensor] = {}
         args = tuple(_copied(value, made) for value in self.args)
         kwargs = {name: _copied(value, made) for name, value in self.kwargs.items()}
@@ -69,8 +68,8 @@ class Call:
 
 
 def build_call(case: OpCase, device: str) -> Call:
-    """Build the call of a case's op on ``device``, with random arguments. Raises
-    ``MeasureError``."""
+    """Return a call of the op that ``case`` describes, on ``device`` and with random tensors of its
+    shapes. Raises ``MeasureError``."""
     op = resolve(case)
     args, kwargs = _parse(case)
     values = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
@@ -86,7 +85,7 @@ def build_call(case: OpCase, device: str) -> Call:
 
 
 def resolve(case: OpCase) -> Any:
-    """Return the op that a case names. Raises ``MeasureError`` if torch does not know it."""
+    """Return torch's op named ``case.op``. Raises ``MeasureError`` if torch has no such op."""
     import torch
 
     parts = case.op.split(".")
@@ -111,12 +110,14 @@ def _parse(case: OpCase) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _tensor_index(value: Any) -> int | None:
-    """Return the index in ``OpCase.tensors`` that a JSON argument refers to; None for no tensor."""
+    """Return i if an op's JSON argument ``value`` is ``{"tensor": i}``, the i-th of
+    ``OpCase.tensors``; None for any other argument."""
     return value["tensor"] if isinstance(value, dict) and set(value) == {"tensor"} else None
 
 
 def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """Map positions in ``OpCase.tensors`` to the tensor's argument name and index in a list."""
+    """Return for each index in ``OpCase.tensors`` the name of the tensor's argument, and its index
+    there if the argument is a list. ``values``: JSON arguments by name."""
     roles: dict[int, tuple[str, int]] = {}
     for name, value in values.items():
         for at, item in enumerate(value if isinstance(value, list) else [value]):
@@ -127,7 +128,7 @@ def _roles(values: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
 
 
 def _written(op: Any) -> frozenset[int | str]:
-    """Return the arguments that the op writes to, each by its position and by its name."""
+    """Return the arguments that torch's ``op`` writes to, each by its position and by its name."""
     found: set[int | str] = set()
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -142,7 +143,8 @@ def _fresh(value: Any) -> Any:
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """Return an argument with its tensors copied; ``made`` maps ids of originals to copies."""
+    """Return an argument (tensor, list or other value) with its tensors copied. Each copy is added
+    to ``made`` under the id of the original tensor."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -153,8 +155,8 @@ def _copied(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
-    """Return an argument from its JSON form (see ``canonical``); ``tensors``: the case's
-    tensors."""
+    """Return an op's argument from its JSON form (see ``canonical``), with ``{"tensor": i}``
+    replaced by ``tensors[i]`` and any device by ``device``."""
     import torch
 
     kind: str
@@ -179,8 +181,8 @@ def _rebuilt(value: Any, tensors: Sequence[Tensor], device: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Bounds of the integers that an op takes as indices. ``values``: the op's arguments by name;
-    ``roles``: each tensor's argument name and its index in a list."""
+    """Upper bounds of the integers in an op's index tensors. ``values``: the op's JSON arguments by
+    name; ``roles``: by index of a tensor, the name of its argument and its place in a list."""
 
     case: OpCase
     values: Mapping[str, Any]
@@ -194,8 +196,7 @@ class _Limits:
         return self.roles.get(index, ("", 0))[0]
 
     def high(self, index: int) -> int | None:
-        """Return the exclusive upper bound of the integers in a tensor; None if there is no
-        bound."""
+        """Return the exclusive upper bound of a tensor's integers; None if they are no indices."""
         role, at = self.roles.get(index, ("", 0))
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":
@@ -254,8 +255,8 @@ def _mask(spec: TensorCase, role: str, generator: Generator) -> Tensor:
 
 
 def _integers(case: OpCase, index: int, generator: Generator, limits: _Limits) -> Tensor:
-    """Return random integers in [0, high) if they are used as indices, else in [1, 3), so that none
-    is a zero divisor."""
+    """Return random integers for the op's tensor number ``index``: valid indices if the op uses
+    them as indices, else 1 or 2, so that no division by zero occurs."""
     import torch
 
     spec, high = case.tensors[index], limits.high(index)

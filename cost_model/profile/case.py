@@ -21,12 +21,13 @@ Product = tuple[int, int, int, int]
 
 
 class ProfileError(FigureError):
-    """Error of measured times that are missing or wrong."""
+    """Error about measured times: missing, wrong, or in a form that cannot be stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCase:
-    """Tensor argument of an op: local shape, dtype name, and whether it gets a gradient."""
+    """Tensor argument of an op: shape on one rank, name of the dtype, and whether it gets a
+    gradient."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -43,14 +44,15 @@ class TensorCase:
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """Op at a rank's local shapes, whose time is to be measured or looked up. Equality and hash
-    ignore the fields that only describe its cost: family, FLOPs, bytes, products.
+    """Op with its tensor shapes on one rank and its arguments, as the key of a measured time.
+    Equality and hash ignore the fields that only describe its cost: family, FLOPs, bytes, products.
 
     ``op`` is a ``torch.ops`` path (``"aten.linear.default"``); ``tensors`` its tensor arguments in
     call order (a tensor given twice is listed twice); ``arguments`` all its arguments as
-    ``canonical`` writes them. ``flops`` and ``num_bytes`` are forward and backward; ``products``
-    are (batch, m, n, k) of each matrix product of the forward, for attention (batch·heads, queries,
-    keys, head size). ``tf32`` are the families whose float32 products are computed in TF32.
+    ``canonical`` writes them. ``flops`` and ``num_bytes`` are pairs (forward, backward);
+    ``products`` are (batch, m, n, k) of each matrix product of the forward, for attention
+    (batch·heads, queries, keys, head size). ``tf32`` are the families whose float32 products are
+    computed in TF32.
     """
 
     op: str
@@ -63,15 +65,15 @@ class OpCase:
     tf32: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """Return a text that identifies the work to execute: op, tensors, arguments, and families
-        in TF32."""
+        """Return a text that identifies the op for the database: its name, tensors, arguments, and
+        the op families computed in TF32."""
         text = f"{self.op} {' '.join(map(str, self.tensors))} {self.arguments}"
         return text + (f" tf32={','.join(self.tf32)}" if self.tf32 else "")
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that the op computes in: of its first floating tensor, else of its
-        first tensor."""
+        """Name of the dtype that the op computes in: "tfloat32" if it uses TF32, else the dtype of
+        its first floating tensor, or of its first tensor if none is floating."""
         if self.tf32:
             return TFLOAT32
         floating = [t.dtype for t in self.tensors if is_floating(t.dtype)]
@@ -83,16 +85,15 @@ class OpCase:
 
 
 def is_floating(dtype: str) -> bool:
-    """Return true for the name of a dtype that can have a gradient."""
+    """Return true if a dtype of this name is floating or complex, so that it can have gradients."""
     return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def canonical(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return an op's arguments as one line of JSON, the same for equal calls. A tensor argument is
-    given as ``{"tensor": i}``, its position in ``OpCase.tensors``. Values of torch's own types
-    become ``{"dtype": "float32"}``, ``{"device": ""}`` (replaced when the op is executed),
-    ``{"memory_format": …}``, ``{"layout": …}``; an infinite or undefined number ``{"float":
-    "inf"}``.
+    """Return an op's arguments as one line of JSON, equal for equal calls. A tensor is written as
+    ``{"tensor": i}``, its index in ``OpCase.tensors``. Values of torch's own types become
+    ``{"dtype": "float32"}``, ``{"device": ""}`` (filled in when the op is run), ``{"memory_format":
+    …}``, ``{"layout": …}``; infinity and NaN become ``{"float": "inf"}`` and ``{"float": "nan"}``.
 
     >>> canonical(({"tensor": 0}, (1, 2)), {"p": float("inf")})
     '[[{"tensor":0},[1,2]],{"p":{"float":"inf"}}]'
@@ -121,14 +122,14 @@ def _plain(value: Any) -> Any:
 
 
 def case_to_json(case: OpCase) -> dict[str, Any]:
-    """Return the case as values for JSON; ``case_from_json`` is the inverse."""
+    """Return ``case`` as a dict that JSON can hold; ``case_from_json`` is the inverse."""
     return {**asdict(case), "tensors": [astuple(tensor) for tensor in case.tensors]}
 
 
 def case_from_json(values: Mapping[str, Any], *, on_gpu: bool = False) -> OpCase:
-    """Return the case that ``case_to_json`` wrote. Raises ``ProfileError`` for other values. Values
-    without ``tf32`` were measured as torch computes by default: on a GPU (``on_gpu``) with
-    convolutions in TF32."""
+    """Return the op whose description ``values`` was made by ``case_to_json``. Raises
+    ``ProfileError`` for invalid values. Without the key ``tf32``, it was measured with torch's
+    defaults: convolutions in TF32 on a GPU (``on_gpu``), no TF32 otherwise."""
     try:
         case = OpCase(
             op=str(values["op"]),

@@ -27,7 +27,8 @@ start-up time."""
 
 
 def backward_of(call: Call) -> Backward | None:
-    """Return the backward of a call, found by running the call once; None if it has no backward."""
+    """Return the backward of ``call``, with random gradients of its outputs; None if no output has
+    a gradient. Runs the call once."""
     import torch
 
     args, kwargs = call.prepare()
@@ -40,7 +41,7 @@ def backward_of(call: Call) -> Backward | None:
 
 
 def flat(value: Any) -> list[Tensor]:
-    """Return the tensors that an op returned, out of nested tuples and lists."""
+    """Return all tensors in an op's result: a tensor, or nested tuples and lists of tensors."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -52,8 +53,8 @@ def flat(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward of a call. ``gradients``: its arguments, as pairs (number of an output, gradient of
-    that output)."""
+    """Backward pass of an op. ``gradients``: (index of an output, its gradient) for the op's
+    outputs."""
 
     gradients: tuple[tuple[int, Tensor], ...]
 
@@ -69,11 +70,11 @@ class Backward:
 
 
 class CpuClock:
-    """Clock for the seconds of forwards and backwards on a CPU. Calls are timed in batches that
-    imitate the equal layers of a model: each call has inputs of its own, all forwards are executed
-    before the backwards, and outputs are kept until then. So ops write to newly allocated memory as
-    often as in training, where memory is not freed soon. The time to start autograd's engine, which
-    a step pays once and not once per op, is measured and subtracted from each backward."""
+    """Clock that times the forward and backward of an op on a CPU. Calls are timed in batches that
+    imitate the equal layers of a model: each call has its own inputs, all forwards run before the
+    backwards, and outputs are kept until then. So ops write to newly allocated memory as often as
+    in training. The seconds to start autograd's engine, which a step spends once and not once per
+    op, are measured and subtracted from each backward."""
 
     def __init__(self, call: Call, backward: Backward | None) -> None:
         args, kwargs = call.prepare()
@@ -85,8 +86,8 @@ class CpuClock:
         self.engine_seconds = _engine_seconds() if backward is not None else 0.0
 
     def samples(self, count: int) -> list[tuple[float, float]]:
-        """Return (seconds forward, seconds backward) of each of ``count`` executions; ``count`` is
-        at most ``most``."""
+        """Run the op ``count`` (≤ ``most``) times; return (forward, backward) seconds of each
+        run."""
         while len(self.calls) < count:
             self.calls.append(self.calls[0].another())
         calls = self.calls[:count]
@@ -117,8 +118,8 @@ class CpuClock:
 
 
 def _engine_seconds() -> float:
-    """Return the seconds that autograd's engine takes to start: the time of a backward through one
-    node, minus the additional time of a second node."""
+    """Return the seconds that autograd's engine takes to start: the seconds of a backward through
+    one autograd node, minus the additional seconds of a second node."""
     import torch
 
     leaf = torch.zeros(1, requires_grad=True)
@@ -149,10 +150,10 @@ def _seconds_between(first: Any, last: Any) -> float:
 
 
 class CpuStopwatch:
-    """Stopwatch for single calls, by the host's monotonic clock."""
+    """Stopwatch that times single function calls by the host's monotonic clock."""
 
     def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        """Return the seconds of each of ``count`` calls."""
+        """Call ``call`` ``count`` times; return the seconds of each call."""
         found = []
         for _ in range(count):
             start = time.perf_counter()
@@ -162,16 +163,17 @@ class CpuStopwatch:
 
 
 class GpuStopwatch:
-    """Stopwatch for the kernels of a call, by CUDA events around many calls in a row. The stream is
-    first kept busy for as long as the host needs to launch the calls, so their launches are not in
-    the time. One call before the first event synchronizes the ranks of a collective."""
+    """Stopwatch that times the GPU kernels of a function, by CUDA events before and after many
+    calls in a row. While the host launches the calls, other work keeps the stream busy, so that
+    launches do not count. One call before the first event synchronizes the ranks of a
+    collective."""
 
     def __init__(self) -> None:
         self.filler = Filler()
 
     def samples(self, call: Callable[[], object], count: int) -> list[float]:
-        """Divide ``count`` calls into at most ``_GPU_SAMPLES`` samples; return the mean seconds of
-        a call in each."""
+        """Call ``call`` ``count`` times, divided into at most ``_GPU_SAMPLES`` groups; return the
+        mean seconds per call of each group."""
         num_samples = min(_GPU_SAMPLES, count)
         return [self._sample(call, math.ceil(count / num_samples)) for _ in range(num_samples)]
 
@@ -199,7 +201,8 @@ def stopwatch(device_type: str) -> CpuStopwatch | GpuStopwatch:
 
 
 class Filler:
-    """Work that keeps a GPU's stream busy and overwrites its L2 cache."""
+    """Source of GPU kernels that overwrite a buffer, to keep a stream busy and flush the L2
+    cache."""
 
     def __init__(self) -> None:
         import torch
@@ -216,18 +219,18 @@ class Filler:
         self.seconds = max(_seconds_between(first, second), 1e-6)
 
     def count_for(self, seconds: float) -> int:
-        """Return the number of fillings (kernels that overwrite the buffer) that keep the GPU busy
-        for ``seconds``."""
+        """Return the number of buffer-overwriting kernels that keep the GPU busy for
+        ``seconds``."""
         return int(min(_MOST_FLUSHES, math.ceil(1.5 * seconds / self.seconds)))
 
     def run(self, count: int) -> None:
-        """Queue ``count`` fillings, each of which overwrites the buffer."""
+        """Launch ``count`` kernels, each of which overwrites the buffer."""
         for _ in range(count):
             self.buffer.zero_()
 
 
 class GpuClock:
-    """Clock for the seconds of the kernels of forwards and backwards, by CUDA events."""
+    """Clock that times the kernels of an op's forward and backward on a GPU, by CUDA events."""
 
     most = 1
 
@@ -237,8 +240,8 @@ class GpuClock:
         self.flushes = self._flushes_to_stay_ahead()
 
     def _flushes_to_stay_ahead(self) -> int:
-        """Return the number of fillings that keep the stream busy while the host launches the op's
-        kernels."""
+        """Return the number of buffer-overwriting kernels that last while the host issues the
+        op."""
         import torch
 
         torch.cuda.synchronize()
@@ -258,7 +261,7 @@ class GpuClock:
             self.backward.run(outputs, self.call.leaves)
 
     def samples(self, count: int) -> list[tuple[float, float]]:
-        """Return (seconds forward, seconds backward) of each of ``count`` executions."""
+        """Run the op ``count`` times; return (forward seconds, backward seconds) of each run."""
         return [self._sample() for _ in range(count)]
 
     def _sample(self) -> tuple[float, float]:

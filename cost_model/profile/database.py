@@ -69,9 +69,9 @@ _TRANSFER_KEY = (
 
 
 class Database:
-    """Profile database in an SQLite file, open until ``close`` or the end of a ``with``. ``path``
-    is a file (made, with its folder, if missing) or ``":memory:"``; with ``read_only`` the file
-    must exist. Raises ``DatabaseError`` if it cannot be used."""
+    """Profile database (measured times of ops and collectives) in an SQLite file, open until
+    ``close`` or the end of a ``with`` block. ``path`` is a file, which is made if missing, or
+    ``":memory:"``; with ``read_only`` the file must exist. Raises ``DatabaseError`` if unusable."""
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = str(path)
@@ -99,7 +99,8 @@ class Database:
         return sqlite3.connect(name, timeout=_BUSY_SECONDS, isolation_level=None, uri=is_uri)
 
     def _prepare(self) -> None:
-        """Check the schema's version; make the tables of a new file."""
+        """Create the tables of a new file; raise ``DatabaseError`` for another kind of database or
+        a newer schema."""
         tables = {row[0] for row in self._rows("SELECT name FROM sqlite_master")}
         if "schema_version" not in tables and (tables or self._read_only):
             raise DatabaseError("the file is another database, not a profile database", self.path)
@@ -121,8 +122,8 @@ class Database:
             )
 
     def _use_write_ahead_log(self) -> None:
-        """Turn on SQLite's write-ahead log, so that readers never wait for the writer. Retry while
-        the file is locked: SQLite itself does not wait here."""
+        """Turn on SQLite's write-ahead log, so that readers never wait for the writer. If the file
+        is locked, retry for up to ``_BUSY_SECONDS``, as SQLite does not wait in this case."""
         deadline = time.monotonic() + _BUSY_SECONDS
         while True:
             try:
@@ -148,7 +149,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise errors of SQLite and of the file system as ``DatabaseError``."""
+        """Turn errors of SQLite and of files in a ``with`` block into ``DatabaseError``."""
         try:
             yield
         except (sqlite3.OperationalError, OSError) as error:
@@ -164,8 +165,8 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Write all rows of a ``with`` block or none; take the write lock at its start, so that
-        writers wait for each other."""
+        """Write all rows of a ``with`` block, or none if it raises. The write lock is taken at the
+        start of the block, so that writers wait for each other."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -181,7 +182,7 @@ class Database:
             return self._connection.execute(query, values).fetchall()
 
     def _find(self, environment: Environment) -> int | None:
-        """Return the row number of an environment, None if nothing was measured there."""
+        """Return the id of an environment's row; None if nothing was measured there."""
         if environment not in self._ids:
             rows = self._rows(_FIND_ENVIRONMENT, astuple(environment))
             if not rows:
@@ -195,12 +196,13 @@ class Database:
         return tuple(Environment(*row) for row in rows)
 
     def put(self, environment: Environment, case: OpCase, measurement: Measurement) -> None:
-        """Store the measurement of an op; replace an earlier one of the same case."""
+        """Store the measured time of an op; replace an earlier time of the same op and shapes."""
         with self._transaction():
             self._write(Record(environment, case, measurement, time.time()))
 
     def put_transfer(self, environment: Environment, transfer: Transfer) -> None:
-        """Store a measured collective or message; replace one of the same bytes and group."""
+        """Store a measured collective or message; it replaces an earlier measurement of the same
+        kind, bytes and group of ranks."""
         with self._transaction():
             self._write(Record(environment, transfer, None, time.time()))
 
@@ -212,12 +214,12 @@ class Database:
             self._connection.execute("INSERT OR REPLACE INTO failures VALUES (?,?,?,?)", row)
 
     def failures(self, environment: Environment) -> Mapping[str, str]:
-        """Return the reasons why ops could not be measured, by the keys of their cases."""
+        """Return the reasons why ops could not be measured, by ``OpCase.key`` of each op."""
         query = "SELECT key, reason FROM failures WHERE environment=?"
         return dict(self._rows(query, (self._find(environment),)))
 
     def get(self, environment: Environment, case: OpCase) -> Measurement | None:
-        """Return the measurement of a case, None if it was not measured."""
+        """Return the measured time of an op at its exact shapes; None if it was not measured."""
         rows = self._rows(
             "SELECT body, forward_seconds, backward_seconds, repeats, spread FROM ops"
             " WHERE environment=? AND key=?",
@@ -228,21 +230,21 @@ class Database:
         return Measurement(*rows[0][1:]) if is_it else None
 
     def all(self, environment: Environment) -> Mapping[OpCase, Measurement]:
-        """Return the measurement of every measured op of an environment."""
+        """Return all ops measured in an environment, with their measured times."""
         return {case: measurement for case, measurement, _ in self._op_rows(environment)}
 
     def all_transfers(self, environment: Environment) -> tuple[Transfer, ...]:
-        """Return every measured transfer (collective or message) of an environment."""
+        """Return all collectives and messages measured in an environment."""
         return tuple(transfer for transfer, _ in self._transfer_rows(environment))
 
     def export_file(self, path: str | Path) -> int:
-        """Write all measurements to ``path`` as lines of JSON, and return their number."""
+        """Write all measurements to ``path``, one line of JSON each; return their number."""
         return write_records(Path(path), self._records())
 
     def import_file(self, path: str | Path) -> ImportCounts:
-        """Merge an exported file into the database: all of it or, if a line is wrong, nothing. If
-        both have a row for the same case, the one with more repeats stays (if equal, the newer), so
-        that the order of merges does not matter."""
+        """Merge an exported file into the database: all of it or, if a line is invalid, nothing. If
+        both have a measurement of the same op or transfer, the measurement with more repeats is
+        kept (the newer if equal). Return the numbers of rows added, replaced and kept."""
         counts: Counter[str] = Counter()
         with self._transaction():
             for record in read_records(Path(path)):
@@ -257,8 +259,8 @@ class Database:
         return "added" if held is None else "replaced"
 
     def _held(self, record: Record) -> tuple[int, float] | None:
-        """Return (repeats, time of measurement) of the row that a record would replace, None
-        without a row."""
+        """Return (repeats, time of measurement) of the row that ``record`` would replace; None if
+        there is no such row."""
         number = self._find(record.environment)
         if isinstance(record.item, Transfer):
             table, key = "transfers", _TRANSFER_KEY
@@ -271,7 +273,7 @@ class Database:
         return (int(rows[0][0]), float(rows[0][1])) if rows else None
 
     def _write(self, record: Record) -> None:
-        """Write the row of a record, inside a transaction."""
+        """Insert ``record`` as a row, or replace its earlier row; requires an open transaction."""
         number = self._numbered(record.environment)
         values: tuple[Any, ...]
         if isinstance(record.item, Transfer):
@@ -287,7 +289,7 @@ class Database:
         )
 
     def _numbered(self, environment: Environment) -> int:
-        """Return an environment's row number; add a new environment (in a transaction)."""
+        """Return the id of an environment's row, added if missing (in a transaction)."""
         values = astuple(environment)
         self._connection.execute(
             "INSERT OR IGNORE INTO environments (device, driver, torch, threads) VALUES (?,?,?,?)",

@@ -22,9 +22,9 @@ _DISTINCT_WORDS = frozenset({"PCIE", "NVL"})
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Environment of a measurement: device, driver, torch version and threads. ``device`` is a
-    CPU's model name or the driver's name of the GPU; ``driver`` the GPU driver's version ("" on
-    CPUs); ``threads`` the number of threads of a process on a CPU, 0 on a GPU."""
+    """Conditions of a measurement. ``device`` is a CPU's model name or the driver's name of a GPU;
+    ``driver`` the GPU driver's version ("" on CPUs); ``torch`` the version of torch; ``threads``
+    the number of threads of a process on a CPU, 0 on a GPU."""
 
     device: str
     driver: str
@@ -41,10 +41,10 @@ class Environment:
 
 
 def environment_of(device: str = "local", *, threads: int | None = None) -> Environment:
-    """Return the environment of this machine, or of a device elsewhere. ``"local"`` is this
-    machine's GPU if it has one, else its CPU; ``"cpu"`` and ``"cuda"`` choose one of them. Any
-    other ``device`` is a GPU's name (a preset's or the driver's), with an unknown driver ("") and
-    the torch installed here. ``threads`` of a CPU: by default torch's present number of threads."""
+    """Return the conditions of measurements on ``device``. ``"local"`` is this machine's GPU if it
+    has one, else its CPU; ``"cpu"`` and ``"cuda"`` choose one of them. Any other text is the name
+    of a GPU elsewhere (a preset's or the driver's), with unknown driver ("") and this machine's
+    version of torch. ``threads``: number of threads on a CPU, by default torch's present number."""
     if device not in ("local", "cpu", "cuda"):
         return Environment(device, "", metadata.version("torch"), 0)
     import torch
@@ -56,8 +56,8 @@ def environment_of(device: str = "local", *, threads: int | None = None) -> Envi
 
 
 def difference(measured: Environment, wanted: Environment) -> str:
-    """Return a clause that describes how two environments differ; "" if they agree in everything
-    known.
+    """Return a clause that describes how the environment of a measurement differs from the wanted
+    one; "" if they agree in all properties that are known.
 
     >>> here = Environment("cpu A", "", "2.13.0+cpu", 2)
     >>> difference(Environment("cpu A", "", "2.12.1+cpu", 2), here)
@@ -76,9 +76,9 @@ def difference(measured: Environment, wanted: Environment) -> str:
 
 
 def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environment | None:
-    """Return the environment of the same device (and threads) that differs least from ``wanted``;
-    None if there is none. Of equally near environments, the one with the newest torch is returned,
-    then the last in ``measured``."""
+    """Return the environment among ``measured`` with the same device (and threads) that differs
+    least from ``wanted``; None if none has this device. If several differ equally, the newest torch
+    decides, then the last position in ``measured``."""
     candidates = [
         each
         for each in reversed(measured)
@@ -97,7 +97,7 @@ def nearest(measured: tuple[Environment, ...], wanted: Environment) -> Environme
 
 
 def is_same_device(measured: Environment, wanted: Environment) -> bool:
-    """Return true if the two environments' names mean one device, as "H200" and "NVIDIA H200" do.
+    """Return true if two environments name one device, possibly as "H200" and "NVIDIA H200".
 
     >>> full, preset = Environment("NVIDIA H100 PCIe", "", "", 0), Environment("H100", "", "", 0)
     >>> is_same_device(full, preset)
@@ -116,7 +116,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _release(version: str) -> str:
-    """Return a version without its build: CPU and CUDA builds of one release compare equal."""
+    """Return a version without its build suffix: "2.13.0" for "2.13.0+cpu"."""
     return version.split("+")[0]
 
 
@@ -130,7 +130,7 @@ def _cpu_name() -> str:
 
 
 def _gpu_driver() -> str:
-    """Return the NVIDIA driver's version, "" if neither the kernel nor nvidia-smi tells."""
+    """Return the NVIDIA driver's version; "" if neither the kernel nor nvidia-smi reports it."""
     try:
         found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _DRIVER_FILE.read_text())
         if found:

@@ -51,8 +51,8 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Measured execution of an op in one direction. ``features`` are sizes ≥ 1 that its speed
-    depends on."""
+    """Measured ``seconds`` of an op's forward or backward. ``features`` are the sizes (≥ 1) that
+    its speed depends on, such as (batch, m, n, k) of a matrix product."""
 
     features: tuple[float, ...]
     flops: float
@@ -63,9 +63,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Curve:
-    """Interpolation of the seconds of one kind of op from samples. ``pooled``: the samples are of
-    several ops, and are used for an op without samples. ``base``: coefficients of ``fit_base``, if
-    known."""
+    """Interpolation of the seconds of one kind of op between measured samples. ``pooled``: the
+    samples are of several ops and are used for an op without samples. ``base``: the roofline's
+    coefficients that ``fit_base`` would return, if known."""
 
     samples: tuple[Sample, ...]
     pooled: bool = False
@@ -87,8 +87,8 @@ class Curve:
         set_field(self, "logs", np.log(seconds / (work @ fitted)))
 
     def at(self, features: Sequence[float], flops: float, num_bytes: float) -> float | None:
-        """Return the seconds of an op with these features, FLOPs and bytes; None if it is too far
-        from the samples."""
+        """Return the seconds of an op with these features (sizes such as m, n, k), FLOPs and bytes;
+        None if they are outside the range of the samples by more than ``MAX_EXTRAPOLATION``."""
         place, work = _place(features), np.array((1.0, flops, num_bytes))
         if self._octaves_outside(place, work) > _MOST_OCTAVES:
             return None
@@ -97,7 +97,8 @@ class Curve:
     def estimate(
         self, features: Sequence[float], flops: float, num_bytes: float
     ) -> tuple[float, float] | None:
-        """Return the seconds of an op and the expected relative error; None if unknown."""
+        """Return (seconds, expected relative error) of an op with these features (sizes such as m,
+        n, k), FLOPs and bytes; None if they are too far from the samples, or these too few."""
         place, work = _place(features), np.array((1.0, flops, num_bytes))
         outside = self._octaves_outside(place, work)
         known, errors, overall = self._known_errors
@@ -111,15 +112,15 @@ class Curve:
 
     @cached_property
     def _known_errors(self) -> tuple[Any, Floats, float]:
-        """Indices of the samples that the other samples can predict, the squared relative errors of
-        these predictions, and their mean."""
+        """Indices of the samples that can be predicted from the other samples, the squared relative
+        error of each prediction, and the mean of these squares."""
         known = np.flatnonzero(~np.isnan(self.left_out))
         errors = self.left_out[known] ** 2
         return known, errors, float(errors.mean()) if len(errors) else 0.0
 
     @cached_property
     def left_out(self) -> Floats:
-        """Relative error of predicting each sample by the others; NaN if these are too few."""
+        """Relative error of predicting each sample from the others; NaN if these are too few."""
         errors = np.full(len(self.samples), np.nan)
         for at, sample in enumerate(self.samples):
             curve = self._without(at)
@@ -144,8 +145,9 @@ class Curve:
         return Curve(others, self.pooled, base)  # type: ignore[arg-type]
 
     def _octaves_outside(self, place: Floats, work: Floats) -> float:
-        """Return how far an op lies outside the range of the samples' features, FLOPs and bytes, in
-        factors of two (the largest counts)."""
+        """Return by how many factors of two an op lies outside the samples' range: the larger of
+        the sum over features and the maximum over FLOPs and bytes. ``place``: log2 of the op's
+        features; ``work``: (1, FLOPs, bytes)."""
         low, high, least, most = self._box
         over = np.maximum(place - high, low - place)
         wanted = np.log2(np.maximum(work[1:], 1.0))
@@ -154,7 +156,8 @@ class Curve:
 
     @cached_property
     def _box(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Least and greatest log2 of the samples' features, then of their FLOPs and bytes."""
+        """Least and greatest features of the samples, then least and greatest FLOPs and bytes
+        (log2)."""
         logs = np.log2(np.maximum(self.work[:, 1:], 1.0))
         return (*_ends(self.features), *_ends(logs))
 
@@ -166,13 +169,15 @@ class Curve:
         return found if self.pooled else self._bounded(found, place, work)
 
     def _squares(self, place: Floats) -> Floats:
-        """Return the squared distance from ``place`` (log2 of features) to each sample."""
+        """Return each sample's squared distance from ``place`` (log2 of features)."""
         offsets = self.features - place
         squares: Floats = np.einsum("ij,ij->i", offsets, offsets)
         return squares
 
     def _residual(self, place: Floats, squares: Floats) -> float:
-        """Return log(seconds / roofline) at ``place`` by weighted linear regression of samples."""
+        """Return the logarithm of the ratio of measured to roofline seconds, interpolated at
+        ``place`` (log2 of features) by linear regression. ``squares``: squared distance of each
+        sample, which lowers its weight."""
         weights = 1.0 / (squares + _NEAR_OCTAVES**2) ** 2
         weights /= weights.sum()
         offsets = self.features - place
@@ -190,8 +195,9 @@ class Curve:
         return float(self.logs.min()), float(self.logs.max())
 
     def _bounded(self, seconds: float, place: Floats, work: Floats) -> float:
-        """Limit ``seconds`` to at least the time of measured ops that are no larger, and at most
-        the time of ops that are no smaller."""
+        """Return ``seconds`` of an op, raised to the time of any measured op that is no larger in
+        any size, and lowered to the time of any that is no smaller. ``place``: log2 of the op's
+        features; ``work``: (1, FLOPs, bytes)."""
         smaller = (self.features <= place + 1e-9).all(axis=1)
         smaller &= (self.work <= work * _ROUNDING).all(axis=1)
         larger = (self.features >= place - 1e-9).all(axis=1)
@@ -208,15 +214,17 @@ class Curve:
 
     @cached_property
     def _joined(self) -> tuple[Floats, Floats]:
-        """Distinct values of log2 of the only feature, and log(seconds) at each, made monotone."""
+        """Line through the samples of an op with a single feature: the distinct values of log2 of
+        the feature, and log(seconds) at each, made non-decreasing."""
         sizes, groups = np.unique(self.features[:, 0], return_inverse=True)
         counts = np.bincount(groups).astype(np.float64)
         means = np.bincount(groups, weights=np.log(self._measured)) / counts
         return sizes, pooled_adjacent(means, counts)
 
     def _joined_at(self, place: float, base: float) -> float:
-        """Return log(seconds / roofline) on the line through the samples; beyond its ends the time
-        grows as in the fitted roofline."""
+        """Return the logarithm of the ratio of seconds to the roofline's ``base`` seconds at
+        ``place`` (log2 of the only feature), on the line through the samples, continued like the
+        roofline."""
         sizes, values = self._joined
         if sizes[0] <= place <= sizes[-1]:
             return float(np.interp(place, sizes, values) - np.log(base))
@@ -228,7 +236,8 @@ class Curve:
 
     @cached_property
     def _seconds_per_byte(self) -> float:
-        """Seconds per unit of the only feature in the roofline, with FLOPs in proportion to it."""
+        """Seconds per unit of the only feature (bytes) in the roofline, if FLOPs are in
+        proportion."""
         sizes = 2.0 ** self.features[:, 0]
         variable = self.work[:, 1:] @ self.coefficients[1:]
         return float((variable / sizes).mean())
@@ -243,9 +252,9 @@ def _place(features: Sequence[float]) -> Floats:
 
 
 def fit_base(work: Floats, seconds: Floats) -> Floats:
-    """Fit (t₀, 1/F, 1/B) ≥ 0 of the roofline t₀ + FLOPs/F + bytes/B by least squares of relative
-    errors. ``work`` has rows (1, FLOPs, bytes). The fit is solved for every subset of the three
-    terms; the best solution without a negative term is returned."""
+    """Fit the roofline t₀ + FLOPs/F + bytes/B to measured ``seconds``; return (t₀, 1/F, 1/B), all ≥
+    0, with the least squares of relative errors. ``work`` has a row (1, FLOPs, bytes) per
+    measurement. Of all subsets of the three terms, the best without a negative one is returned."""
     rows = work / seconds[:, None]
     best: tuple[float, Floats] | None = None
     for count in (1, 2, 3):
@@ -266,8 +275,8 @@ def fit_base(work: Floats, seconds: Floats) -> Floats:
 
 
 def pooled_adjacent(values: Floats, counts: Floats) -> Floats:
-    """Return the nearest non-decreasing sequence, by pooling neighbours that decrease (isotonic
-    regression). ``counts``: weights of the values.
+    """Return the non-decreasing sequence that is nearest to ``values``: neighbours that decrease
+    are replaced by their mean (isotonic regression). ``counts``: weights of the values.
 
     >>> pooled_adjacent(np.array([1.0, 3.0, 2.0]), np.ones(3)).tolist()
     [1.0, 2.5, 2.5]

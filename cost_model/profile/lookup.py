@@ -48,9 +48,9 @@ _SWITCHES = re.compile(r'true|"dtype":"\w+"')
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Measured or interpolated seconds of an op. ``error`` is relative: the spread of the measured
-    median, or for interpolated seconds the error with which measured ops are predicted from each
-    other."""
+    """Seconds of an op, measured or interpolated (``source``). ``error`` is relative: for measured
+    seconds the half-width of the median's confidence interval, for interpolated seconds the error
+    with which measured ops are predicted from each other."""
 
     forward_seconds: float
     backward_seconds: float
@@ -59,9 +59,9 @@ class Estimate:
 
 
 class Factor(NamedTuple):
-    """Factors on an op's seconds, forward and backward, with which the ops of a block add up to the
-    measured time of the whole block. ``num_bytes``: bytes that the op read and wrote in that
-    measurement."""
+    """Factors on an op's forward and backward seconds by which the ops of a block (layer) add up to
+    the measured seconds of the whole block. ``num_bytes``: bytes that the op read and wrote
+    then."""
 
     forward: float
     backward: float
@@ -70,12 +70,12 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Measurements taken in ``environment``, immutable to callers (answers are cached).
-    ``mismatch`` is a clause that says how it differs from the requested environment ("" if it does
-    not). ``factors``, by a model's node name, scale its op's seconds so that its block has the
-    seconds measured as a whole (see ``planner.costs.whole_block``); ``rest`` is the mean factor,
-    forward and backward, for ops of blocks that were not measured. ``update`` is the name of the
-    optimizer whose measured step is used, if it is the model's own."""
+    """Measured times from one ``environment`` (device, driver, torch). ``mismatch`` is a clause
+    that says how it differs from the wanted environment, "" if it does not. ``factors``, by node of
+    the model's graph, scale the seconds of its op, so that the ops of a block (layer) add up to the
+    block's measured seconds (see ``planner.costs.whole_block``); ``rest`` are the mean factors
+    (forward, backward), for blocks that were not measured. ``update`` is the name of the model's
+    own optimizer if its step was measured, else ""."""
 
     environment: Environment
     ops: Mapping[OpCase, Measurement]
@@ -88,8 +88,8 @@ class Profile:
     _curves: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def op(self, case: OpCase) -> Estimate | None:
-        """Return the seconds of an op; None if neither the op nor similar sizes of it or of its
-        family are measured."""
+        """Return the seconds of an op: measured, or else interpolated from other sizes of the same
+        op or, without these, of its family. None if no similar sizes are measured."""
         measured = self.ops.get(case)
         if measured is not None:
             return Estimate(
@@ -111,8 +111,9 @@ class Profile:
         return Estimate(forward[0], backward[0], "interpolated", error)
 
     def _direction(self, case: OpCase, direction: int) -> tuple[float, float] | None:
-        """Return seconds and relative error of one direction (0 forward, 1 backward), interpolated
-        from samples of the same op, else of its family."""
+        """Return (seconds, relative error) of an op's forward (``direction`` 0) or backward (1),
+        interpolated from samples of the same op or, without these, of its family; None if too
+        few."""
         flops, num_bytes = case.flops[direction], case.num_bytes[direction]
         if not (flops or num_bytes):
             return 0.0, 0.0
@@ -129,8 +130,9 @@ class Profile:
     def _curve(
         self, family: str, dtype: str, kind: str, direction: int, op: str | None
     ) -> Curve | None:
-        """Return the curve through the samples of ``op``, or of its whole family if ``op`` is None;
-        None if there are too few samples."""
+        """Return the interpolation between the samples of ``op``, or of all ops of its family if
+        ``op`` is None; None if there are too few samples. ``kind``: kind of sizes that the speed
+        depends on ("product", "bytes", …); ``direction``: 0 forward, 1 backward."""
         key = (family, dtype, kind, direction, op)
         if key not in self._curves:
             samples = [
@@ -147,7 +149,8 @@ class Profile:
 
     @cached_property
     def _samples(self) -> Mapping[tuple[str, str, str, int], list[Sample]]:
-        """Samples of all measured ops, by family, dtype, kind of features and direction."""
+        """Samples of all measured ops, by (family, dtype, kind of sizes, 0 forward or 1
+        backward)."""
         samples: dict[tuple[str, str, str, int], list[Sample]] = defaultdict(list)
         for case, measurement in self.ops.items():
             times = (measurement.forward_seconds, measurement.backward_seconds)
@@ -159,8 +162,8 @@ class Profile:
         return samples
 
     def interpolation_error(self, family: str) -> float | None:
-        """Return the root mean square of the relative errors with which the measured ops of a
-        family are predicted, each by other samples of its op; None if there are too few."""
+        """Return the root mean square of the relative errors with which the measured samples of a
+        family are each predicted from other samples of the same op; None if these are too few."""
         errors = []
         for (of, dtype, kind, direction), samples in self._samples.items():
             for op in {sample.op for sample in samples} if of == family else ():
@@ -173,16 +176,17 @@ class Profile:
     def collective(
         self, kind: str, num_bytes: float, group: Group
     ) -> tuple[float, MessageSource] | None:
-        """Return the seconds of a collective from measurements in an equal group. None if there are
-        no measurements, or only one size was measured and ``num_bytes`` is much larger.
-        ``num_bytes`` are counted as in ``collectives.collective_seconds``."""
+        """Return (seconds, "measured" or "interpolated") of a collective, from measurements in a
+        group of the same links and numbers of ranks and hosts. None if there are no measurements,
+        or only of one size that is much smaller than ``num_bytes``. ``num_bytes``: see
+        ``collectives.collective_seconds``."""
         if group.num_ranks <= 1 or num_bytes <= 0:
             return None
         return self._transfer(_place_of(kind, group), num_bytes)
 
     def slowed_share(self, kind: str, group: Group) -> float | None:
-        """Return the share of compute that a device loses while it gathers parameters or sums
-        gradients, from the largest collective that was measured beside compute; None without such a
+        """Return the share of compute speed (0 to 1) that a device loses while a collective of this
+        kind runs, from the largest that was measured beside compute; None without such a
         measurement."""
         place = _place_of(overlapped(kind), group)
         key = "slowed share", place
@@ -195,8 +199,8 @@ class Profile:
         return share
 
     def p2p(self, num_bytes: float, level: str, library: str) -> tuple[float, MessageSource] | None:
-        """Return the seconds of a message between two ranks over a kind of link, ``level`` (such as
-        "intra:nvlink4"); None if unknown."""
+        """Return (seconds, "measured" or "interpolated") of a message between two ranks over the
+        kind of link ``level`` (such as "intra:nvlink4"); None if none was measured."""
         hosts = 1 if level.startswith("intra:") else 2
         return self._transfer((level, library, "p2p", 2, hosts), num_bytes)
 
@@ -215,8 +219,8 @@ class Profile:
         return curve.at(num_bytes)
 
     def link(self, level: str, library: str) -> tuple[float, float] | None:
-        """Return (α seconds, β bytes per second) of a level's link, fitted to measured transfers;
-        None if these have fewer than two sizes."""
+        """Return (latency in seconds, rate in bytes per second) of the kind of link ``level`` (such
+        as "intra:nvlink4"), fitted to measured transfers; None for fewer than two sizes."""
         points = link_points(
             each for each in self.transfers if (each.level, each.library) == (level, library)
         )
@@ -226,8 +230,8 @@ class Profile:
 
 
 def load_profile(database: Database, environment: Environment) -> Profile | None:
-    """Return the profile of an environment, or of the environment of the same device that differs
-    least. None if nothing was measured on such a device."""
+    """Return the measurements from ``environment`` or, without any, from the least different
+    environment with the same device. None if nothing was measured on this device."""
     found = nearest(database.environments(), environment)
     if found is None:
         return None
@@ -240,7 +244,8 @@ def load_profile(database: Database, environment: Environment) -> Profile | None
 
 
 def load_shipped(name: str) -> Profile | None:
-    """Return the profile that the package includes for a device ("H200"); None if there is none."""
+    """Return the measurements that the package includes for a device ("H200"); None if there are
+    none."""
     path = _DATA / f"{name}.jsonl"
     if not path.is_file():
         return None
@@ -251,8 +256,8 @@ def load_shipped(name: str) -> Profile | None:
 
 
 def _label(case: OpCase) -> str:
-    """Return the op's name without namespace and overload, with those of its arguments that are
-    True or dtypes: they distinguish causal from full attention, and casts from each other."""
+    """Return the name of an op without namespace and overload, followed by its arguments that are
+    True or dtypes: they tell apart causal and full attention, and casts to different dtypes."""
     name = case.op.split(".")[1] if "." in case.op else case.op
     return " ".join([name, *_SWITCHES.findall(case.arguments)])
 
@@ -278,8 +283,8 @@ def _sample(case: OpCase, direction: int, seconds: float) -> Sample | None:
 
 
 def _features(case: OpCase, direction: int) -> tuple[str, tuple[float, ...]]:
-    """Return the kind of features (sizes that an op's speed depends on) of the op's family, and
-    their values."""
+    """Return the kind of sizes that the speed of an op depends on ("product", "work", "rows" or
+    "bytes", by its family), and the values of these sizes. ``direction``: 0 forward, 1 backward."""
     if case.family in ("matmul", "attention") and case.products:
         return "product", tuple(map(float, max(case.products, key=prod)))
     if case.family in ("matmul", "attention", "conv"):

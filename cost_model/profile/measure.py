@@ -52,8 +52,8 @@ _BATCH_SHARE = 0.1
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits for measuring one op. Measuring ends when the 95 % confidence interval of each median
-    has a relative half-width of at most ``half_width``, or after ``case_seconds``; the op is
-    executed at least once."""
+    has a relative half-width of at most ``half_width``, or after ``case_seconds`` or
+    ``max_repeats`` runs; the op is run at least once."""
 
     case_seconds: float = 1.0
     half_width: float = 0.03
@@ -62,8 +62,8 @@ class Budget:
 
 
 def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> Measurement:
-    """Return the median seconds of an op, forward and backward, measured on this machine. Raises
-    ``MeasureError`` where the op cannot be built or run by itself."""
+    """Measure the median seconds of an op's forward and backward on this machine, within the limits
+    of ``budget``. Raises ``MeasureError`` if the op cannot be run alone."""
     import torch  # not below: if torch cannot be imported, no op is to blame
 
     _check_memory(case, device)
@@ -83,14 +83,15 @@ def measure(case: OpCase, device: Literal["cpu", "cuda"], *, budget: Budget) -> 
 
 
 def _item_bytes(dtype: str) -> int:
-    """Return the bytes of an element of ``dtype``, from the number of bits in the dtype's name."""
+    """Return the bytes of an element of ``dtype``, from the bits in its name; 1 without a
+    number."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1
 
 
 def _check_memory(case: OpCase, device: str) -> None:
-    """Raise ``MeasureError`` for an op whose tensors would not fit in memory: on a CPU the system
-    would kill the process."""
+    """Raise ``MeasureError`` if the op's tensors would not fit in the free memory of ``device``; on
+    a CPU the system would kill the process."""
     if device == "cuda":
         import torch
 
@@ -146,10 +147,10 @@ def _spread(forward: Sequence[float], backward: Sequence[float]) -> float:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the relative half-width of its 95 % confidence interval by order
-    statistics. In sorted order, the interval reaches from sample number (n − 1.96·√n)/2 to sample
-    number 1 + (n + 1.96·√n)/2 (normal approximation of the binomial); if there are few samples, it
-    contains all of them.
+    """Return the median of ``samples``, and the half-width of its 95 % confidence interval as a
+    fraction of the median. In sorted order the interval reaches from sample (n − 1.96·√n)/2 to
+    sample 1 + (n + 1.96·√n)/2 (normal approximation of the binomial), or over all samples if these
+    are few.
 
     >>> median_interval([1.0, 2.0, 3.0])
     (2.0, 0.5)

@@ -22,13 +22,14 @@ FORMAT_VERSION = 1
 
 
 class DatabaseError(ProfileError):
-    """Error of a profile that cannot be used: damaged, of a newer program, locked, not writable."""
+    """Error of a file of measurements that cannot be used: damaged, made by a newer version, locked
+    or not writable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Median seconds of an op, forward and backward. ``spread``: relative half-width of the
-    medians' 95 % confidence interval."""
+    """Median seconds of an op's forward and backward over ``repeats`` runs. ``spread``: half-width
+    of the medians' 95 % confidence interval, relative to the median (the larger of the two)."""
 
     forward_seconds: float
     backward_seconds: float
@@ -39,8 +40,8 @@ class Measurement:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Measured seconds of a collective, or of a message between two ranks (kind ``"p2p"``).
-    ``level`` is the kind of link (``transfers.level_of``); ``num_bytes`` are counted as in
-    ``collectives.collective_seconds`` (for a message, its own bytes)."""
+    ``level`` is the kind of link (see ``transfers.level_of``). ``num_bytes`` is the size of the
+    message, or of the full tensor as in ``collectives.collective_seconds``."""
 
     level: str
     library: str
@@ -54,7 +55,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Row of a database: an op with its measurement, or a transfer."""
+    """Row of the profile database: an op (``item``) with its ``measurement``, or a collective or
+    message (``item``) that contains its own seconds."""
 
     environment: Environment
     item: OpCase | Transfer
@@ -68,7 +70,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ImportCounts:
-    """Numbers of rows that an import added, that it replaced, and that it left as they were."""
+    """Numbers of database rows that an import added, replaced, and left as they were."""
 
     added: int
     replaced: int
@@ -81,7 +83,7 @@ def _of(record: Record) -> Measurement:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> int:
-    """Write all records into a file at once, and return their number."""
+    """Write all records to the file ``path``, in one step; return their number."""
     count = 0
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -99,7 +101,7 @@ def write_records(path: Path, records: Iterable[Record]) -> int:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file. Raises ``DatabaseError`` naming the line that is wrong."""
+    """Yield the records of an exported file. Raises ``DatabaseError`` with the invalid line."""
     try:
         with path.open(encoding="utf-8") as file:
             _check_header(file.readline(), path)
@@ -137,7 +139,7 @@ def _read_line(line: str, where: str) -> Record:
 
 
 def case_of(values: Mapping[str, Any], environment: Environment) -> OpCase:
-    """Return the op case from its JSON; ``environment`` is where it was measured."""
+    """Return the op that JSON ``values`` describe; ``environment`` is where it was measured."""
     return case_from_json(values, on_gpu=environment.kind == "cuda")
 
 

@@ -26,7 +26,7 @@ MessageSource = Literal["measured", "interpolated"]
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """Measured seconds of ``num_messages`` in succession that carry ``num_bytes`` together."""
+    """Measured ``seconds`` of successive messages over a link, which carry ``num_bytes`` in all."""
 
     num_messages: float
     num_bytes: float
@@ -35,7 +35,8 @@ class LinkPoint:
 
 @dataclass(frozen=True, slots=True)
 class TransferCurve:
-    """Seconds of a collective, for one layout of ranks, as a monotone function of its bytes."""
+    """Measured seconds of a collective or message, for one layout of ranks, at ascending sizes; the
+    seconds do not decrease with the bytes."""
 
     num_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -55,7 +56,8 @@ class TransferCurve:
 
 
 def level_of(group: Group) -> str:
-    """Return the names of the links that a group communicates over: the level of its transfers.
+    """Return the name of the kind of links over which a group communicates, within hosts ("intra"),
+    between hosts ("inter") or both ("mixed").
 
     >>> from ..cluster.cluster import Link
     >>> fast, slow = Link("nvlink4", 0.0, 1.0), Link("ethernet-100g", 0.0, 1.0)
@@ -73,8 +75,8 @@ def level_of(group: Group) -> str:
 
 
 def overlapped(kind: str) -> str:
-    """Return the name under which a profile records the seconds of compute that are lost while a
-    collective runs.
+    """Return the name under which the database records how many seconds of compute a collective
+    costs that runs at the same time. ``kind``: kind of collective.
 
     >>> overlapped("all_gather")
     'all_gather beside compute'
@@ -83,8 +85,8 @@ def overlapped(kind: str) -> str:
 
 
 def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
-    """Return the curve through measured transfers of one collective and group, with different
-    bytes."""
+    """Return seconds as a function of bytes, from transfers of one collective and group of
+    ranks."""
     ordered = sorted(transfers, key=lambda each: each.num_bytes)
     seconds = pooled_adjacent(np.array([each.seconds for each in ordered]), np.ones(len(ordered)))
     return TransferCurve(
@@ -93,11 +95,10 @@ def transfer_curve(transfers: Iterable[Transfer]) -> TransferCurve:
 
 
 def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
-    """Return points (messages, bytes, seconds) from measured transfers of one level, to fit the
-    level's link. The points are messages between two ranks if any were measured, else ring
-    collectives: an all-gather or reduce-scatter of S bytes among n ranks sends n − 1 messages and
-    S(n − 1)/n bytes one after the other, an all-reduce twice as many (Thakur et al., IJHPCA 19(1),
-    2005, section 4)."""
+    """Return points to fit the latency and rate of a link, from ``transfers`` measured over it.
+    They are messages between two ranks if any were measured, else ring collectives: an all-gather
+    or reduce-scatter of S bytes among n ranks sends n − 1 messages and S(n − 1)/n bytes one after
+    the other, an all-reduce twice as many (Thakur et al., IJHPCA 19(1), 2005, section 4)."""
     listed = list(transfers)
     messages = [each for each in listed if each.kind == "p2p"]
     if messages:
@@ -112,9 +113,9 @@ def link_points(transfers: Iterable[Transfer]) -> tuple[LinkPoint, ...]:
 
 
 def fit_link(points: Sequence[LinkPoint]) -> tuple[float, float]:
-    """Fit (α seconds per message, β bytes per second) of a link with the least relative error.
-    Minimizes Σ ((messages·α + bytes/β) / seconds − 1)² over α ≥ 0, β > 0. Raises ``ProfileError``
-    for fewer than two sizes.
+    """Fit a link's latency α (seconds per message) and rate β (bytes per second) to measured
+    points; return (α, β). They minimize Σ ((messages·α + bytes/β) / seconds − 1)² over α ≥ 0, β >
+    0. Raises ``ProfileError`` if the points have fewer than two sizes.
 
     >>> alpha, rate = fit_link([LinkPoint(1, 1e3, 2e-6), LinkPoint(1, 1e6, 1.001e-3)])
     >>> round(alpha * 1e6, 6), round(rate)

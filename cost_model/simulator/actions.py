@@ -46,17 +46,17 @@ Weights = Literal["flushed", "stashed", "double-buffered", "latest"]
 
 
 class Action(NamedTuple):
-    """Action of a pipeline rank for one of its stages.
+    """Action in a pipeline schedule, of one rank for one of its stages and one micro-batch.
 
-    ``F`` forward, ``B`` backward, ``I``/``W`` the halves of a backward that is split into gradients
-    of inputs and of weights; ``RECV_*`` posts an asynchronous receive, which the compute that needs
-    it waits for; ``SEND_*`` sends asynchronously the stage's latest results (``I`` computes the
-    gradients that ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded parameters, ``REDUCE``
-    completes its gradients, ``STEP`` updates its weights. These three belong to the whole step;
-    only asynchronous schedules update more often, and there the micro-batch of ``REDUCE`` and
-    ``STEP`` is the last one whose gradients they take. ``GATHER`` stands in timelines only: no
-    table contains it, it starts with the step. ``slice`` is 0 where sequences are whole. A tuple,
-    because a large schedule has half a million of them.
+    ``kind`` is ``F`` for forward, ``B`` for backward, ``I`` or ``W`` for one half of a split
+    backward (gradients of inputs, or of weights); ``RECV_*`` posts an asynchronous receive, for
+    which later compute waits; ``SEND_*`` asynchronously sends the stage's latest results (``I``
+    computes the gradients that ``SEND_B`` sends); ``GATHER`` gathers the stage's sharded
+    parameters, ``REDUCE`` completes its gradients, ``STEP`` updates its weights. These three occur
+    once per step, without micro-batch. In asynchronous schedules, which update more often,
+    ``REDUCE`` and ``STEP`` have the last micro-batch whose gradients they use. ``GATHER`` occurs in
+    timelines only. ``slice`` numbers the parts of a sequence that is cut into slices, else it is 0.
+    A named tuple for speed: a large schedule has half a million actions.
 
     >>> str(Action(SEND_FORWARD, 1, 0)), str(Action(STEP, 2)), str(Action(FORWARD, 1, 0, 2))
     ('1SEND_F0', '2STEP', '1F0.2')
@@ -83,7 +83,8 @@ Edges = tuple[tuple[int, int], ...]
 
 
 def chain(num_stages: int) -> Edges:
-    """Return the edges of a chain of stages, each of which needs the results of the stage before.
+    """Return the edges (earlier stage, later stage) of ``num_stages`` pipeline stages in a chain:
+    each stage needs the results of the stage before it.
 
     >>> chain(3)
     ((0, 1), (1, 2))
@@ -92,16 +93,17 @@ def chain(num_stages: int) -> Edges:
 
 
 class Wiring(NamedTuple):
-    """Stages from which each stage gets results and to which it sends results, in ascending order.
-    The gradients of a stage's inputs go back to its producers."""
+    """Connections between pipeline stages, by stage in ascending order: ``producers`` are the
+    stages whose results a stage needs, ``consumers`` the stages that need its results. Gradients of
+    a stage's inputs go back to its producers."""
 
     producers: tuple[tuple[int, ...], ...]
     consumers: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(num_stages: int, edges: Edges) -> Wiring:
-        """Return the wiring of stages by their edges. Raises ValueError for an edge that leads
-        nowhere.
+        """Return the connections of ``num_stages`` stages with these edges (earlier stage, later
+        stage). Raises ValueError for an edge to a missing or an earlier stage.
 
         >>> Wiring.of(3, ((0, 2), (1, 2)))
         Wiring(producers=((), (), (0, 1)), consumers=((2,), (2,), ()))
@@ -116,7 +118,8 @@ class Wiring(NamedTuple):
         return Wiring(tuple(map(tuple, producers)), tuple(map(tuple, consumers)))
 
     def between_ranks(self, stage_rank: Sequence[int]) -> Wiring:
-        """Return the wiring without edges between stages of the same rank, which need no message.
+        """Return the connections between stages of different ranks, which need messages.
+        ``stage_rank``: pipeline rank of each stage.
 
         >>> Wiring.of(3, ((0, 1), (0, 2))).between_ranks((0, 1, 0))
         Wiring(producers=((), (0,), ()), consumers=((1,), (), ()))
@@ -135,18 +138,18 @@ class Wiring(NamedTuple):
 class Schedule:
     """Pipeline schedule: a table of actions, and the ranks that own the stages.
 
-    ``stage_rank[s]`` is the pipeline rank (the row of ``table``) that owns stage ``s``; any map
-    is allowed. A pipeline rank stands for all devices of its submesh and may own several
-    stages. ``edges`` lead from stages to the stages that need them; None for a chain, in which each
-    needs the stage before.
+    ``table`` has a row of actions for each pipeline rank, and ``stage_rank[s]`` is the rank that
+    owns stage ``s``. A pipeline rank represents all devices of its submesh and may own several
+    stages. ``edges`` lead from each stage to the stages that need its results; None for a chain, in
+    which each stage needs the previous one.
 
-    ``parts[s]`` is the part of the model that stage ``s`` computes; empty where stage ``s`` is part
-    ``s``. Stages of the same part are replicas: they hold the same weights, each takes some of the
-    micro-batches, and their gradients are summed before their weights are updated.
+    ``parts[s]`` is the part of the model that stage ``s`` computes; empty if stage ``s`` computes
+    part ``s``. Stages of the same part are replicas: they hold the same weights, each takes some of
+    the micro-batches, and their gradients are summed before their weights are updated.
 
-    ``slices`` are the lengths of the slices that every micro-batch's sequences are cut into,
-    from the first position on; empty where sequences are whole. ``weights``: see
-    ``weight_versions``; all but "flushed" are asynchronous.
+    ``slices`` are the lengths (in positions) of the slices into which every sequence is cut; empty
+    if sequences are whole. ``weights`` is the rule for versions of weights, see
+    ``weight_versions``; all rules but "flushed" are asynchronous.
     """
 
     name: str
@@ -181,7 +184,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> Wiring:
-        """Wiring between stages of different ranks, along which messages are sent."""
+        """Connections between stages of different ranks, along which messages are sent."""
         return self.wiring.between_ranks(self.stage_rank)
 
     @property
@@ -191,13 +194,13 @@ class Schedule:
 
     @property
     def per_update(self) -> int:
-        """Number of micro-batches per weight update; all of them in synchronous schedules."""
+        """Number of micro-batches per weight update; all of a step in synchronous schedules."""
         row = self.table[self.stage_rank[0]]
         updates = sum(action.kind == STEP and action.stage == 0 for action in row)
         return self.num_microbatches // max(1, updates)
 
     def part(self, stage: int) -> int:
-        """Return the number of the part of the model that a stage computes."""
+        """Return the index of the part of the model that a stage computes."""
         return self.parts[stage] if self.parts else stage
 
     def replicas(self, stage: int) -> tuple[int, ...]:
@@ -207,15 +210,16 @@ class Schedule:
         return tuple(s for s, part in enumerate(self.parts) if part == self.parts[stage])
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a pipeline rank owns, in order."""
+        """Return the stages that a pipeline rank owns, in ascending order."""
         return tuple(s for s, owner in enumerate(self.stage_rank) if owner == rank)
 
 
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
-    """Return the version of its stage's weights that each compute action uses.
+    """Return for each forward and backward action the version of its stage's weights that it uses.
 
-    The table starts with version 0, and a stage's v-th STEP makes version v: it applies the
-    gradients since its last STEP to the newest version.
+    A stage starts with version 0, and its v-th STEP (weight update) makes version v: it applies the
+    gradients since the previous STEP to the newest version. The rules, by ``weights`` of the
+    schedule:
 
     ============= ========================================================================
     flushed       version 0: all compute comes before the only STEP
@@ -251,7 +255,8 @@ def weight_versions(schedule: Schedule) -> dict[Action, int]:
 
 
 def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...]:
-    """Return, for each STEP of a stage, the versions of its weights that later actions use."""
+    """Return for each STEP (update) of a stage the versions of its weights that are used after
+    it."""
     versions = weight_versions(schedule)
     later: set[int] = set()
     found: list[frozenset[int]] = []
@@ -265,7 +270,7 @@ def versions_needed(schedule: Schedule, stage: int) -> tuple[frozenset[int], ...
 
 def versions_held(schedule: Schedule, stage: int) -> int:
     """Return the largest number of versions of its weights that a stage holds at once: the newest,
-    and older ones still in use; 1 if updates overwrite the weights.
+    and older versions that are still in use; 1 if each update overwrites the weights.
 
     >>> table = parse_table("0F0 0F1 0B0 0REDUCE0 0STEP0 0F2 0B1 0REDUCE1 0STEP1 0B2")
     >>> versions_held(Schedule("example", 3, (0,), table, weights="stashed"), 0)
@@ -278,7 +283,8 @@ def versions_held(schedule: Schedule, stage: int) -> int:
 
 
 def _update_of(row: Row) -> dict[tuple[int, int], int]:
-    """Return for each (stage, micro-batch) the number of the STEP that applies its gradients."""
+    """Return for each (stage, micro-batch) of a rank's ``row`` of actions the number of the STEP
+    (weight update, counted from 0 per stage) that applies its gradients."""
     found: dict[tuple[int, int], int] = {}
     count: dict[int, int] = {}
     for kind, stage, m, _ in row:
@@ -290,7 +296,8 @@ def _update_of(row: Row) -> dict[tuple[int, int], int]:
 
 
 def last_before_reduce(row: Row) -> frozenset[Action]:
-    """Return the last action that adds to a stage's weight gradients before each REDUCE of the row.
+    """Return for each REDUCE (completion of gradients) in a rank's ``row`` of actions the last
+    action before it that adds to the weight gradients of the same stage.
 
     >>> (row,) = parse_table("0F0 0F1 0B0 0B1 0REDUCE 0STEP")
     >>> [str(action) for action in last_before_reduce(row)]
@@ -307,7 +314,7 @@ def last_before_reduce(row: Row) -> frozenset[Action]:
 
 
 def parse_action(text: str) -> Action:
-    """Parse the text that ``str`` made of an action.
+    """Return the action that ``str`` of an action wrote as ``text``.
 
     >>> parse_action("3RECV_B12")
     Action(kind='RECV_B', stage=3, microbatch=12, slice=0)
@@ -322,7 +329,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_table(table: Sequence[Sequence[Action]]) -> str:
-    """Return the table as text: one line per pipeline rank, actions separated by spaces.
+    """Return a schedule's table as text: a line per pipeline rank, actions separated by spaces.
 
     >>> format_table([[Action("F", 0, 0), Action("B", 0, 0)]])
     '0F0 0B0'
@@ -331,7 +338,7 @@ def format_table(table: Sequence[Sequence[Action]]) -> str:
 
 
 def parse_table(text: str) -> Table:
-    """Parse a table from the text of ``format_table``; skip empty lines.
+    """Return the schedule's table that ``format_table`` wrote as ``text``; skip empty lines.
 
     >>> format_table(parse_table("0F0 0SEND_F0\\n1RECV_F0 1F0"))
     '0F0 0SEND_F0\\n1RECV_F0 1F0'
@@ -341,7 +348,7 @@ def parse_table(text: str) -> Table:
 
 
 def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
-    """Return the receives that match ``send``, one for each stage that it goes to.
+    """Return the receives that match ``send``: one for each stage that it goes to by ``wiring``.
 
     >>> wiring = Wiring.of(3, ((0, 2), (1, 2)))
     >>> [str(receive) for receive in matching_receives(Action("SEND_B", 2, 0), wiring)]
@@ -354,5 +361,5 @@ def matching_receives(send: Action, wiring: Wiring) -> tuple[Action, ...]:
 
 
 def compute_only(row: Sequence[Action]) -> Row:
-    """Return the row's compute actions, without communication and optimizer step."""
+    """Return the forwards and backwards in a rank's ``row``, without communication and updates."""
     return tuple(action for action in row if action.kind in COMPUTE)

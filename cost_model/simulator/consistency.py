@@ -27,7 +27,8 @@ CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
 
 
 def bound_of(consistency: Consistency, staleness: int = 0) -> int | None:
-    """Return how many iterations a worker may be ahead of the slowest; None without a bound.
+    """Return how many iterations a worker of parameter servers may be ahead of the slowest worker:
+    0 for "bsp", ``staleness`` for "ssp", None (unbounded) for "asp".
 
     >>> bound_of("bsp"), bound_of("ssp", 2), bound_of("asp")
     (0, 2, None)
@@ -36,8 +37,9 @@ def bound_of(consistency: Consistency, staleness: int = 0) -> int | None:
 
 
 class Clocks:
-    """Clocks of all workers: each worker's number of pushes to one part of the weights. They decide
-    which workers may begin their next iteration.
+    """Progress of the workers of a parameter server: each worker's clock is the number of its
+    pushes (of gradients) to one part of the weights. A worker may begin its next iteration if its
+    clock is at most ``bound`` ahead of the slowest worker's.
 
     >>> clocks = Clocks(range(2), bound=1)
     >>> clocks.may_begin(0), clocks.push(0), clocks.may_begin(0), clocks.push(0)
@@ -52,27 +54,26 @@ class Clocks:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Numbers of the workers that have not left."""
+        """Ids of the workers that have not left."""
         return tuple(self._clocks)
 
     def clock(self, worker: int) -> int:
-        """Return the clock of a worker: the number of its pushes."""
+        """Return the clock of a worker: its number of pushes so far."""
         return self._clocks[worker]
 
     @property
     def slowest(self) -> int:
-        """Clock (number of pushes) of the slowest worker; 0 without workers."""
+        """Clock (number of pushes) of the slowest worker; 0 if there are no workers."""
         return min(self._clocks.values(), default=0)
 
     def may_begin(self, worker: int) -> bool:
-        """Return true where a worker may begin its next iteration, and has not left."""
+        """Return true if a worker may begin its next iteration now, and has not left."""
         if worker not in self._clocks:
             return False
         return self.bound is None or self._clocks[worker] - self.slowest <= self.bound
 
     def push(self, worker: int) -> int:
-        """Count a worker's push, for an iteration that it was allowed to begin; return its new
-        clock."""
+        """Count one more push of a worker; return the new number of its pushes."""
         self._clocks[worker] += 1
         return self._clocks[worker]
 

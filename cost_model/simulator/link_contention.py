@@ -26,9 +26,10 @@ LEAVES, LEFT, FLOWS, PASSES = 0, 1, 2, 3
 
 
 class Message(NamedTuple):
-    """Message between pipeline ranks, identified by ``number`` and ``source``. ``place``: index of
-    its send in the sender's row; ``latency``: seconds until its first byte arrives; ``occupied``:
-    seconds for which it occupies a port alone."""
+    """Message from pipeline rank ``sender`` to rank ``receiver``. ``number`` (of the compute action
+    that needs it) and ``source`` (stage) identify it. ``place`` is the index of its send in the
+    sender's row of actions, ``latency`` the seconds until its first byte arrives, ``occupied`` the
+    seconds that it takes on a port that no other message shares."""
 
     sender: int
     receiver: int
@@ -40,8 +41,8 @@ class Message(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """Arrived message, with the times at which its sending began, its last byte left and its last
-    byte arrived."""
+    """Message that has arrived, with the times (seconds) at which its sending began, its last byte
+    left the sender and its last byte arrived."""
 
     message: Message
     start_seconds: float
@@ -50,8 +51,8 @@ class Arrival(NamedTuple):
 
 
 class _Sending:
-    """Sending port of a rank. By receiver: a queue of messages, and for its first message the
-    seconds of sending that are left and the time when its sending began."""
+    """Sending port of a rank. For each receiver it has a queue of messages and, for the first
+    message of the queue, the seconds of sending that are left and the time of its start."""
 
     def __init__(self, zero: float) -> None:
         self.queues: defaultdict[int, deque[Message]] = defaultdict(deque)
@@ -61,7 +62,7 @@ class _Sending:
         self.version = 0
 
     def run(self, now: float) -> None:
-        """Advance the messages being sent to the time ``now``."""
+        """Advance the messages that are being sent to the time ``now`` (seconds)."""
         if self.left:
             done = (now - self.seen) / len(self.left)
             for receiver in self.left:
@@ -70,15 +71,15 @@ class _Sending:
 
 
 class _Receiving:
-    """Receiving port of a rank: the rate at which each message arrives, and the port's backlog,
-    that is, the seconds that it needs for data that has arrived but not passed."""
+    """Receiving port of a rank: the rate at which each message flows in, and the backlog: the
+    seconds that the port needs for data that has arrived but not passed it."""
 
     def __init__(self, zero: float) -> None:
         self.rates: dict[int, float] = {}
         self.waiting = self.seen = self.zero = zero
 
     def run(self, now: float) -> float:
-        """Advance the port to the time ``now``; return the seconds of its backlog."""
+        """Advance the port to the time ``now`` (seconds); return the seconds of its backlog."""
         if self.waiting or len(self.rates) > 1:  # one alone flows no faster than it passes
             more = (now - self.seen) * (sum(self.rates.values()) - 1)
             self.waiting = max(self.waiting + more, self.zero)
@@ -87,9 +88,9 @@ class _Receiving:
 
 
 class Ports:
-    """Ports of all ranks, and the messages that are on their way. Messages may be added in any
-    order, provided that none is ready before the last returned message left its sender. That holds
-    if every rank is advanced as far as possible before each ``next``.
+    """Sending and receiving ports of all ranks, with the messages that are on their way and share
+    them. Messages may be added in any order, but none may be ready before the time at which the
+    message that ``next`` returned last left its sender.
 
     >>> ports = Ports(3, 0.0)
     >>> for receiver in (1, 2):
@@ -106,11 +107,12 @@ class Ports:
         self._coming: list[tuple[float, int, int, int, Message, Any]] = []
 
     def add(self, ready_seconds: float, message: Message) -> None:
-        """Add a message that is ready to leave at ``ready_seconds``."""
+        """Add a message that is ready to leave its sender at time ``ready_seconds``."""
         self._push(ready_seconds, LEAVES, message, 0)
 
     def next(self) -> Arrival | None:
-        """Return the next message that has wholly arrived at its receiver; None after the last."""
+        """Return the next message to have arrived in full, with its times; None if no messages are
+        left."""
         coming = self._coming
         while coming:
             now, what, _, _, message, value = heappop(coming)
@@ -142,7 +144,7 @@ class Ports:
             self._share(now, port)
 
     def _begin(self, now: float, message: Message, port: _Sending) -> None:
-        """Begin to send a message, which is the first in the queue to its receiver."""
+        """Begin at time ``now`` to send ``message``, the first in the queue to its receiver."""
         port.left[message.receiver] = message.occupied
         port.began[message.receiver] = now
 
@@ -158,8 +160,8 @@ class Ports:
         self._share(now, port)
 
     def _share(self, now: float, port: _Sending) -> None:
-        """Divide the port among its messages: tell the receivers the new rates, and schedule the
-        end of the next message."""
+        """Divide a sending port equally among its current messages at time ``now``: tell the
+        receivers the new rates, and schedule the end of the message that ends first."""
         port.version += 1
         left, queues = port.left, port.queues
         number = len(left)

@@ -17,12 +17,12 @@ from .timeline import Event, Stream
 
 @dataclass(slots=True)
 class Collectives:
-    """Collectives of parameters and gradients that a rank has launched so far; the last one ends at
-    ``busy_until``. ``gathered[stage]``: times at which the buckets of the stage's parameters are
-    gathered, in order; ``reduced[stage]``: time at which all its gradients are summed.
-    ``lost_seconds``: additional seconds of compute because of collectives that run at the same
-    time. ``slowed_share``: share of compute that is lost while the last launched collective
-    runs."""
+    """Collectives of parameters and gradients that one rank has launched so far in a simulated
+    step; the last of them ends at time ``busy_until``. ``gathered[stage]``: times at which the
+    buckets of the stage's parameters are gathered, in order; ``reduced[stage]``: time at which all
+    its gradients are summed. ``lost_seconds``: additional seconds of compute due to collectives
+    that run at the same time. ``slowed_share``: share of compute speed that the last launched
+    collective costs."""
 
     slowed_share: float
     busy_until: float
@@ -33,7 +33,8 @@ class Collectives:
     lost_seconds: float = 0
 
     def launch(self, action: Action, stream: Stream, ready: float, seconds: float) -> float:
-        """Start a collective when it is ``ready`` and its stream is free; return its end."""
+        """Start a collective of ``seconds`` on a stream, when the time ``ready`` is reached and the
+        stream is free; return the time at which it ends."""
         start = max(ready, self.free.get(stream, ready))
         end = start + seconds
         self.free[stream] = end
@@ -42,7 +43,7 @@ class Collectives:
         return end
 
     def gather(self, stage: int, costs: StageCosts, now: float) -> None:
-        """Launch the all-gathers of a stage's parameters, bucket by bucket."""
+        """Launch at time ``now`` the all-gathers of a stage's parameters, bucket by bucket."""
         seconds = costs.gather_seconds[stage]
         self.gathered[stage] = [
             self.launch(Action(GATHER, stage), "parameter gather", now, seconds * share)
@@ -50,15 +51,15 @@ class Collectives:
         ]
 
     def _launched_buckets(self, stage: int, costs: StageCosts) -> Buckets:
-        """Return the buckets of a stage, and set the share of compute that is lost while their
-        collectives run."""
+        """Return the buckets of a stage's parameters, and set ``slowed_share`` to the share of
+        compute speed that their collectives cost."""
         if costs.slowed_share:
             self.slowed_share = costs.slowed_share[stage]
         return _buckets(stage, costs)
 
     def finish(self, start: float, work: float) -> float:
-        """Return the time at which compute ends that starts at ``start`` and takes ``work`` seconds
-        if no collective runs at the same time.
+        """Return the time at which compute ends that starts at ``start`` and would take ``work``
+        seconds alone; collectives that run at the same time slow it down.
 
         >>> Collectives(0.5, busy_until=3.0).finish(1.0, 2.5)
         4.5
@@ -78,8 +79,8 @@ class Collectives:
     def first_forward(
         self, stage: int, costs: StageCosts, start: float, work: float
     ) -> tuple[float, float, float]:
-        """Compute the course of a forward of ``work`` seconds, of which each part waits for a
-        bucket of parameters to be gathered. Return its start, its end, and the seconds that it
+        """Simulate a step's first forward of a stage, which takes ``work`` seconds and waits, part
+        by part, until a bucket of parameters is gathered. Return its start, its end and the seconds
         waited."""
         ends = self.gathered[stage]
         shares = _buckets(stage, costs).forward
@@ -93,8 +94,9 @@ class Collectives:
         return began, now, waited
 
     def last_backward(self, stage: int, costs: StageCosts, start: float, work: float) -> float:
-        """Return the end of a backward of ``work`` seconds, of which each part completes a bucket
-        of gradients."""
+        """Simulate a step's last backward of a stage, which takes ``work`` seconds from ``start``
+        on; each part of it completes a bucket of gradients, whose sum is launched. Return its
+        end."""
         buckets = self._launched_buckets(stage, costs)
         seconds = costs.gradient_sync_seconds[stage]
         now = start

@@ -26,14 +26,14 @@ Process = Generator[tuple[Any, ...], None, None]
 @dataclass(frozen=True, slots=True)
 class ServerJob:
     """Workers and parameter servers to simulate. ``worker_ranks`` and ``server_ranks`` are the
-    ranks whose network ports they use.
+    ranks whose network ports workers and servers use, at ``bytes_per_second`` by rank.
 
-    ``forward[w][b]`` and ``backward[w][b]`` are seconds of worker ``w`` in block ``b``, in its
-    first forward and its last backward; ``between[w]`` its seconds of compute between the two.
-    ``block_bytes[b][k]`` bytes of block ``b`` are on server ``k``, which takes
-    ``update_seconds[b][k]`` to apply one push to them (under bsp, all pushes of an iteration).
-    ``replica[k]`` is the server to which ``k`` forwards its pushes, None without replicas.
-    ``bound``: see ``consistency.bound_of``.
+    ``forward[w][b]`` and ``backward[w][b]`` are the seconds of worker ``w`` in block (layer) ``b``,
+    in an iteration's first forward and last backward; ``between[w]`` its seconds of compute between
+    these two. Server ``k`` holds ``block_bytes[b][k]`` bytes of block ``b`` and takes
+    ``update_seconds[b][k]`` to apply one push of gradients to them (under bsp, all pushes of an
+    iteration). ``replica[k]`` is the server to which ``k`` forwards its pushes, None without
+    replicas. ``bound``: iterations that a worker may be ahead of the slowest, None if unbounded.
     """
 
     worker_ranks: tuple[int, ...]
@@ -51,14 +51,13 @@ class ServerJob:
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """Times ``finished[w]`` at which all pushes of each iteration of worker ``w`` were
-    acknowledged."""
+    """Result of a simulation: ``finished[w]`` has, for each iteration of worker ``w``, the time
+    (seconds) at which the servers had acknowledged all its pushes of gradients."""
 
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Return the iterations per second of all workers together, counted from the second quarter
-        of the time on."""
+        """Return the iterations per second of all workers, after the first quarter of the time."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
         done = sum(_done(times, end) - _done(times, begin) for times in self.finished)
@@ -66,8 +65,8 @@ class ServerTimes:
 
 
 def _done(times: Sequence[float], at: float) -> float:
-    """Return the number of iterations done at time ``at``, the fraction of the running iteration
-    included; ``times``: ends of the iterations."""
+    """Return the number of iterations that are done at time ``at``, with the fraction of the
+    running iteration. ``times``: time at which each iteration ends."""
     before = 0.0
     for index, time in enumerate(times):
         if time > at:
@@ -77,13 +76,14 @@ def _done(times: Sequence[float], at: float) -> float:
 
 
 def simulate_servers(job: ServerJob, iterations: int) -> ServerTimes:
-    """Simulate at least ``iterations`` per worker; with unbounded staleness fast workers do
-    more."""
+    """Simulate training until each worker has done ``iterations`` iterations; with unbounded
+    staleness fast workers do more. Return the times at which iterations end."""
     return _Simulation(job, iterations).run()
 
 
 class _Simulation:
-    """Event simulation of processes (generators) that wait for seconds, transfers or conditions."""
+    """Event simulation of workers and parameter servers as generators, which wait for seconds to
+    pass, for transfers of bytes or for conditions."""
 
     def __init__(self, job: ServerJob, iterations: int) -> None:
         self.job, self.iterations = job, iterations
@@ -102,7 +102,7 @@ class _Simulation:
         self.finished: list[list[float]] = [[] for _ in workers]
 
     def _keys(self) -> list[tuple[int, int]]:
-        """Return the (block, server) pairs for which the server holds weights of the block."""
+        """Return the pairs (block, server) whose server holds weights of the block (layer)."""
         sizes = self.job.block_bytes
         return [(b, k) for b, row in enumerate(sizes) for k, size in enumerate(row) if size]
 
@@ -124,7 +124,7 @@ class _Simulation:
         return all(len(times) >= self.iterations for times in self.finished)
 
     def _resume(self) -> None:
-        """Resume all processes that can go on, until every process waits."""
+        """Resume each generator that need not wait any more, until all of them wait."""
         while self._ready:
             process = self._ready.pop()
             self._step(process)
@@ -152,8 +152,8 @@ class _Simulation:
             self._share()
 
     def _share(self) -> None:
-        """Set max-min fair rates of all transfers: port by port, the most crowded first, which
-        divides its rate equally among its transfers."""
+        """Set the rates of all transfers by max-min fairness: port by port, beginning with the most
+        crowded, a port divides its free rate equally among its transfers."""
         open_ = dict(self._transfers)
         rates = self.job.bytes_per_second
         left = {}
@@ -175,7 +175,7 @@ class _Simulation:
                         del users[other]
 
     def _advance(self) -> None:
-        """Advance the time to the next end of a transfer or timer."""
+        """Advance the simulated time to the moment at which the next transfer or wait ends."""
         moments = [self.now + each.left / each.rate for each in self._transfers.values()]
         if self._timers:
             moments.append(self._timers[0][0])
@@ -216,7 +216,7 @@ class _Simulation:
             iteration += 1
 
     def _recorder(self, worker: int) -> Process:
-        """Record the time when an iteration's pushes have all been acknowledged."""
+        """Record for each iteration of ``worker`` when all its pushes were acknowledged."""
         acknowledged = self.acknowledged[worker]
         while True:
             number = len(self.finished[worker])
@@ -244,8 +244,8 @@ class _Simulation:
             self.acknowledged[worker][block, server] += 1
 
     def _apply(self, worker: int, block: int, server: int) -> Process:
-        """Apply a push to a server's weights; under bsp, apply all pushes of an iteration when the
-        last arrives."""
+        """Spend the seconds in which ``server`` applies a worker's push to its weights of
+        ``block``; under bsp, all pushes of an iteration are applied when the last one arrives."""
         clocks = self.clocks[block, server]
         before = clocks.slowest
         is_alone = self.job.bound != 0

@@ -47,8 +47,8 @@ rank."""
 
 
 class SimulatedRank:
-    """State of one pipeline rank: the index ``at`` of its next action in its row of the schedule,
-    its clock, and its seconds and bytes so far."""
+    """State of one pipeline rank in a simulation: its row of actions, the index ``at`` of its next
+    action, its clock, and its seconds and bytes so far."""
 
     def __init__(self, row: Row, zero: float, static_bytes: int) -> None:
         self.row = row
@@ -73,14 +73,14 @@ class SimulatedRank:
                 self.last_backwards[action.stage] = action
 
     def call(self, seconds: float) -> None:
-        """Spend ``seconds`` of the rank's own time to send a message or to post a receive."""
+        """Spend ``seconds`` of the rank's time on a call to send or to receive a message."""
         self.clock += seconds
         self.messages += seconds
 
 
 class Simulation:
-    """State of one simulation of a schedule. A message is identified by the number of the compute
-    action that needs it."""
+    """State of one simulation of a pipeline schedule. A message is identified by the number of the
+    forward or backward that needs it."""
 
     def __init__(
         self,
@@ -128,20 +128,20 @@ class Simulation:
         return self._timeline(replicas or (1,) * len(self.ranks))
 
     def step_seconds(self) -> float:
-        """Return the time at which the last rank is done with the step."""
+        """Run the simulation; return the seconds at which the last rank completes the step."""
         self._run()
         return max(rank.ended for rank in self.ranks)
 
     def step_and_bubble(self) -> tuple[float, float]:
-        """Return the seconds of the training step, and the share of all ranks' time in it that they
-        wait."""
+        """Run the simulation; return the seconds of the training step, and the bubble fraction: the
+        share of all ranks' time in which they wait."""
         step, number = self.step_seconds(), len(self.ranks)
         busy = sum(rank.busy for rank in self.ranks)
         return step, 1 - busy / (step * number) if step else self.zero
 
     def _run(self) -> None:
-        """Repeatedly advance every rank as far as possible and deliver one message, until no
-        message is left."""
+        """Simulate the step: advance every rank as far as possible, deliver one message, and repeat
+        until no messages are left. Raises ValueError if the schedule deadlocks."""
         ranks, waiting, advance, arrive = self.ranks, self.waiting, self._advance, self._arrive
         for rank in ranks:
             self._begin(rank)
@@ -161,8 +161,8 @@ class Simulation:
             raise ValueError(f"the schedule deadlocks at {', '.join(stuck)}")
 
     def _begin(self, rank: SimulatedRank) -> None:
-        """Launch the gathering of parameters of a rank's stages: before all actions, or at the same
-        time as its compute."""
+        """Launch the all-gathers of sharded parameters of a rank's stages: before all of its
+        actions or, for stages whose collectives overlap with compute, beside them."""
         costs = self.costs
         gathers = costs.gather_seconds
         stages = [s for s in rank.first_forwards if gathers and gathers[s]]
@@ -184,8 +184,9 @@ class Simulation:
             }
 
     def _advance(self, rank: SimulatedRank) -> int:
-        """Advance a rank until its row of actions ends or it must wait; return the number of the
-        message that it waits for."""
+        """Execute a rank's actions until none are left or the rank must wait. Return the number of
+        the message that it waits for, ``NOTHING`` at the end of its row, and a smaller number if it
+        waits for replicas."""
         row, at, length = rank.row, rank.at, len(rank.row)
         num_microbatches, num_slices = self.schedule.num_microbatches, self.num_slices
         posted, arrived = self.posted, self.arrived
@@ -223,7 +224,7 @@ class Simulation:
         return NOTHING
 
     def _receive(self, rank: SimulatedRank, stage: int, number: int) -> None:
-        """Post the receive of a compute action's inputs."""
+        """Post the receives for compute action ``number``; transfer messages already sent to it."""
         lines = self.lines[number & 1][stage]
         for line in lines:
             if line.receive_call:
@@ -235,7 +236,7 @@ class Simulation:
                 self._transfer(line, number, max(sent[0], rank.clock), sent[1])
 
     def _send(self, rank: SimulatedRank, action: Action) -> None:
-        """Send a stage's results to the stages that need them."""
+        """Send a stage's results (activations or gradients) to stages on other ranks."""
         kind, stage, m, part = action
         backward = kind == SEND_BACKWARD
         for line in self.outgoing[backward][stage]:
@@ -250,8 +251,9 @@ class Simulation:
                 rank.call(line.send_call)
 
     def _transfer(self, line: Line, number: int, ready: float, place: int) -> None:
-        """Give a message to the ports, once its send and its receive are posted; if messages take
-        no time, record its arrival at once."""
+        """Start the transfer of message ``number`` over ``line`` at time ``ready``, when its send
+        and receive are both posted; if messages take no time, it arrives at once. ``place``: index
+        of the send action in the sender's row."""
         occupied = line.occupied
         if self.shares:
             occupied = occupied * self.shares[SEND_FORWARD][number // 2 % self.num_slices]
@@ -264,8 +266,7 @@ class Simulation:
             self._arrive(Arrival(message, ready, ready, ready))
 
     def _arrive(self, arrival: Arrival) -> None:
-        """Record a message's arrival; wake its receiver if it is the last message that the compute
-        action needs."""
+        """Record a message's arrival; resume its receiver if no other message is missing there."""
         message, start, _, end = arrival
         number = message.number
         if self.records:
@@ -279,7 +280,7 @@ class Simulation:
             self.ready.append(index)
 
     def _record(self, arrival: Arrival) -> None:
-        """Add a message to its sender's events in the timeline."""
+        """Add a message that has arrived to the events of its sender in the timeline."""
         message, start, left, _ = arrival
         unit, part = divmod(message.number // 2, self.num_slices)
         stage, m = divmod(unit, self.schedule.num_microbatches)
@@ -289,8 +290,8 @@ class Simulation:
         self.ranks[message.sender].events.append(Event(action, start, left, stream, stage))
 
     def _is_last(self, number: int, start: float, end: float) -> bool:
-        """Record an arrival; return true if it is the last message for compute action ``number``,
-        and keep the latest end."""
+        """Record that a message for compute action ``number``, sent from ``start`` on, arrived at
+        ``end``; return true if it is the last message that the action needs."""
         stage = number // 2 // self.num_slices // self.schedule.num_microbatches
         needed = len(self.lines[number & 1][stage])
         if needed > 1:
@@ -306,7 +307,8 @@ class Simulation:
     def _compute(
         self, rank: SimulatedRank, action: Action, arrival: float | None, begun: float
     ) -> None:
-        """Compute a forward or backward once the rank is free and its message has arrived."""
+        """Simulate a forward or backward, which starts when the rank is free and, if it needs a
+        message, at the message's ``arrival``. ``begun``: time at which the message was sent."""
         kind, stage, _, part = action
         free = start = rank.clock
         if arrival is not None and arrival > free:
@@ -341,8 +343,8 @@ class Simulation:
                 rank.memory.append((end, rank.held))
 
     def _record_states(self, rank: SimulatedRank, action: Action, start: float, end: float) -> None:
-        """Add to the timeline the gathers of parameters and sums of gradients that run during a
-        forward or backward."""
+        """Add to the timeline the all-gathers of parameters, or the sums of gradients, that run
+        during a forward, or backward, from ``start`` to ``end``."""
         kind, stage, m, part = action
         forward, backward = self.costs.forward_states_seconds, self.costs.backward_states_seconds
         if kind == FORWARD and forward and forward[stage]:
@@ -357,8 +359,8 @@ class Simulation:
     def _beside(
         self, rank: SimulatedRank, beside: Collectives, action: Action, start: float, work: float
     ) -> tuple[float, float]:
-        """Return the start and end of a forward or backward with ``work`` seconds of compute, which
-        collectives at the same time may slow down."""
+        """Return the start and end of a forward or backward of ``work`` seconds, which waits for,
+        starts, or is slowed down by the collectives ``beside`` it."""
         arrived = start
         if action not in rank.beside:
             end = beside.finish(start, work)
@@ -375,8 +377,9 @@ class Simulation:
         return bool(seconds) and seconds[stage] > 0
 
     def _sum_replicas(self, rank: SimulatedRank, stage: int) -> bool:
-        """Sum the gradients of a stage's replicas when all have reached this action; return false
-        before. Earlier replicas wait until the last one wakes them."""
+        """Sum the gradients of all replicas of a stage (stages that compute the same part of the
+        model), if each replica's rank has reached this point; otherwise return false. The last
+        wakes the others."""
         come = self.at_sum.setdefault(self.schedule.part(stage), {})
         come.setdefault(stage, rank.clock)
         if len(come) < len(self.schedule.replicas(stage)):
@@ -392,7 +395,7 @@ class Simulation:
         return True
 
     def _reduce(self, rank: SimulatedRank, action: Action) -> None:
-        """Sum the stage's gradients, unless the sum has begun during the last backward."""
+        """Sum a stage's gradients over its devices, unless this overlapped the last backward."""
         if not self._syncs(action.stage) or self.hides[action.stage]:
             return
         start = rank.clock
@@ -403,7 +406,7 @@ class Simulation:
         rank.events.append(Event(action, start, rank.clock, "gradient sync"))
 
     def _step(self, rank: SimulatedRank, action: Action) -> None:
-        """Run the optimizer, once the stage's gradients are summed."""
+        """Run the optimizer for a stage, after its gradients are summed."""
         start, beside = rank.clock, rank.collectives
         seconds = self.costs.step_seconds
         work = seconds[action.stage] if seconds else self.zero

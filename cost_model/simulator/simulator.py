@@ -36,9 +36,9 @@ def simulate(
     *,
     replicas: Sequence[int] = (),
 ) -> Timeline:
-    """Simulate a training step of the schedule. Raises ValueError if the schedule deadlocks or does
-    not fit the costs. ``replicas``: number of devices that each pipeline rank stands for, one by
-    default.
+    """Simulate one training step of a pipeline schedule; return its timeline. ``replicas``: number
+    of devices that each pipeline rank represents, by default 1. Raises ValueError if the schedule
+    deadlocks or does not match the costs.
 
     >>> from autoparallel.cost_model.simulator.actions import parse_table
     >>> table = parse_table("0F0 0SEND_F0 0RECV_B0 0B0\\n1RECV_F0 1F0 1B0 1SEND_B0")
@@ -53,21 +53,21 @@ def simulate(
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """Return the seconds of the training step that ``simulate(…)`` finds, without making the
-    timeline."""
+    """Return the seconds of one training step as ``simulate`` does, but without a timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_seconds()
 
 
 def step_and_bubble(schedule: Schedule, costs: StageCosts) -> tuple[float, float]:
-    """Return the seconds of the training step and the bubble fraction, without making the timeline
-    of ``simulate``."""
+    """Return the seconds of one training step and its bubble fraction (the share of time in which
+    ranks wait), without recording a timeline."""
     costs = _checked(schedule, costs)
     return Simulation(schedule, costs, records=False).step_and_bubble()
 
 
 def _checked(schedule: Schedule, costs: StageCosts) -> StageCosts:
-    """Return the costs per stage of the schedule. Raises ValueError where they do not fit it."""
+    """Return the costs by stage of the schedule, given costs by stage or by part of the model.
+    Raises ValueError if they do not match the schedule."""
     if len(costs.forward_seconds) != schedule.num_parts:
         raise ValueError(
             f"costs of {len(costs.forward_seconds)} stages for a schedule of {schedule.num_parts}"

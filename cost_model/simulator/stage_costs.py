@@ -30,10 +30,10 @@ OF_SLICES = ("slice_", "edges")
 
 
 class Buckets(NamedTuple):
-    """Buckets in which a stage's parameters are gathered and its gradients summed. Each tuple has
-    one share per bucket, in the order of the forward, and adds up to 1. The tuples are shares of
-    the forward's compute, of the time to gather, of the backward's compute, and of the time to
-    sum."""
+    """Buckets in which a stage's parameters are gathered and its gradients summed. Each tuple has a
+    share per bucket, in the order of the forward, and adds up to 1: shares of the forward's compute
+    (``forward``), of the gathering time (``gathered``), of the backward's compute (``backward``)
+    and of the summing time (``summed``)."""
 
     forward: tuple[float, ...]
     gathered: tuple[float, ...]
@@ -42,7 +42,7 @@ class Buckets(NamedTuple):
 
     @staticmethod
     def equal(number: int) -> Buckets:
-        """Return the shares of ``number`` equal buckets."""
+        """Return ``number`` buckets with equal shares of compute and communication."""
         return Buckets(*((1 / number,) * number for _ in range(4)))
 
 
@@ -51,33 +51,31 @@ ONE_BUCKET = Buckets((1,), (1,), (1,), (1,))
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Seconds and bytes by stage, one entry per stage. Fields that are left empty are zero.
+    """Seconds and bytes of a pipeline schedule, one entry per stage in each field; an empty field
+    means zeros, unless another default is given.
 
-    ``forward_seconds``, ``backward_seconds``: of one micro-batch, including the collectives inside,
-    whose seconds ``forward_communication_seconds`` and ``backward_communication_seconds`` also
-    give. ``send_seconds[s]``: one micro-batch's message from stage s to s+1, and the same backwards
-    unless ``send_backward_seconds[s]`` (from s+1 to s) says otherwise; one entry less than there
-    are stages. With ``edges`` between stages they have one entry per edge.
-    ``send_latency_seconds``: the part of them in which a message is on its way without keeping its
-    ranks from sending and receiving others. ``send_call_seconds``, ``receive_call_seconds``: the
-    time of a rank itself to send such a message and to post its receive; a message is on its way
-    from the beginning of the call. All three are for both directions. ``forward_states_seconds``,
-    ``backward_states_seconds``: collectives of parameters and gradients that run during a
-    micro-batch's compute, for the timeline only (``forward_seconds`` and ``backward_seconds``
-    include the time that they add). ``gather_seconds``: gathering sharded parameters, once per
-    step, for the first forward. ``gradient_sync_seconds``: summing gradients, once per step, after
-    the last backward. Where the ``slowed_share`` is below 1, both run beside that forward and that
-    backward in ``buckets`` (one where this is empty): a part of the parameters is there before its
-    part of the forward, and a part of the gradients is summed after its part of the backward. While
-    one of them runs, that share of the rank's compute is lost: 0 where they do not disturb each
-    other. With 1, the default, they stop their rank. ``step_seconds``: the optimizer, once.
-    ``activation_bytes``: kept of one micro-batch until its backward, on the worst rank.
-    ``static_bytes``: held throughout. ``weight_backward_seconds``: the part of the backward that a
-    split schedule may delay, half of it by default. ``slice_forward_shares``,
-    ``slice_backward_shares``: of a micro-batch in slices, the part of its time that each slice
-    takes, in every stage; by default its share of the length. ``replica_sum_seconds``: summing a
-    stage's gradients with those of its replicas in other pipeline ranks, once, where the schedule
-    has replicas.
+    Per micro-batch: ``forward_seconds`` and ``backward_seconds`` include the collectives inside,
+    whose seconds ``forward_communication_seconds`` and ``backward_communication_seconds`` give.
+    ``forward_states_seconds`` and ``backward_states_seconds``: collectives of parameters and
+    gradients that run beside this compute (for the timeline alone). ``weight_backward_seconds``:
+    part of the backward that a schedule may delay, by default half. ``activation_bytes``: bytes
+    kept from forward to backward, on the worst rank.
+
+    Per message of a micro-batch, with an entry for each of ``edges`` (None: each stage to the
+    next): ``send_seconds`` forwards; ``send_backward_seconds`` backwards, by default the same;
+    ``send_latency_seconds``, the part of either in which its ranks can send and receive other
+    messages; ``send_call_seconds`` and ``receive_call_seconds``, the time of the rank itself to
+    call send and receive.
+
+    Per step: ``gather_seconds`` to gather sharded parameters for the first forward,
+    ``gradient_sync_seconds`` to sum gradients after the last backward, ``replica_sum_seconds`` to
+    sum them over replicas of the stage in other pipeline ranks, ``step_seconds`` for the optimizer.
+    ``slowed_share`` is the share of compute speed lost while parameters are gathered or gradients
+    summed: 1, the default, stops the rank; below 1 they overlap, bucket by bucket (``buckets``, by
+    default one), with the first forward and last backward. ``static_bytes`` are held all the time.
+
+    ``slice_forward_shares`` and ``slice_backward_shares``: share of a micro-batch's time that each
+    slice of the sequence takes in any stage, by default in proportion to its length.
     """
 
     forward_seconds: Sequence[float]
@@ -122,8 +120,8 @@ class StageCosts:
 
 
 def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
-    """Return the costs per stage of a schedule with replicas, given the costs per part of the
-    model: replicas of a part have its costs."""
+    """Return the costs by stage of a schedule, given costs by part of the model: each stage has the
+    costs of the part that it computes. Stages that compute the same part are replicas."""
     if not schedule.parts:
         return costs
     if costs.edges is not None:
@@ -142,9 +140,9 @@ def of_replicas(costs: StageCosts, schedule: Schedule) -> StageCosts:
 
 
 class Line(NamedTuple):
-    """Connection for messages from stage ``source`` to stage ``target`` of another rank. Seconds of
-    one message: ``latency``, until its first byte arrives; ``occupied``, for which it occupies a
-    port; and the calls to send and to receive."""
+    """Connection for messages from stage ``source`` (on rank ``sender``) to stage ``target`` (on
+    rank ``receiver``). Seconds per message: ``latency`` until the first byte arrives, ``occupied``
+    on the ports of both ranks, ``send_call`` and ``receive_call`` of the ranks' own time."""
 
     source: int
     target: int
@@ -161,8 +159,8 @@ Lines = Sequence[Sequence[Sequence[Line]]]
 
 
 def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
-    """Return the connections over which each stage receives, and those over which it sends, sorted
-    by the number of the other stage."""
+    """Return the connections over which each stage receives messages, and the connections over
+    which it sends, each sorted by the stage at the other end."""
     edges = chain(schedule.num_stages) if schedule.edges is None else schedule.edges
     none = (0 * costs.forward_seconds[0],) * len(edges)
     latency, forward = costs.send_latency_seconds or none, costs.send_seconds or none
@@ -184,8 +182,8 @@ def lines_of(schedule: Schedule, costs: StageCosts) -> tuple[Lines, Lines]:
 
 
 def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return each sequence slice's share of a micro-batch's seconds, by kind of action; empty if
-    sequences are whole. The share of a slice's message is that of its length."""
+    """Return for each kind of action the share of a micro-batch's seconds that each slice of its
+    sequences takes; empty if sequences are whole. Messages are shared by length."""
     if not schedule.slices:
         return {}
     length = sum(schedule.slices)
@@ -205,13 +203,14 @@ def slice_shares(schedule: Schedule, costs: StageCosts) -> dict[str, Sequence[fl
 
 def part_of(num_bytes: int, slices: Sequence[int], part: int) -> int:
     """Return the share of ``num_bytes`` that belongs to slice number ``part``, in proportion to its
-    length; the shares add up exactly."""
+    length. ``slices``: lengths of all slices; the shares of all slices add up to ``num_bytes``."""
     length, before = sum(slices), sum(slices[:part])
     return num_bytes * (before + slices[part]) // length - num_bytes * before // length
 
 
 def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds of each compute action, by kind and stage."""
+    """Return the seconds of a micro-batch's forward, backward and halves of it, by kind and
+    stage."""
     whole = costs.backward_seconds
     weight = costs.weight_backward_seconds or [s / 2 for s in whole]
     return {
@@ -223,8 +222,8 @@ def action_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
 
 
 def inside_seconds(costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds of collectives inside compute actions, by kind and stage; empty if none
-    are known."""
+    """Return the seconds of the collectives within a micro-batch's forward, backward and halves of
+    it, by kind of action and stage; empty if unknown."""
     if not costs.forward_communication_seconds and not costs.backward_communication_seconds:
         return {}
     none = (0.0,) * len(costs.forward_seconds)

@@ -18,10 +18,10 @@ NO_STAGE = -1
 
 
 class Event(NamedTuple):
-    """Execution of an action on a stream of its rank, with its start and end. A message is one
-    event, on a sending stream of its sender; ``to`` is the receiving stage. A collective is one
+    """Execution of an action on a ``stream`` of its rank, with start and end in seconds. A message
+    is one event, on the sender's stream; ``to`` is the stage that receives it. A collective is one
     event per bucket: ``REDUCE`` on ``"gradient sync"``, ``GATHER`` on ``"parameter gather"``. A
-    forward that waits for parameters within is one event, its wait included."""
+    forward that waits for parameters on its way is one event, which includes the waiting."""
 
     action: Action
     start_seconds: float
@@ -33,8 +33,8 @@ class Event(NamedTuple):
 class Exposed(NamedTuple):
     """Seconds of a step in which a rank communicates, or waits for communication, and does not
     compute. ``inside``: collectives within forwards and backwards (tensor parallelism, ZeRO 3);
-    ``messages``: waiting for a message of another stage that is on its way; ``gradient_sync`` and
-    ``gather``: waiting for gradients to be summed and for parameters."""
+    ``messages``: waiting for a message from another stage; ``gradient_sync``: waiting until
+    gradients are summed; ``gather``: waiting until parameters are gathered."""
 
     inside: float = 0.0
     messages: float = 0.0
@@ -47,11 +47,12 @@ class Timeline:
     """Simulated training step; tuples have one entry per pipeline rank.
 
     ``bubble_fraction``: the share of the step, averaged over ranks, in which a rank neither
-    computes nor runs the optimizer nor takes part in a collective. ``exposed``: communication that
-    no compute hides. ``slowdown_seconds``: additional time of compute because of collectives at the
-    same time. ``peak_activation_bytes``: the most bytes that micro-batches in flight hold at once;
-    ``peak_memory_bytes`` adds static memory. ``memory_bytes``: the held bytes whenever they change,
-    as (second, bytes). ``replicas``: the devices that each rank stands for.
+    computes nor runs the optimizer nor takes part in a collective. ``exposed``: seconds of
+    communication that do not overlap with compute. ``slowdown_seconds``: seconds that compute takes
+    longer because of collectives at the same time. ``peak_activation_bytes``: the most bytes that
+    micro-batches in flight hold at once; ``peak_memory_bytes`` adds memory that is held all the
+    time. ``memory_bytes``: (second, bytes held from then on) at each change. ``replicas``: number
+    of devices that each rank represents.
     """
 
     step_seconds: float
@@ -66,14 +67,14 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> tuple[float, ...]:
-        """Seconds of communication of each rank that no compute hides."""
+        """Seconds of communication of each pipeline rank that do not overlap with compute."""
         return tuple(sum(each) for each in self.exposed)
 
     @property
     def longest_span_seconds(self) -> float:
-        """Largest number of seconds that a rank takes from the start of its first action to the end
-        of its last. Zero-bubble papers measure a step so: a rank may begin the next step without
-        the others."""
+        """Longest time that a rank takes from the start of its first compute to the end of its
+        last. Papers on zero-bubble schedules report this as a step's seconds: ranks may begin the
+        next step early."""
         rows = [[each for each in events if each.stream == "compute"] for events in self.events]
         return max(row[-1].end_seconds - row[0].start_seconds for row in rows if row)
 

@@ -29,8 +29,8 @@ GLYPHS = {"F": "F", "B": "B", "I": "B", "W": "W", "STEP": "s", "REDUCE": "r", "G
 
 
 def draw(timeline: Timeline, width: int, *, limit: int = 16) -> tuple[str, ...]:
-    """Draw a timeline as a line of ``width`` characters per rank, of at most ``limit`` ranks: if
-    there are more, of the first and the last ones.
+    """Draw a timeline with a line of text per pipeline rank, ``width`` characters long. If there
+    are more than ``limit`` ranks, only the first and last of them are drawn.
 
     >>> from .actions import Schedule, parse_table
     >>> from .simulator import StageCosts, simulate
@@ -80,7 +80,7 @@ def _glyph(share: dict[str, float], slot: float) -> str:
 
 
 def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
-    """Yield the compute events, and the parts of collectives that no compute hides."""
+    """Yield a rank's compute events, and the parts of collectives in which it does not compute."""
     compute = [event for event in events if event.stream == "compute"]
     yield from compute
     for event in events:
@@ -100,7 +100,8 @@ def _spans(events: tuple[Event, ...]) -> Iterator[Event]:
 
 
 def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[str, ...]:
-    """Draw a schedule as a row of slots per rank, in lines of at most ``width`` characters.
+    """Draw a schedule with a row of equal time slots per pipeline rank, wrapped into lines of at
+    most ``width`` characters. "F0" is the forward of micro-batch 0, "--" continues it, "." is idle.
 
     >>> from .actions import parse_table
     >>> from .simulator import StageCosts, simulate
@@ -128,7 +129,8 @@ def draw_schedule(schedule: Schedule, timeline: Timeline, width: int) -> tuple[s
 
 
 def _cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return for each rank the texts of its slots of time."""
+    """Return the text of each time slot of each rank, such as "F0"; the shortest action fills a
+    slot."""
     events = [
         [e for e in row if e.action.kind in COMPUTE and e.end_seconds > e.start_seconds]
         for row in timeline.events
@@ -158,8 +160,8 @@ def _text(action: Action, chunk: int) -> str:
 
 
 def _updated_after(schedule: Schedule, rank: int) -> set[Action]:
-    """Return the compute actions of a rank right before a weight update of an asynchronous
-    schedule."""
+    """Return the forwards and backwards of a rank directly after which an asynchronous schedule
+    updates weights; none for a synchronous schedule."""
     row = schedule.table[rank]
     if schedule.weights == "flushed":
         return set()

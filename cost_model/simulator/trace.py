@@ -33,8 +33,8 @@ MICROSECONDS = 1e6
 
 
 def chrome_trace(timeline: Timeline, rank_names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the Chrome trace of a timeline, ready for ``json.dump``. ``rank_names`` are names of
-    processes, by default the pipeline rank and its devices."""
+    """Return a timeline in Chrome's trace event format, as a dict for ``json.dump``. ``rank_names``
+    name the trace's processes, by default each pipeline rank with its number of devices."""
     names = rank_names or tuple(map(rank_name, range(len(timeline.events)), timeline.replicas))
     events: list[TraceEvent] = []
     for rank, own in enumerate(timeline.events):
@@ -59,10 +59,10 @@ def timeline_events(
     name: str = "",
     drawn: Container[int] | None = None,
 ) -> Iterator[TraceEvent]:
-    """Yield the slices, arrows and memory counters of a timeline as trace events. ``processes``:
-    process number of each rank; ``begins_seconds``: start in the trace; ``name``: prefix that keeps
-    its arrows apart from those of other timelines in the trace. Only ranks in ``drawn`` get slices
-    and memory."""
+    """Yield a timeline as Chrome trace events: slices for actions, arrows for messages, counters of
+    memory. ``processes``: id of the trace's process for each rank; ``begins_seconds``: time in the
+    trace at which the timeline begins; ``name``: prefix that keeps the ids of its arrows apart from
+    other timelines in the trace. Only ranks in ``drawn`` (None: all) get slices and memory."""
     takers = _takers(timeline)
     for rank, own in enumerate(timeline.events):
         is_drawn = drawn is None or rank in drawn
@@ -80,7 +80,7 @@ def timeline_events(
 
 
 def rank_name(rank: int, replicas: int) -> str:
-    """Return the name of a pipeline rank that stands for ``replicas`` devices.
+    """Return the name in traces of a pipeline rank that represents ``replicas`` devices.
 
     >>> rank_name(3, 1), rank_name(0, 8)
     ('pipeline rank 3', 'pipeline rank 0 (8 devices)')
@@ -91,8 +91,8 @@ def rank_name(rank: int, replicas: int) -> str:
 def labels(
     process: int, name: str, streams: Collection[Stream], order: int | None = None
 ) -> Iterator[TraceEvent]:
-    """Yield the trace events that name a process and its used streams, and give its place in
-    ``order``."""
+    """Yield the Chrome trace events that name process ``process`` and the ``streams`` that it uses
+    (its threads). ``order``: its position in the display, by default its id."""
     yield _metadata("process_name", process, name=name)
     yield _metadata("process_sort_index", process, sort_index=process if order is None else order)
     for thread, stream in enumerate(STREAMS):
@@ -137,7 +137,8 @@ def _takers(timeline: Timeline) -> Takers:
 
 
 def _flow(rank: int, event: Event, takers: Takers, name: str) -> Iterator[TraceEvent]:
-    """Yield the two trace events of an arrow from a message to the compute that needs it."""
+    """Yield the two trace events of an arrow from the send of a message to the compute that needs
+    it. ``takers``: compute (rank, event) by receive action; ``name``: prefix of the id."""
     kind, stage, m, part = event.action
     receive: ActionKind = "RECV_F" if kind == SEND_FORWARD else "RECV_B"
     receiver, taker = takers[Action(receive, event.to, m, part)]

@@ -98,7 +98,10 @@ know. Tools of `autoparallel mcp` answer with the same documents; that of an err
 `why`, `where` and `fix`."""
 
 OF_PLANS = ("PlanFile", "ClusterTable", "Preset")
-"""Classes whose fields only the JSON Schema lists."""
+"""Classes whose fields, and those of classes inside them, only the JSON Schema lists."""
+
+BESIDE = ("CheckedTarget",)
+"""Classes beside those of ``OF_PLANS`` in the results of one command."""
 
 
 def _json_sections() -> Iterator[str]:
@@ -112,8 +115,9 @@ def _json_sections() -> Iterator[str]:
     yield "\n".join(["| schema | result |", "|---|---|", *rows])
     classes = {}
     for schema in schemas.values():
-        if not set(OF_PLANS) & set(schema["$defs"]):
-            classes |= schema["$defs"]
+        defined = schema["$defs"]
+        of_plans = set(OF_PLANS) & set(defined)
+        classes |= {name: each for name, each in defined.items() if not of_plans or name in BESIDE}
     for name, each in classes.items():
         fields = [
             f"| `{key}` | {_cell(schema_text(own))} |{'' if key in each['required'] else ' yes'} |"

@@ -40,9 +40,9 @@ _SEEDED = frozenset((aten.dropout.default, aten.native_dropout.default))
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run: consecutive ops of a block's graph that are compiled together. Equal runs have equal
-    ``text``. ``module`` takes the tensors that the run reads from outside and returns a tuple of
-    the results that ops outside of the run read."""
+    """Consecutive ops of a block's graph that are compiled together. ``module`` computes them: it
+    takes the tensors that they read from outside and returns a tuple of the results that outside
+    ops read. Runs of equal ``text`` compute the same."""
 
     module: fx.GraphModule
     text: str
@@ -51,9 +51,9 @@ class Run:
 def compile_runs(
     module: fx.GraphModule, compiled: Callable[[Run], Callable[..., object]], *, in_parts: bool
 ) -> None:
-    """Replace each ``Run`` of ops in a block's graph by a call of the function ``compiled(run)``,
-    in place. ``in_parts``: the backward recomputes the block except for its matrix products, whose
-    results are kept."""
+    """Replace each run of consecutive tensor ops in a block's graph by one call of
+    ``compiled(run)``, in place. ``in_parts``: the backward recomputes the block except for its
+    matrix products, whose results are kept; they then stay outside of the runs."""
     for nodes in list(_runs(module.graph, in_parts=in_parts)):
         _replace(module.graph, nodes, compiled)
     module.graph.lint()
@@ -88,7 +88,7 @@ def _is_plain(node: fx.Node, *, in_parts: bool) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Return whether a node selects one of several results of an op (``getitem``)."""
+    """Return whether a node is ``getitem``, which selects one of several results of an op."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -46,8 +46,8 @@ COSTLY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Hollow:
-    """Shape, dtype and device of a tensor that is not recomputed. The repetition of the forward
-    gets a substitute without storage for it: one element, expanded to the shape."""
+    """Shape, dtype and device of a tensor that the backward does not recompute. In its place the
+    repeated forward gets a tensor of this shape whose storage has a single element."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -66,9 +66,9 @@ class _Hollow:
 
 @dataclass
 class Recomputing:
-    """State of a recomputed block: whether it runs its forward or the repetition of the forward
-    during the backward, and the values kept from one to the other. ``keeps_costly``: results of
-    costly kernels are kept ("selective")."""
+    """State of a block (layer) whose backward repeats its forward: which of the two runs now
+    (``is_again``: the repetition), and the values kept between them. ``keeps_costly``: results of
+    expensive kernels are kept, too (selective recomputation)."""
 
     keeps_costly: bool
     memory: deque[Any] | None = None
@@ -76,14 +76,14 @@ class Recomputing:
     is_spared: bool = False
 
     def contexts(self) -> tuple[Context, Context]:
-        """Return the contexts of one forward and of its repetition, for
+        """Return the context managers of one forward and of its repetition in the backward, for
         ``torch.utils.checkpoint``."""
         memory: deque[Any] = deque()
         return Context(self, memory, is_again=False), Context(self, memory, is_again=True)
 
     def mark(self, graph: fx.GraphModule) -> None:
-        """Replace, in place, the ops of a block's graph that ``passes.backward.replayed`` has
-        marked by callables that act according to their marks and this state."""
+        """Replace, in place, each marked op of a block's graph by a callable that recomputes it as
+        its mark says: keep its result, skip it, or run it again."""
         for node in graph.graph.nodes:
             how = node.meta.get(MARK)
             if how is None or isinstance(node.target, _MarkedOp):
@@ -94,8 +94,8 @@ class Recomputing:
 
 
 class Context(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode for a block's forward or its repetition: in the forward it keeps the results of
-    costly kernels, in the repetition it returns them instead of executing the kernels."""
+    """Dispatch mode for a block's forward or its repetition in the backward: the forward keeps the
+    results of expensive kernels, the repetition returns them instead of running the kernels."""
 
     def __init__(self, block: Recomputing, memory: deque[Any], *, is_again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,8 +136,8 @@ def _tensors(held: Any) -> Iterator[Tensor]:
 
 
 def _remembered(results: Any, *, hollow: bool) -> Any:
-    """Return a kernel's results without autograd history; with ``hollow``, a ``_Hollow`` (shape,
-    dtype, device) for each tensor instead."""
+    """Return a kernel's results as they are kept for the repeated forward: detached from autograd
+    or, if ``hollow``, only shape, dtype and device of each tensor."""
     if isinstance(results, tuple | list):
         return tuple(_remembered(each, hollow=hollow) for each in results)
     if not isinstance(results, Tensor):
@@ -153,8 +153,8 @@ def _given_back(remembered: Any) -> Any:
 
 @dataclass(eq=False)
 class _MarkedOp(ABC):
-    """Callable in place of an op that ``passes.backward.replayed`` has marked. In a recomputed
-    block it acts according to the mark; otherwise it just calls the op."""
+    """Callable that replaces an op marked for recomputation. In a recomputed block a subclass keeps
+    the result, skips the op or runs it again; elsewhere the op is just called."""
 
     block: Recomputing
     called: Callable[..., Any]
@@ -171,8 +171,8 @@ class _MarkedOp(ABC):
 
     @abstractmethod
     def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
-        """Execute the op in a recomputed block. ``memory`` holds the values that the forward keeps
-        for its repetition."""
+        """Execute the op in a recomputed block, in the forward or its repetition. ``memory`` is the
+        queue of values that the forward keeps for the repetition."""
 
 
 class _Kept(_MarkedOp):
@@ -185,7 +185,8 @@ class _Kept(_MarkedOp):
         return result
 
     def _keeping_nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Call an op that is not recomputed; raise if autograd saves a tensor for its backward."""
+        """Call an op that will not be repeated; raise if autograd saves a tensor for its
+        backward."""
         with torch.autograd.graph.saved_tensors_hooks(self._refuse, self._refuse):
             return self.called(*args, **kwargs)
 

@@ -25,15 +25,16 @@ AGAIN: it is executed again as a whole, and no result inside it is kept."""
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Function object that marks a block's ops for recomputation in ``mode``, according to the
-    planner's analysis ``replay``."""
+    """Function object that marks the ops of a block (layer) which the backward does not simply run
+    again. ``mode`` is the kind of recomputation ("full", "selective", …), ``replay`` the planner's
+    lists of ops that may be skipped or kept."""
 
     mode: Recompute
     replay: Replay
 
     def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
-        """Mark the fx nodes ``results`` that implement the op ``node`` for recomputation: its call,
-        and the scaling of its result, if any."""
+        """Set the recomputation mark on the fx nodes ``results`` that implement the op ``node``:
+        its call and, if there is one, the scaling of its result."""
         how = self._mark(node)
         if how is None:
             return
@@ -42,9 +43,10 @@ class Replayed:
         results[-1 if how == KEPT else 0].meta[MARK] = how
 
     def _mark(self, node: Node) -> str | None:
-        """Return the mark for an op's recomputation; None if the op is executed again without a
-        mark. In mode "selective" ``Context`` then keeps the results of its costly kernels. An op
-        marked ``AGAIN`` may contain costly kernels, as a layer of experts does."""
+        """Return the mark that says how recomputation treats an op: ``KEPT``, ``SPARED`` (skipped),
+        ``PRODUCT`` or ``AGAIN``. None if the op simply runs again; expensive kernels inside it may
+        then be kept by ``Context``. With ``AGAIN`` all kernels inside it run again, as in a layer
+        of experts."""
         if node.name not in self.replay.skipped[self.mode]:
             is_plain = is_pointwise(node.op) or is_view(node.op)
             return None if self.mode == "full" or is_plain else AGAIN
@@ -56,8 +58,8 @@ class Replayed:
         return KEPT if is_kept else SPARED
 
     def mark_unread(self, uses: Mapping[fx.Node, Iterable[tuple[str, int]]]) -> None:
-        """Mark layout conversions whose results no repeated op reads. ``uses``: the readers of each
-        conversion, as (op, position of the input)."""
+        """Mark layout conversions that need not be repeated, as no repeated op reads their results.
+        ``uses`` maps each conversion to its readers, as (op, position of the input)."""
         for converted, readers in uses.items():
             if self.replay.unread[self.mode].issuperset(readers):
                 converted.meta[MARK] = SPARED

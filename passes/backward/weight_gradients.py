@@ -48,7 +48,7 @@ class SplitOp:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as a matrix: all dimensions but the last are flattened into one."""
+    """Return ``tensor`` as a matrix, with all dimensions but the last flattened into rows."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -148,7 +148,7 @@ HALVES = {op: _split_op(op, *functions) for op, functions in _FUNCTIONS.items()}
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Tensors from which the weight gradients of an op are computed later."""
+    """Tensors of one executed op from which its weight gradients are computed later."""
 
     block: int
     halves: SplitOp
@@ -160,16 +160,16 @@ class _Deferred:
 
 
 class WeightGradients:
-    """Deferred weight gradients of a stage, by micro-batch: the tensors from which they are
-    computed later."""
+    """Weight gradients of a pipeline stage that its backwards have deferred: by micro-batch, the
+    tensors from which they are computed later."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Deferred]] = {}
         self._collected: list[_Deferred] = []
 
     def add(self, deferred: _Deferred) -> None:
-        """Store the deferred weight gradients of an op, called in its backward, for the micro-batch
-        that ``collecting`` has set."""
+        """Store the tensors that an op's backward defers, for the micro-batch set by
+        ``collecting``."""
         self._collected.append(deferred)
 
     @contextmanager
@@ -185,9 +185,9 @@ class WeightGradients:
     def run(
         self, microbatch: int, after_block: Callable[[set[int]], None] = lambda remaining: None
     ) -> None:
-        """Compute the deferred weight gradients of a micro-batch, and free the tensors kept for
-        them. ``after_block`` is called after each block, with the positions of the blocks still to
-        be done."""
+        """Compute the deferred weight gradients of a micro-batch and free the tensors kept for
+        them. ``after_block`` is called after each block (layer) with the positions of the blocks
+        that remain."""
         waiting = self._waiting.pop(microbatch, [])
         waiting.reverse()
         while waiting:
@@ -255,7 +255,7 @@ class _Putting(torch.autograd.Function):
 
 
 class _DeferredOp(nn.Module):
-    """An op in a block's graph that defers its weight gradients."""
+    """Module that computes an op of a block's graph and defers its weight gradients."""
 
     def __init__(self, target: Any, halves: SplitOp, store: WeightGradients, block: int) -> None:
         super().__init__()
@@ -285,9 +285,10 @@ def _edge(weight: Tensor | None) -> GradientEdge | None:
 def defer(
     module: fx.GraphModule, store: WeightGradients, block: int, shared: frozenset[str]
 ) -> frozenset[str]:
-    """Make the ops of a block's graph defer their weight gradients, in place. ``shared`` has the
-    names of the placeholders through which the block takes parameters as inputs. Returns the
-    attribute (or placeholder) names of the parameters with deferred gradients."""
+    """Make the ops of a block's graph defer their weight gradients to ``store``, in place.
+    ``block`` is the block's position, ``shared`` the placeholders that take parameters as inputs.
+    Returns the names (of attributes or placeholders) of the parameters whose gradients are
+    deferred."""
     made_of: dict[fx.Node, frozenset[str]] = {}
     late: set[str] = set()
     parameters = dict(module.named_parameters())
@@ -312,8 +313,8 @@ def _sources(
     parameters: Any,
     shared: frozenset[str],
 ) -> frozenset[str]:
-    """Return the names of the parameters that a node is computed from; empty if it also depends on
-    other values."""
+    """Return the names of the parameters from which alone a node is computed; empty if it also
+    depends on other values. ``made_of`` has the result for earlier nodes."""
     if node.op == "get_attr":
         return frozenset({str(node.target)} & set(parameters))
     if node.op == "placeholder":
@@ -330,7 +331,7 @@ def _given(node: fx.Node, position: int) -> bool:
 
 def _fits(node: fx.Node, halves: SplitOp, made_of: dict[fx.Node, frozenset[str]]) -> bool:
     """Return whether the op's weight gradients can be deferred: its weights are computed from
-    parameters alone, and its data is not."""
+    parameters alone (the nodes in ``made_of``), and its data is not."""
     weights = [node.args[p] for p in halves.weights if _given(node, p)]
     data = node.args[halves.data]
     return (

@@ -34,7 +34,8 @@ class _Part:
 
 
 def find_blocks(graph: Graph) -> Blocks:
-    """Cut the graph's op nodes into blocks, in topological order."""
+    """Cut the graph's ops, in topological order, into blocks: the units that the planner assigns to
+    stages, mostly one layer each."""
     ops = [node for node in graph.nodes if node.kind == "op"]
     layers = _find_layers(graph, ops)
     parts = _layer_parts(graph, ops, layers) if layers else _cut_parts(graph, ops)
@@ -74,7 +75,8 @@ def layer_candidates(module: str) -> list[Layer]:
 
 
 def _find_layers(graph: Graph, ops: Sequence[Node]) -> dict[str, Layer]:
-    """Map each op node inside a repeated layer to the outermost layer that repeats."""
+    """Map each op inside a repeated layer to that layer: of nested layers, to the outermost that
+    repeats."""
     members: dict[str, dict[Layer, list[Node]]] = {}
     for node in ops:
         for layer in layer_candidates(node.module):
@@ -97,8 +99,8 @@ def _find_layers(graph: Graph, ops: Sequence[Node]) -> dict[str, Layer]:
 
 
 def _outline(graph: Graph, nodes: Sequence[Node]) -> tuple[object, ...]:
-    """Return a key made of the ops and shapes of a layer's nodes: equal for equal layers of one
-    module list, whatever their inputs are."""
+    """Return a key of the ops and shapes of a layer's nodes. Equal layers of one module list have
+    equal keys, even if they read different inputs."""
     own = tuple(graph[name].spec.shape for name in _parameters(graph, nodes, set()))
     return own, tuple((n.op, tuple(spec.shape for spec in n.outputs)) for n in nodes)
 
@@ -108,8 +110,8 @@ def _has_parameters(graph: Graph, nodes: Iterable[Node]) -> bool:
 
 
 def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer]) -> list[_Part]:
-    """Cut the ops into layers and the ops around them, in order of execution. If there are only few
-    ops between two layers, they are added to one of the two."""
+    """Cut the ops into layers and the ops around them, in order of execution. Ops between two
+    layers that use no parameters are added to the layer before or after."""
     runs: list[_Part] = []
     for node in ops:
         layer = layers.get(node.name)
@@ -124,7 +126,8 @@ def _layer_parts(graph: Graph, ops: Sequence[Node], layers: Mapping[str, Layer])
 
 
 def _reunited(runs: list[_Part]) -> list[_Part]:
-    """Join parts of one layer, and the other ops between these parts, into one part."""
+    """Join parts that belong to one layer, with all ops executed between these parts, into one
+    part."""
     last = {run.layer: i for i, run in enumerate(runs) if run.layer is not None}
     parts: list[_Part] = []
     position = 0
@@ -183,7 +186,8 @@ def _cut_parts(graph: Graph, ops: Sequence[Node]) -> list[_Part]:
 
 
 def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Move ops on inputs alone that only the last part uses (loss targets) into the last part."""
+    """Move ops that depend on inputs alone, and that only the last part uses (as on loss targets),
+    into the last part."""
     if len(parts) < 2:
         return parts
     position = {node.name: i for i, part in enumerate(parts) for node in part.nodes}
@@ -201,8 +205,7 @@ def _forward_only(graph: Graph, parts: list[_Part]) -> list[_Part]:
 
 
 def _branched(graph: Graph, parts: list[_Part]) -> list[_Part]:
-    """Split the ops between and after layers by the branches of the model (such as two towers) that
-    they belong to."""
+    """Split the ops between and after layers by branch of the model (such as two towers)."""
     if len(parts) < 3:
         return parts
     found = parts[:1]
@@ -259,10 +262,10 @@ def _named(graph: Graph, parts: list[_Part]) -> tuple[Block, ...]:
 def _memory(
     graph: Graph, nodes: Sequence[Node], owners: Mapping[Key, Key]
 ) -> tuple[bool | tuple[int, int], ...]:
-    """List the properties of a block's memory that depend on values from outside of the block. For
-    each such value: the number of the tensor whose storage holds it, and the number of elements of
-    that tensor, as the whole storage is kept with the value. For each op: whether it copies its
-    input or returns a view."""
+    """Return the properties of a block that decide how much memory its outer values and views take,
+    as a key. For each value from outside of the block: a number for the tensor whose storage holds
+    it, and that tensor's number of elements. For each op: whether it copies its inputs, and whether
+    its outputs own their storage. ``owners`` maps each value to the value that owns its storage."""
     inside, outside = {node.name for node in nodes}, dict[Key, tuple[int, int]]()
     for node in nodes:
         for ref in node.inputs:
@@ -283,8 +286,8 @@ def _memory(
 
 
 def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
-    """Map the path of each module list to the name of its layers: the last part of the path, or the
-    whole path if the last part is ambiguous."""
+    """Map the path of each module list to a name for its layers: the last word of the path, or the
+    whole path if two lists share the last word."""
     prefixes = sorted({part.layer[0] for part in parts if part.layer is not None})
     short = {prefix: prefix.rsplit(".", 1)[-1] or "layers" for prefix in prefixes}
     counts = Counter(short.values())
@@ -297,7 +300,8 @@ def _base_kinds(parts: Sequence[_Part]) -> dict[str, str]:
 def _name(
     graph: Graph, part: _Part, parts: Sequence[_Part], kinds: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Return the name of a block, and the name of its kind; equal blocks are of the same kind."""
+    """Return the name of a block and the name of its kind; blocks of equal structure share the
+    kind."""
     if part.layer is not None:
         prefix, number = part.layer
         return f"{prefix}.{number}".removeprefix("."), kinds[prefix]
@@ -329,7 +333,8 @@ def common_module(paths: Sequence[str]) -> str:
 
 
 def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[str, ...]:
-    """Return the parameters and buffers, by first use, that nodes use and no earlier block owns."""
+    """Return the parameters and buffers that nodes use, in order of first use, without the names in
+    ``owned``, which earlier blocks own."""
     found: dict[str, None] = {}
     for node in nodes:
         for ref in node.inputs:
@@ -341,11 +346,11 @@ def _parameters(graph: Graph, nodes: Iterable[Node], owned: set[str]) -> tuple[s
 def structure(
     graph: Graph, nodes: Sequence[Node], parameters: Sequence[str] | None = None
 ) -> tuple[Any, ...]:
-    """Return a key of the computation of ``nodes``: equal for two sequences whose nodes do the same
-    at each position. ``parameters`` are owned by the nodes (default: all that they use). A value
-    from outside is represented in the key by its place in the order of first use, its shape and its
-    kind: input, constant, shared parameter or result of another block. The ``number`` of a random
-    call is not part of the key."""
+    """Return a key of the computation of ``nodes``: equal for two sequences of nodes that compute
+    the same, position by position. ``parameters`` are owned by the nodes (default: all that they
+    use). A value from outside is represented by its place in the order of first use, its shape and
+    its kind (input, constant, shared parameter or result of another block). The ``number`` that
+    identifies a random call is not part of the key."""
     own = parameters if parameters is not None else _parameters(graph, nodes, set())
     inside = {node.name: place for place, node in enumerate(nodes)}
     inside |= {name: -1 - place for place, name in enumerate(own)}

@@ -15,9 +15,9 @@ from ...planner.graph.graph import Graph, Node
 
 
 def branches_apart(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:
-    """Group the ops by the branches of the model that they belong to; groups are ordered by their
-    first ops, and each is in program order. Ops without parameters that exchange no value with a
-    group join the next group, or at the end the last group."""
+    """Group ops by the branch of the model that they belong to, in order of the groups' first ops;
+    each group is in program order. Ops that use no parameters and exchange no values with a group
+    join the next group, or the last."""
     found: list[list[Node]] = []
     loose: list[Node] = []
     for group in _connected(nodes):
@@ -35,9 +35,9 @@ def branches_apart(graph: Graph, nodes: Sequence[Node]) -> list[list[Node]]:
 def before_join(
     graph: Graph, parts: Sequence[Sequence[Node]]
 ) -> tuple[list[list[Node]], list[Node]]:
-    """Split the last part into groups of ops that each end one branch, and the ops after the
-    branches have met. An op counts to a branch if it does not depend on every earlier part with
-    parameters."""
+    """Split the last of ``parts`` into groups of ops that each end one branch, and the ops after
+    the branches have met. An op belongs to a branch if there is an earlier part with parameters on
+    which it does not depend."""
     *before, last = parts
     every = sum(1 << part for part, nodes in enumerate(before) if _has_parameters(graph, nodes))
     leads = _parts_that_lead(graph, parts)
@@ -52,8 +52,8 @@ def before_join(
 
 
 def _parts_that_lead(graph: Graph, parts: Sequence[Sequence[Node]]) -> Mapping[str, int]:
-    """Map each node to the set of earlier parts that it depends on, encoded as the bits of an
-    integer."""
+    """Map each node to the set of parts whose results it depends on, as an integer with a bit per
+    part."""
     leads: dict[str, int] = {}
     for part, nodes in enumerate(parts):
         bit = 0 if part == len(parts) - 1 else 1 << part
@@ -66,8 +66,8 @@ def _parts_that_lead(graph: Graph, parts: Sequence[Sequence[Node]]) -> Mapping[s
 
 
 def _connected(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return the connected components of the nodes: no group reads values of another; each is in
-    program order."""
+    """Return the connected components of the nodes, each in program order: no component reads a
+    value of another."""
     inside = {node.name: position for position, node in enumerate(nodes)}
     links: nx.Graph[int] = nx.Graph()
     links.add_nodes_from(range(len(nodes)))

@@ -25,10 +25,10 @@ _LITERALS = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Form of the result of a layer's call: its pytree structure, and each leaf. A leaf is
-    ``("made", i)``, the ``i``-th tensor that the call makes; ``("given", i)``, the call's ``i``-th
-    tensor argument; or ``("literal", value)``. ``forms`` are the shapes, strides and dtypes of the
-    made tensors, as arguments of the op ``autoparallel::repeat``."""
+    """Form of the result of a layer's call: its pytree structure and its leaves. A leaf is
+    ``("made", i)`` for the ``i``-th tensor that the call makes, ``("given", i)`` for its ``i``-th
+    tensor argument, or ``("literal", value)``. ``forms`` are the shapes, strides and dtypes of the
+    made tensors as a JSON text."""
 
     structure: TreeSpec
     leaves: tuple[tuple[str, Any], ...]
@@ -36,9 +36,9 @@ class Result:
 
 
 def call_key(flat: Sequence[Any], structure: TreeSpec) -> Any:
-    """Return a key of everything, except tensors' values, on which the effect of a call may depend;
-    None if that cannot be determined. ``flat`` and ``structure``: leaves and pytree structure of
-    the call's arguments."""
+    """Return a key of all properties of a call's arguments, except tensors' values, on which its
+    effect may depend; None if they cannot be determined. ``flat`` and ``structure``: leaves and
+    pytree structure of the arguments."""
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
     leaves: list[Any] = []
@@ -71,8 +71,8 @@ def _storage(tensor: Tensor) -> int:
 def call_result(
     output: Any, given: Sequence[Tensor], layer: nn.Module
 ) -> tuple[list[Tensor], Result | None]:
-    """Return the tensors that a layer's call has made, and the form of its result; None for the
-    form if a single op cannot stand for the call. ``given``: the tensors among the call's
+    """Return the tensors that a layer's call has made, and the form of its result, or None if no
+    single op could replace the call. ``output``: the call's result; ``given``: its tensor
     arguments."""
     flat, structure = tree_flatten(output)
     own = [*layer.parameters(), *layer.buffers()]
@@ -107,7 +107,8 @@ def call_result(
 
 
 class _Same:
-    """Wrapper of an object that equals only wrappers of the same object, which it keeps alive."""
+    """Wrapper that compares equal only to wrappers of the very same object, which it keeps
+    alive."""
 
     __slots__ = ("held",)
 
@@ -133,8 +134,8 @@ def state_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """Return the items directly inside a module's attribute ``value``; nothing for modules and
-    tensors."""
+    """Return the items directly inside of a module's attribute ``value`` (of a list or dict);
+    nothing for modules and tensors."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple | set):
@@ -146,8 +147,8 @@ def _held(value: Any) -> Iterable[Any]:
 
 @contextmanager
 def watch_counts(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Count]]:
-    """Record, within a ``with`` block, each access to the attributes ``counts`` of a layer's
-    modules."""
+    """Record, within a ``with`` block, each access to the attributes ``counts`` (module path,
+    name), which hold a layer's number."""
     reads: list[Count] = []
     names: dict[str, list[str]] = {}
     for path, name in counts:
@@ -163,8 +164,8 @@ def watch_counts(layer: nn.Module, counts: Sequence[Count]) -> Iterator[list[Cou
 def _watching(
     kind: type[nn.Module], path: str, names: Sequence[str], reads: list[Count]
 ) -> type[nn.Module]:
-    """Return a subclass of ``kind`` that records in ``reads`` each access to the attributes
-    ``names``."""
+    """Return a subclass of ``kind`` that appends (``path``, name) to ``reads`` at each access to an
+    attribute in ``names``."""
 
     def property_of(name: str) -> property:
         def read(module: nn.Module) -> Any:

@@ -27,6 +27,7 @@ from ..tracing.call_trace import replaces_values
 from .blocks import find_blocks
 from .export import PREFIX, Exported, LossFn, export_loss, export_repeats
 from .lower import Lowered, lower
+from .refusals import check_names
 from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
 from .repeats import find_repeats
@@ -63,23 +64,25 @@ def capture(
     ``all_rows`` is the whole batch of a training step: the numbers that the model computes from its
     number of rows are taken from a capture with ``all_rows`` (``row_numbers``). If the model's code
     branches differently for ``all_rows``, or ``batch`` cannot be captured, the program is captured
-    with ``all_rows``. ``autocast``: the ops of autocast's list are computed in float32 (graph pass
-    ``Autocast``). ``rules`` maps the paths of the user's own ops to their sharding rules.
+    with ``all_rows``. ``autocast``: the ops for which torch's autocast uses float32 are computed in
+    float32. ``rules`` maps the paths of the user's own ops to their sharding rules.
 
-    Raises ``CaptureError`` naming the user's line.
+    Raises ``CaptureError``, which names the user's line.
     """
     way = _Options(loss_fn, dtype, rules or {}, autocast)
     few, every = (
         each if isinstance(each, Example | None) else Example.of(each) for each in (batch, all_rows)
     )
     assert few is not None
+    check_names(model, few.batch)
     with gc_paused():
         return _captured(model, few, every, way)
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Options of a capture; ``autocast``: the ops of autocast's list are computed in float32."""
+    """Options of a capture. ``autocast``: ops that torch's autocast runs in float32 are in
+    float32."""
 
     loss_fn: LossFn | None
     dtype: Dtype
@@ -88,9 +91,9 @@ class _Options:
 
 
 def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _Options) -> Program:
-    """Return the program captured with the small ``batch``, with the numbers that a capture with
-    ``all_rows`` has; if the model's code branches differently for ``all_rows``, the program
-    captured with ``all_rows``."""
+    """Return the program captured with the small ``batch``, but with the numbers that the model
+    computes from its number of rows taken from a capture with ``all_rows``. If the model's code
+    branches differently for ``all_rows``, return the program captured with these."""
     try:
         exported, few = _lowered(model, batch, way)
     except CaptureError as error:
@@ -109,7 +112,8 @@ def _captured(model: nn.Module, batch: Example, all_rows: Example | None, way: _
 
 
 def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Options) -> Program:
-    """Build the program of a lowered model: its graph after all passes, cut into blocks."""
+    """Build the program of an exported and lowered model: its graph after all graph passes, cut
+    into blocks (layers)."""
     graph, literals = lowered.graph, lowered.literals
     check(graph, "lower")
     passes = tuple(
@@ -134,8 +138,8 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Optio
 
 
 def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported, Lowered]:
-    """Export and lower the model; return the exported program and its graph. Of equal layers only a
-    few are exported if that leads to the same graph."""
+    """Export and lower the model; return the exported program and its graph of this package's ops.
+    Of equal layers only a few are exported, if the resulting graph is the same."""
     tied = find_tied(model)
 
     def lowered(exported: Exported) -> Lowered:
@@ -166,8 +170,8 @@ def _lowered(model: nn.Module, batch: Example, way: _Options) -> tuple[Exported,
 
 
 def _with_batch(graph: Graph) -> Graph:
-    """Return the graph with its batch dimensions and the rule by which micro-batches accumulate, if
-    these can be determined."""
+    """Return the graph with the batch dimension of each tensor, and the rule by which micro-batches
+    accumulate; unchanged if these cannot be determined."""
     found = find_batch(graph)
     if found is None:
         return graph

@@ -19,8 +19,8 @@ _MATMULS = ("aten.matmul.", "aten.bmm.", "aten.mm.", "aten.addmm.", "aten.baddbm
 
 
 def cut_points(graph: Graph, ops: Sequence[Node], max_blocks: int = MAX_BLOCKS) -> list[int]:
-    """Return at most ``max_blocks - 1`` positions in ``ops``: before each of them a new block
-    starts."""
+    """Return at most ``max_blocks - 1`` positions in ``ops`` at which a new block starts, for a
+    model without repeated layers: few bytes cross, and blocks have similar FLOPs."""
     work = [_work(graph, node) for node in ops]
     num_blocks = min(max_blocks, sum(1 for flops in work if flops) // 2)
     if num_blocks < 2:
@@ -38,9 +38,9 @@ def cut_points(graph: Graph, ops: Sequence[Node], max_blocks: int = MAX_BLOCKS) 
 
 
 def _best_cuts(shares: list[float], costs: list[float], num_blocks: int) -> list[int]:
-    """Return the indices of the best cuts among the candidates, into at most ``num_blocks`` blocks.
-    ``shares`` has the share of all work that precedes each candidate, ``costs`` the cost of the
-    bytes that cross it."""
+    """Return the indices of the candidates at which to cut into at most ``num_blocks`` blocks. For
+    each candidate, ``shares`` has the share of all FLOPs before it, ``costs`` the cost of the bytes
+    that cross it."""
     last = len(shares) - 1
     best = [{0: 0.0}]
     back: list[dict[int, int]] = [{}]
@@ -66,7 +66,7 @@ def _best_cuts(shares: list[float], costs: list[float], num_blocks: int) -> list
 
 
 def crossing_bytes(graph: Graph, ops: Sequence[Node]) -> list[int]:
-    """Return for each position ``i`` the bytes of the values that are made before ``ops[i]`` and
+    """Return for each position ``i`` the bytes of all values that are made before ``ops[i]`` and
     used by ``ops[i]`` or later ops."""
     position = {node.name: i for i, node in enumerate(ops)}
     change = [0] * (len(ops) + 1)
@@ -84,8 +84,7 @@ def crossing_bytes(graph: Graph, ops: Sequence[Node]) -> list[int]:
 
 
 def _work(graph: Graph, node: Node) -> int:
-    """Return the FLOPs of a node that is a product with weights, a matmul or attention; 0 for other
-    ops."""
+    """Return the FLOPs of a node that is a product with weights, a matmul or attention, else 0."""
     output = node.outputs[0]
     specs = [graph.spec(ref) for ref in node.inputs]
     if node.op.startswith(_MATMULS):

@@ -54,9 +54,9 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of ``torch.export`` for a model and an example batch. ``rules`` are the sharding rules
-    of submodules that the user registered, each of which stays a single op. ``outputs`` is the
-    structure of the model's outputs."""
+    """Result of ``torch.export`` for a model and an example batch. ``rules`` are the user's
+    sharding rules of submodules that were exported as single ops. ``outputs`` is the structure of
+    the model's outputs."""
 
     program: ExportedProgram
     example: Example
@@ -65,19 +65,19 @@ class Exported:
 
     @property
     def inputs(self) -> Mapping[str, InputPlace]:
-        """Places of the program's inputs in the batch, by name."""
+        """Location in the batch of each input of the program, by the input's name."""
         return self.example.inputs
 
 
 class _Noted:
-    """Record, outside of the traced module, of the outputs that a trace has seen: ``torch.export``
-    undoes changes to the module itself."""
+    """Record of the structure of the model's outputs in a trace. It is not an attribute of the
+    traced module, because ``torch.export`` undoes changes to the module."""
 
     outputs: OutputForm | None = None
 
 
 class _WithLoss(nn.Module):
-    """Module that computes ``loss(model(batch))`` from the batch's tensors as arguments."""
+    """Module that takes the batch's tensors as arguments and computes ``loss(model(batch))``."""
 
     def __init__(self, model: nn.Module, example: Example, loss_fn: LossFn | None) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _write_assigned(held: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
 
 class _WithMarks(_WithLoss):
     """Module that computes the loss and also returns the results of the ops that mark where equal
-    layers begin and end; as outputs, these ops stay in the exported graph."""
+    layers begin and end, so that these ops stay in the exported graph."""
 
     def __init__(
         self, model: nn.Module, example: Example, loss_fn: LossFn | None, repeats: Repeats
@@ -171,9 +171,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """Return the scalar that training minimizes: from ``loss_fn``, or among the model's outputs.
-    Among the outputs it is the output itself, its ``loss``, or the only differentiable scalar of a
-    tuple, such as ``(logits, loss)``."""
+    """Return the scalar that training minimizes: ``loss_fn(outputs, batch)`` or, without
+    ``loss_fn``, the model's output itself, its ``loss``, or the only differentiable scalar in a
+    tuple such as ``(logits, loss)``."""
     loss: Any = _loss_of(outputs) if loss_fn is None else loss_fn(outputs, batch)
     if not isinstance(loss, Tensor):
         raise CaptureError(
@@ -193,8 +193,8 @@ def find_loss(outputs: Any, batch: Any, loss_fn: LossFn | None = None) -> Tensor
 
 
 def _loss_of(outputs: Any) -> Any:
-    """Return the candidate for the loss among a model's outputs; None or a value that cannot be a
-    loss if there is none."""
+    """Return the candidate for the loss among a model's outputs: the output itself, its ``loss``,
+    or the only scalar in a tuple; None if there is none."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -234,7 +234,7 @@ def export_loss(
 def _export_gradients(
     wrapped: nn.Module, tensors: tuple[Tensor, ...], dtype: Dtype
 ) -> ExportedProgram:
-    """Export a model whose forward itself computes gradients."""
+    """Export a model whose forward itself computes gradients (with ``torch.autograd.grad``, …)."""
     try:
         return _export(wrapped, tensors, strict=False, dtype=dtype)
     except CaptureError:
@@ -247,8 +247,8 @@ def export_repeats(
     model: nn.Module, example: Example, repeats: Repeats, *, loss_fn: LossFn | None, dtype: Dtype
 ) -> Exported:
     """Export as ``export_loss`` does, but capture only a few of equal layers, and replace the
-    others by single ops (``repeat_calls``). Errors are not translated: the caller then tries
-    ``export_loss``, which reports errors to the user."""
+    others by single ops. Any error is raised as it is; the caller then tries ``export_loss``, whose
+    errors are written for the user."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     target = getattr(torch, dtype)
     with repeats.active(), fake_parameters(model, mode, dtype=target), capturable_experts():
@@ -278,7 +278,7 @@ def trace_loss(
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Make ``torch.compiler`` report that an export is in progress, within a ``with`` block."""
+    """Make ``torch.compiler`` report within a ``with`` block that an export is in progress."""
     flags: Any = torch.compiler
     names = ("_is_exporting_flag", "_is_compiling_flag")
     before = [getattr(flags, name) for name in names]
@@ -298,8 +298,9 @@ def _climb(
     first: Exception,
     rules: dict[str, OpRule],
 ) -> ExportedProgram:
-    """Export by the methods of ``export_loss`` after the first. If all fail, raise ``first``, the
-    error of the first method."""
+    """Export by the methods of ``export_loss`` after the first (strict; submodules as single ops).
+    If all fail, raise ``first``, the error of the first method. ``rules``: sharding rules, by op,
+    of these submodules are added to it."""
     located = capture_error(first, wrapped, PREFIX)
     model = wrapped.get_submodule(PREFIX)
     leaves, error = annotated_modules(model), first
@@ -374,8 +375,8 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def with_held(model: nn.Module, held: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the model's parameters and buffers by the tensors ``held`` within a ``with``
-    block."""
+    """Replace the model's parameters and buffers by the tensors ``held``, by name, within a
+    ``with`` block."""
     saved: list[tuple[Any, str, Tensor | None]] = []
     for name, tensor in held.items():
         path, _, attribute = name.rpartition(".")

@@ -21,8 +21,8 @@ _HARMLESS = frozenset({"aten.detach_.default"})
 
 
 def functionalize(exported: ExportedProgram) -> ExportedProgram:
-    """Return the exported program without nested regions, and without writes except to model
-    buffers."""
+    """Return the exported program without nested graph regions, and without in-place writes except
+    to model buffers."""
     inline_regions(exported)
     _join_same(exported)
     for node in list(exported.graph.nodes):
@@ -33,9 +33,9 @@ def functionalize(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _join_same(exported: ExportedProgram) -> None:
-    """Replace results of ops such as ``x.float()`` by ``x`` itself where eager code returns ``x``.
-    This is done only if ``x`` or a view of it is written to; otherwise the op stays, so that
-    captures in different dtypes have the same nodes."""
+    """Replace the result of an op such as ``x.float()`` by ``x`` itself if eager code would return
+    ``x``, but only if ``x`` or a view of it is written to. Otherwise the op stays, so that captures
+    in different dtypes have the same nodes."""
     nodes = exported.graph.nodes
     written = [node.args[0] for node in nodes if _writes(node)]
     if not written:
@@ -79,8 +79,8 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> fx.Node:
-    """Return the node of the tensor that an in-place op returns: ``x`` for ``x.mul_(a)``, also
-    through several such ops; the node itself for other ops."""
+    """Return the node of the tensor that a chain of in-place ops returns: ``x`` for ``x.mul_(a)``.
+    Other nodes are returned themselves."""
     while (
         isinstance(node.target, OpOverload)
         and mutated_argument(path_of(node.target)) is not None
@@ -92,8 +92,8 @@ def _written(node: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node) -> bool:
-    """Replace an in-place op by its functional form, if the written tensor neither has views nor is
-    one; return whether the op was replaced."""
+    """Replace an in-place op by its functional form, if the written tensor has no views and is no
+    view itself; return whether the op was replaced."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
     aliases = [target, *target.users]

@@ -73,7 +73,7 @@ _LIKE = {
 
 @dataclass
 class _Lowering:
-    """State of the lowering of one exported program."""
+    """State of the translation (lowering) of one exported program to the planner's graph."""
 
     exported: ExportedProgram
     prefix: str
@@ -90,8 +90,9 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Lowered program: its ``graph``; ``literals``, the tensors of Python numbers in the model's
-    code, by name; ``bases``, which maps each op node's name to the name without its number."""
+    """Result of lowering a program: the ``graph``; ``literals``, tensors that the model's code
+    makes of Python numbers, by name; ``bases``, which maps the name of each op node to the name
+    without its number."""
 
     graph: Graph
     literals: dict[str, Tensor]
@@ -107,10 +108,10 @@ def lower(
     batch_size: int,
     rules: Mapping[str, OpRule] | None = None,
 ) -> Lowered:
-    """Lower an exported program to a graph. ``prefix`` is the attribute under which the wrapper
-    module holds the model. ``inputs`` are the names of the user inputs in order. ``tied`` maps each
-    further name of a tied parameter to its first name. ``rules`` maps the paths of the user's ops
-    to their sharding rules."""
+    """Translate (lower) an exported program to the planner's graph. ``prefix`` is the attribute
+    under which the wrapper module holds the model. ``inputs`` are the names of the user inputs in
+    order. ``tied`` maps each further name of a tied parameter to its first name. ``rules`` maps the
+    paths of the user's ops to their sharding rules."""
     state = _Lowering(exported, prefix, inputs, tied, rules or {})
     remaining = list(inputs)
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
@@ -252,7 +253,7 @@ def _step(
     spec: TensorSpec,
     overload: str = "default",
 ) -> Ref:
-    """Add an op node named after ``base`` that replaces a traced op, and return its value."""
+    """Add an aten op ``base`` in place of the traced op ``node``; return its value."""
     return _add(
         state,
         Node(
@@ -269,8 +270,7 @@ def _step(
 
 
 def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> Ref:
-    """Return ``value`` cast and expanded to ``wanted``, as ``aten.copy``, which lacks a
-    derivative."""
+    """Return ``value`` cast and expanded to ``wanted``; ``aten.copy`` has no derivative."""
     found = _spec_of(state, value)
     if found.dtype != wanted.dtype:
         cast = replace(wanted, shape=found.shape)
@@ -283,8 +283,8 @@ def _copied(state: _Lowering, node: fx.Node, value: Ref, wanted: TensorSpec) -> 
 def _scattered_complex(
     state: _Lowering, node: fx.Node, path: str, args: tuple[Any, ...], wanted: TensorSpec
 ) -> Ref:
-    """Lower a scatter into a complex tensor to ops on real tensors: torch has no derivative of the
-    scatter for complex tensors."""
+    """Lower a scatter into a complex tensor to ops on its real view, as torch has no derivative of
+    complex scatters. ``path``: the op; ``wanted``: shape and dtype of the result."""
     dtype = str(getattr(torch, wanted.dtype).to_real()).removeprefix("torch.")
 
     def real(ref: Ref) -> Ref:
@@ -300,8 +300,7 @@ def _scattered_complex(
 
 
 def _write(state: _Lowering, old: Any, new: Ref) -> None:
-    """Let later ops read ``new`` in place of ``old``; if ``old`` is a buffer, record ``new`` as the
-    buffer's new value."""
+    """Make later ops read ``new`` for ``old``; if ``old`` is a buffer, record its update."""
     if not isinstance(old, Ref):
         return
     for holder, value in state.values.items():
@@ -318,7 +317,7 @@ def _write(state: _Lowering, old: Any, new: Ref) -> None:
 
 
 def _take_updates(state: _Lowering, results: Any) -> None:
-    """Record the new values of buffers, which ``torch.export`` makes outputs of the program."""
+    """Record the new values of buffers, which ``torch.export`` adds to the ``results``."""
     for spec, result in zip(state.exported.graph_signature.output_specs, results, strict=True):
         target = str(spec.target).removeprefix(state.prefix + ".")
         if spec.kind == OutputKind.PARAMETER_MUTATION:
@@ -349,14 +348,15 @@ def _read_written(state: _Lowering) -> None:
 
 
 def _are_equal(state: _Lowering, refs: list[Ref]) -> bool:
-    """Return whether values have the same shape, so that broadcasting changes none of them."""
+    """Return whether all values have the same shape, so that broadcasting changes none of them."""
     return len({_spec_of(state, ref).shape for ref in refs}) == 1
 
 
 def _canonical(
     path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: TensorSpec
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return an op's canonical call: devices only in factory ops, all sizes and dtypes explicit."""
+    """Return a call (path, args, kwargs) with all sizes and dtypes explicit, and a device only in
+    ops that create tensors. ``output``: shape and dtype of the result."""
     dtype = getattr(torch, output.dtype)
     if path in (
         "aten._to_copy.default",
@@ -385,8 +385,7 @@ def _canonical(
 
 
 def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
-    """Return whether an op has integer inputs and a floating result, whose dtype is then torch's
-    default dtype."""
+    """Return whether an op makes floats of integers, so that torch's default dtype applies."""
     if not node.op.startswith("aten.") or has_argument(node.op, "dtype") or not node.inputs:
         return False
     read = (_spec_of(state, ref) for ref in node.inputs)
@@ -394,8 +393,7 @@ def _makes_default_dtype(state: _Lowering, node: Node) -> bool:
 
 
 def _in_floats(state: _Lowering, node: Node) -> Node:
-    """Return the op node with its inputs (except a boolean condition) cast to the dtype of its
-    floating result."""
+    """Return the op with inputs (but no boolean condition) cast to its result's floating dtype."""
     dtype = getattr(torch, node.spec.dtype).to_real()
     is_where = node.op.startswith("aten.where.")
 
@@ -428,7 +426,7 @@ _META = torch.device("meta")
 
 
 def _factory(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments of each factory op; at execution the device is replaced."""
+    """Return dtype and device (replaced later) as arguments of an op that creates a tensor."""
     return {"dtype": dtype, "device": _META}
 
 
@@ -440,7 +438,7 @@ def _add(state: _Lowering, node: Node) -> Ref:
 
 
 def _op_name(state: _Lowering, traced: str) -> str:
-    """Return the name of an op node: the traced name with a number in graph order."""
+    """Return a new name for an op node: its traced name with the next number."""
     base = base_name(traced)
     name = state.names.next(base)
     state.bases[name] = base
@@ -448,7 +446,7 @@ def _op_name(state: _Lowering, traced: str) -> str:
 
 
 def _arguments(state: _Lowering, value: Any) -> Any:
-    """Return an fx argument with nodes replaced by their ``Ref``s and immutable lists by lists."""
+    """Return an argument of an fx node with fx nodes replaced by the graph's values for them."""
     if isinstance(value, fx.Node):
         if value not in state.values:
             raise unknown_value_error(value)

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from torch import fx
+from torch import fx, nn
 
+from ...cost_model.cluster.given_text import check_texts
 from ...planner.errors import CaptureError
+from ..programs.batch import Batch, leaves
 from ..tracing.locate import user_source
 
 
+def check_names(model: nn.Module, batch: Batch) -> None:
+    """Raise CaptureError AP217 if a name in the model or its batch contains control characters."""
+    named = (model.named_modules(), model.named_parameters(), model.named_buffers())
+    try:
+        check_texts([name for names in named for name, _ in names])
+        check_texts([step for path, _ in leaves(batch) for step in path])
+    except ValueError as error:
+        raise CaptureError(
+            "AP217",
+            "a name of a module, parameter or input cannot be planned",
+            why=f"{error}, which would reach terminals, plans and logs",
+            where=type(model).__name__,
+            fix="rename it: add_module, register_parameter, setattr and the keys of a batch give "
+            "such names",
+        ) from error
+
+
 def unknown_size_error(path: str, source: str) -> CaptureError:
-    """Return the error for a result of op ``path`` whose shape depends on the values of tensors."""
+    """Return the error for an op (``path``) whose result has a shape that depends on tensors'
+    values; ``source``: the user's line."""
     return CaptureError(
         "AP202",
         f"the shape of a result of {path} depends on the values of tensors",
@@ -23,7 +43,7 @@ def unknown_size_error(path: str, source: str) -> CaptureError:
 
 
 def unknown_value_error(node: fx.Node) -> CaptureError:
-    """Return the error for a model that computes with a number read from a tensor."""
+    """Return the error for a model that computes with a Python number read from a tensor."""
     return CaptureError(
         "AP202",
         "the model computes with a number that is read from a tensor",
@@ -35,8 +55,7 @@ def unknown_value_error(node: fx.Node) -> CaptureError:
 
 
 def refuse_region(node: fx.Node) -> NoReturn:
-    """Raise the error for a nested region of the graph (autocast, cond, …) that cannot be
-    planned."""
+    """Raise the error for a nested graph region (autocast, cond, …) that cannot be planned."""
     reads = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
     bodies = [getattr(node.graph.owning_module, name) for name in reads]
     inner = [each for body in bodies for each in body.graph.nodes]
@@ -51,7 +70,8 @@ def refuse_region(node: fx.Node) -> NoReturn:
 
 
 def written_parameter_error(name: str, source: str) -> CaptureError:
-    """Return the error for a parameter that the forward writes."""
+    """Return the error for a forward that writes to the parameter ``name``; ``source``: its
+    line."""
     return CaptureError(
         "AP213",
         f"the forward writes to the parameter {name}",

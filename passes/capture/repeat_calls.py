@@ -75,8 +75,8 @@ for _schema, _function in _OPS.items():
 
 
 class RepeatError(Exception):
-    """Error for layers that look equal, but that must all be captured in full. ``is_hidden``:
-    another attempt may succeed in which no layer is hidden (emptied)."""
+    """Error that tells to capture all layers in full, though some look equal. ``is_hidden``:
+    another try may succeed in which no layer is emptied of its parameters and submodules first."""
 
     def __init__(self, text: str, *, is_hidden: bool = False) -> None:
         super().__init__(text)
@@ -85,12 +85,11 @@ class RepeatError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """Call of one of several equal layers in an export; calls with equal ``key`` compute the same.
-    A call is either captured in full or replaced by a single op. If replaced, ``like`` is the
-    number of the captured call that it equals, and ``same`` tells which tensor arguments are the
-    very tensors that the captured call had: the op takes only the other arguments. ``first_draw``
-    is the number of the layer's first random call, ``draws`` the count of its random calls.
-    ``result`` is None if an op cannot stand for the call."""
+    """Call of one of several equal layers during an export; calls with equal ``key`` compute the
+    same. It is captured in full or replaced by a single op. A replaced call equals the captured
+    call number ``like``; ``same`` tells which tensor arguments are the very tensors of that call,
+    and the op takes only the others. ``first_draw`` is the number of the layer's first random call,
+    ``draws`` their count. ``result`` is None if an op cannot replace the call."""
 
     path: str
     key: Any
@@ -108,8 +107,8 @@ _Value = tuple[Tensor, int]
 
 @dataclass
 class _Kind:
-    """Record of all calls with the same key. ``first``: the number of the first captured call;
-    ``given``: the tensor arguments of that call."""
+    """Record of all calls of equal layers with the same key. ``first`` is the index of the first
+    captured call, ``given`` its tensor arguments."""
 
     captured: list[Call] = field(default_factory=list)
     is_clean: bool = True
@@ -118,8 +117,8 @@ class _Kind:
 
 
 class Repeats:
-    """State of one export: the groups of equal layers of the model, and the calls of these layers
-    in order. ``is_hidden``: layers that are to be replaced by ops have no submodules, parameters or
+    """State of one export: the groups of equal layers of the model, and all calls of these layers
+    in order. ``is_hidden``: layers that ops will replace are emptied of submodules, parameters and
     buffers during the export."""
 
     def __init__(self, model: nn.Module, groups: Sequence[Repeat], *, is_hidden: bool) -> None:
@@ -133,14 +132,16 @@ class Repeats:
         self._readers: set[int] = set()
 
     def start(self, draws: counter_random) -> None:
-        """Begin a forward; ``draws`` is the mode that numbers its random calls."""
+        """Begin a new forward: forget earlier calls. ``draws`` is the mode that counts random
+        calls."""
         for held in (self.calls, self.marks, self._kinds, self._readers):
             held.clear()
         self._draws = draws
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Capture calls of equal layers, or replace them by ops, within a ``with`` block."""
+        """Capture the first calls of equal layers, and replace later calls by single ops, within a
+        ``with`` block."""
         with ExitStack() as undo:
             for number, group in enumerate(self._groups):
                 for place, path in enumerate(group.members):
@@ -197,8 +198,8 @@ class Repeats:
     def _capture(
         self, call: Call, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call the layer, with an op that marks its begin and one that marks its end. Set
-        ``call.result`` if an op can stand for later calls."""
+        """Call the layer's forward ``plain`` between two ops that mark its begin and end. Set
+        ``call.result`` if a single op can replace later calls."""
         number, given = len(self.calls), _tensors((args, kwargs))
         self.calls.append(call)
         before = state_of(layer, args, kwargs)
@@ -211,8 +212,9 @@ class Repeats:
         return output
 
     def _name(self, path: str, key: Any, kind: _Kind, given: tuple[_Value, ...]) -> Any:
-        """Return the result that the layer's call would have, computed by a single op that stands
-        for the call."""
+        """Replace a layer's call by a single op; return the op's result in the form of the layer's.
+        ``kind``: record of the captured calls with the same ``key``; ``given``: tensor
+        arguments."""
         assert self._draws is not None
         result, draws = kind.captured[0].result, kind.captured[0].draws
         assert result is not None
@@ -245,7 +247,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _hide(layer: nn.Module) -> dict[str, Any]:
-    """Remove a layer's submodules, parameters and buffers; return them."""
+    """Remove a layer's submodules, parameters and buffers; return them for a later restore."""
     names = ("_modules", "_parameters", "_buffers")
     held = {name: vars(layer)[name] for name in names}
     vars(layer).update({name: {} for name in names})

@@ -30,15 +30,15 @@ _LEAVES = ("parameter", "buffer", "constant")
 @dataclass(frozen=True, slots=True)
 class _Slot:
     """Placeholder in the arguments of a layer's nodes for a value that differs between equal
-    layers: its index in ``_Body.values``."""
+    layers; ``at`` is its index in ``_Body.values``."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Node of a layer without its name and values, which differ between equal layers. ``module`` is
-    a path relative to the layer's if ``is_inner``, else absolute."""
+    """Node of a layer without its name and inputs, which differ between equal layers. ``module`` is
+    the path of its module: relative to the layer if ``is_inner``, else absolute."""
 
     base: str
     op: str
@@ -53,12 +53,11 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """Nodes of a captured layer, in a form that is equal for equal layers. ``values`` describes the
-    value of each slot: ``("given", i)`` for the i-th argument of the call, ``("own", name)`` for a
-    parameter or buffer of the layer, ``("made", step, index)`` for an output of a node in the
-    layer, or ``("outside", ref)``. ``results`` are the values that the call makes, in order;
-    ``updates`` the new values of the layer's buffers; ``pattern`` has a number for each argument,
-    equal for arguments that are the same value."""
+    """Nodes of a captured layer (``steps``), in a form that is equal for equal layers. ``values``
+    describes each value that differs: ``("given", i)`` is the call's i-th argument, ``("own",
+    name)`` a parameter or buffer, ``("made", step, index)`` an output of a step, ``("outside",
+    ref)`` another value. ``results`` are the values that the call makes, ``updates`` the new values
+    of buffers; ``pattern`` has equal numbers for arguments that are the same value."""
 
     steps: tuple[_Step, ...]
     values: tuple[tuple[Any, ...], ...]
@@ -70,7 +69,7 @@ class _Body:
 @dataclass
 class _Place:
     """Location of a captured layer's call in the graph: the values ``given`` to it and ``made`` by
-    it, and the positions ``span`` of its nodes."""
+    it, and the range ``span`` of its nodes' positions."""
 
     call: Call
     given: list[Ref]
@@ -81,8 +80,9 @@ class _Place:
 def expand(
     graph: Graph, calls: Sequence[Call], model: nn.Module, bases: Mapping[str, str]
 ) -> Graph:
-    """Return the graph in which each op that stands for a layer's call is replaced by the nodes of
-    that layer. ``bases`` maps the op nodes' names to the names without numbers."""
+    """Return the graph in which each op that replaces a layer's call is expanded to that layer's
+    nodes, copied from an equal captured layer. ``bases`` maps op nodes' names to names without
+    numbers."""
     nodes = graph.nodes
     places = _places(nodes, calls)
     _check_ways(graph, places)
@@ -96,7 +96,7 @@ def expand(
 
 
 def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
-    """Return the location of each captured layer in the graph, by the number of its call."""
+    """Return for each captured call (by its index in ``calls``) its location among ``nodes``."""
     entered: dict[int, tuple[int, list[Ref]]] = {}
     places: dict[int, _Place] = {}
     for position, node in enumerate(nodes):
@@ -115,7 +115,7 @@ def _places(nodes: Sequence[Node], calls: Sequence[Call]) -> dict[int, _Place]:
 
 
 def _check_ways(graph: Graph, places: Mapping[int, _Place]) -> None:
-    """Raise ``RepeatError`` if a node outside of a captured layer uses a value of the layer that is
+    """Raise ``RepeatError`` if a node outside of a captured layer uses a value from inside that is
     not part of the layer's result."""
     owner = {graph.nodes[at].name: n for n, place in places.items() for at in place.span}
     made = {n: set(place.made) for n, place in places.items()}
@@ -142,8 +142,8 @@ def _check_used(
     calls: Sequence[Call],
     places: Mapping[int, _Place],
 ) -> None:
-    """Raise ``RepeatError`` if a layer has a result that no node uses: a capture of all layers
-    would leave out the nodes that compute it."""
+    """Raise ``RepeatError`` if no node uses some result of a layer: a capture of all layers would
+    then lack the nodes that compute it, while the expanded graph has them."""
     used = {ref for node in graph.nodes if node.op != MARK for ref in node.inputs}
     used |= {graph.loss, *graph.updates.values()}
     inside: dict[Any, set[_Slot]] = {}
@@ -177,7 +177,7 @@ def _each_slot(value: Any, found: set[_Slot]) -> None:
 
 @dataclass
 class _Coding:
-    """Encoder that turns the nodes of one captured layer into a ``_Body``."""
+    """Encoder of the nodes of one captured layer in a form that is equal for equal layers."""
 
     graph: Graph
     place: _Place
@@ -240,7 +240,8 @@ class _Coding:
 
 @dataclass
 class _Writing:
-    """Writer of the expanded graph's nodes, in order and with new numbers."""
+    """Writer of the expanded graph, in which all layers have nodes: it adds them in order, with new
+    numbers."""
 
     graph: Graph
     bodies: Mapping[Any, _Body]
@@ -280,8 +281,8 @@ class _Writing:
         self.nodes.append(replace(node, name=name, args=args, kwargs=kwargs))
 
     def _repeat(self, node: Node, call: Call, names: Names) -> None:
-        """Add the nodes of a layer in place of ``node``, the op that stands for the layer's
-        call."""
+        """Add the nodes of the layer that ``call`` called, in place of ``node``, the op that
+        replaced the call."""
         body, path = self.bodies[call.key], call.path
         others, same = iter(node.args[0]), self.places[call.like].given
         given = [
@@ -329,7 +330,7 @@ class _Writing:
 
 def _all_leaves(leaves: Sequence[Node], calls: Sequence[Call], model: nn.Module) -> list[Node]:
     """Return nodes for the parameters and buffers of every layer in the model's order, then the
-    other leaf nodes of ``leaves``."""
+    other nodes of ``leaves`` (inputs and constants)."""
     held = {node.name: node for node in leaves}
     by_path: dict[str, list[Node]] = {calls[c.like].path: [] for c in calls if not c.is_captured}
     for node in leaves:
@@ -353,7 +354,8 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _filled(value: Any, values: Sequence[Ref]) -> Any:
-    """Return arguments in which each ``_Slot`` is replaced by the value of one layer."""
+    """Return a node's arguments with each ``_Slot`` replaced by its value in one particular
+    layer."""
     kind = type(value)
     if kind is _Slot:
         return values[value.at]

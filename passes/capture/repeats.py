@@ -42,15 +42,15 @@ attribute)."""
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Group of equal layers: their module paths in order, and the attributes that differ between
-    them."""
+    """Group of equal layers of a model: ``members`` are their module paths in order, ``counts`` the
+    attributes that hold the number of a layer and so differ."""
 
     members: tuple[str, ...]
     counts: tuple[Count, ...]
 
 
 def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
-    """Return the groups of equal layers of a model; of nested module lists the outermost counts."""
+    """Return the groups of equal layers of a model; of nested module lists only the outermost."""
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     tied = find_tied(model)
     shared = {name.rpartition(".")[0] for name in (*tied, *tied.values())}
@@ -70,8 +70,8 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
 
 @dataclass
 class _Group:
-    """Group of equal layers that is being collected; ``first`` has the modules of its first layer
-    by path."""
+    """Group of equal layers while it is collected. ``first``: modules of its first layer, by path;
+    ``number``: that layer's number in the module list."""
 
     first: dict[str, nn.Module]
     number: int
@@ -124,8 +124,8 @@ def _may_repeat(
 
 
 def _difference(group: _Group, modules: Mapping[str, nn.Module], number: int) -> set[Count] | None:
-    """Compare a layer with the first layer of the group. Return the attributes that hold the
-    layer's number; None if the layers differ in something else."""
+    """Compare a layer (``modules`` by path, with its ``number``) with the first layer of a group.
+    Return the attributes that hold the layer's number; None if anything else differs."""
     if modules.keys() != group.first.keys():
         return None
     counts: set[Count] = set()
@@ -152,8 +152,8 @@ def _same_setting(name: str, one: Any, other: Any) -> bool:
 
 
 def _counts(one: Any, number: int, other: Any, first: int) -> bool:
-    """Return whether two attributes are integers whose difference is that of the layers'
-    numbers."""
+    """Return whether two attributes count layers: integers that differ as the layers' numbers
+    do."""
     return type(one) is int and type(other) is int and one - number == other - first
 
 
@@ -184,7 +184,8 @@ def _same_form(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Return whether two attributes have equal contents; False if that cannot be decided."""
+    """Return whether two attributes have equal contents; False if this cannot be decided, as for
+    modules, tensors and at a large ``depth`` of nesting."""
     if one is other:
         return True
     if type(one) is not type(other) or depth > _MAX_DEPTH:
@@ -205,7 +206,8 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of corresponding contents of two objects of one type."""
+    """Yield pairs of corresponding contents of two objects of one type, for a comparison of
+    both."""
     if isinstance(one, types.FunctionType):
         yield one.__code__, other.__code__
         yield (one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__)

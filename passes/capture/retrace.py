@@ -30,10 +30,10 @@ Capture = Callable[[], Program]
 
 @dataclass(frozen=True)
 class LiveProgram:
-    """Program in which numbers of the model's Python code may change during training. The program
-    contains stand-ins (unique numbers) for them: ``stand_ins`` by their place in the trace.
-    ``tensors`` maps the position of a tensor in the trace to the nodes that hold it. ``trace`` is
-    the trace of the model's calls of torch at the capture."""
+    """Captured program in which Python numbers of the model's code may change during training. In
+    it, a unique number (stand-in) replaces each: ``stand_ins`` by place in the trace. ``tensors``
+    maps the position of a changing tensor in the trace to the nodes that hold it. ``trace`` lists
+    the model's calls of torch at the capture."""
 
     program: Program
     trace: CallTrace
@@ -49,9 +49,9 @@ def trace_calls(
     before: Callable[[], None],
     watched: int | None = None,
 ) -> CallTrace:
-    """Compute ``loss_fn(model(batch))`` of an example on fake tensors; return the trace of its
-    calls of torch. ``before`` is called before the forward. The user's source line of call number
-    ``watched`` is recorded."""
+    """Compute ``loss_fn(model(batch))`` for the example batch on fake tensors; return the trace of
+    its calls of torch functions. ``before`` is called before the forward. Of call number
+    ``watched`` the user's source line is recorded."""
     with tracing_calls(before=before, watched=watched) as trace:
         trace.outputs = trace_loss(model, example, loss_fn=loss_fn, dtype=dtype)
     return trace
@@ -64,9 +64,9 @@ def capture_live(
     tensors: Iterable[int],
     before: Callable[[], None],
 ) -> LiveProgram | None:
-    """Capture a program with stand-ins (unique numbers) in place of the numbers at ``places``, and
-    random values in the ``tensors``. Returns None if a number affects more than the arguments of
-    ops: a function of torch computes another number from it, or branches on it."""
+    """Capture a program with unique numbers (stand-ins) for the Python numbers at ``places`` of the
+    trace, and random values in the ``tensors``. Returns None if a number affects more than the
+    arguments of ops, as when torch computes another number from it or branches on it."""
     found = []
     for seed in (1, 2):
         draw = random.Random(seed)
@@ -90,8 +90,8 @@ def capture_live(
 
 
 def _stand_in(value: float, draw: random.Random) -> float:
-    """Return a random number near ``value``, with the same sign, that very probably occurs nowhere
-    else."""
+    """Return a number close to ``value``, with the same sign, that very probably occurs nowhere
+    else; ``draw`` makes it random."""
     return value * (1 + draw.uniform(1e-7, 2e-7)) if value else draw.uniform(1e-9, 2e-9)
 
 
@@ -111,8 +111,8 @@ def _shuffled(array: np.ndarray[Any, Any], draw: random.Random) -> Any:
 def _nodes_of(
     graph: Graph, arrays: Mapping[int, np.ndarray[Any, Any]]
 ) -> dict[int, tuple[str, ...]] | None:
-    """Map each of ``arrays`` to the literal nodes that hold its values; None if an array is not
-    held by a literal of its own."""
+    """Map the key of each of ``arrays`` to the literal node that holds its values; None if there is
+    not exactly one such node for each."""
     found: dict[int, tuple[str, ...]] = {}
     taken: set[str] = set()
     for at, array in arrays.items():
@@ -142,8 +142,9 @@ def _arguments(node: Node, of_number: Callable[[float], Any]) -> tuple[Any, dict
 def _described(
     program: Program, tokens: Mapping[float, Place], literals: set[str]
 ) -> list[tuple[Any, ...]]:
-    """Return the ops of a program and their arguments, with each stand-in (a unique number)
-    replaced by its place in the trace."""
+    """Return the ops of a program with their arguments, for a comparison of two captures. Stand-ins
+    (unique numbers, ``tokens``) are replaced by their places in the trace; arguments of
+    ``literals`` are left out."""
     return [
         (
             *(node.name, node.kind, node.op, node.outputs),
@@ -156,7 +157,7 @@ def _described(
 
 
 def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
-    """Return whether two graphs are equal except for floats among the ops' arguments and for values
+    """Return whether two graphs differ at most in the floats among ops' arguments and in the values
     of literals, so that layouts planned for one are valid for the other."""
 
     def described(node: Node) -> tuple[Any, ...]:
@@ -174,8 +175,8 @@ def is_same_but_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def with_values(live: LiveProgram, values: Mapping[float, float], trace: CallTrace) -> Program:
-    """Return the program with the literals' values of ``trace``. Numbers in its constants are
-    replaced according to ``values``, which maps old to new numbers."""
+    """Return the program with present values: literals have the values in ``trace``, and floats in
+    constants are replaced by ``values``, which maps old to new numbers."""
     arrays = {name: trace.tensors[at] for at, names in live.tensors.items() for name in names}
     graph, is_changed, nodes = live.program.graph, False, []
     for node in graph.nodes:

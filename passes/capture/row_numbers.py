@@ -37,14 +37,14 @@ _NONE: frozenset[int] = frozenset()
 
 
 class _OtherPathError(Exception):
-    """Error for two captures of a model with different numbers of rows whose graphs differ in more
-    than the sizes and numbers that follow from the rows."""
+    """Error for two captures of a model, with few and with all rows, whose graphs differ in more
+    than sizes and numbers that follow from the number of rows."""
 
 
 def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | None:
-    """Return the program ``few`` (captured with few rows) with the numeric arguments of
-    ``all_rows`` (captured with the whole batch), and the dimensions that grow with the rows; None
-    if the two graphs differ in other respects."""
+    """Return the graph ``few`` (captured with few rows) with the numbers of ``all_rows`` (captured
+    with the whole batch), and the dimensions that grow with the rows; None if the two graphs differ
+    in other respects."""
     graph, other = few.graph, all_rows.graph
     is_same = (
         graph.loss == other.loss
@@ -75,8 +75,8 @@ def with_numbers(few: Lowered, all_rows: Lowered) -> tuple[Lowered, RowDims] | N
 
 
 def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node:
-    """Return a node with the numeric arguments of its ``twin``, the same node in the graph captured
-    with all rows."""
+    """Return ``node`` with the numeric arguments of ``twin``, the same node captured with all rows.
+    ``rows``: numbers of rows of the two captures."""
     head = node.name, node.kind, node.op, node.module, len(node.outputs)
     if head != (twin.name, twin.kind, twin.op, twin.module, len(twin.outputs)):
         raise _OtherPathError
@@ -91,8 +91,8 @@ def _merged(graph: Graph, node: Node, twin: Node, rows: tuple[int, int]) -> Node
 
 
 def _check_spec(spec: TensorSpec, larger: TensorSpec, rows: tuple[int, int]) -> None:
-    """Raise ``_OtherPathError`` unless each dimension has the same size in both specs or grows in
-    proportion to the rows."""
+    """Raise ``_OtherPathError`` unless each dimension has the same size in both tensors or grows in
+    proportion to ``rows``, the numbers of rows of the two captures."""
     if replace(larger, shape=spec.shape) != spec or len(spec.shape) != len(larger.shape):
         raise _OtherPathError
     for size, other in zip(spec.shape, larger.shape, strict=True):
@@ -118,8 +118,8 @@ def _literal(value: Tensor, other: Tensor) -> Tensor:
 
 
 class _Numbers:
-    """Builder of a node's arguments with the numbers of its twin; sizes that follow from a tensor's
-    shape stay those of the node."""
+    """Builder of a node's arguments with the numbers of its ``twin``, the same node captured with
+    all rows. Sizes and positions are kept from the node."""
 
     def __init__(self, graph: Graph, node: Node, twin: Node) -> None:
         self._node, self._twin = node, twin
@@ -133,7 +133,7 @@ class _Numbers:
         self._arguments = resolve(node.op)._schema.arguments if is_builtin else ()
 
     def args(self) -> tuple[Any, ...]:
-        """Return the merged positional arguments."""
+        """Return the positional arguments, with numbers captured with all rows."""
         pairs = zip(self._node.args, self._twin.args, strict=False)
         if len(self._node.args) != len(self._twin.args):
             raise _OtherPathError
@@ -144,7 +144,7 @@ class _Numbers:
         )
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the merged keyword arguments."""
+        """Return the keyword arguments, with numbers captured with all rows."""
         if self._node.kwargs.keys() != self._twin.kwargs.keys():
             raise _OtherPathError
         types = {each.name: str(each.type) for each in self._arguments}
@@ -154,8 +154,8 @@ class _Numbers:
         }
 
     def _argument(self, kind: str, value: Any, other: Any) -> Any:
-        """Return an argument of schema type ``kind``, merged from its ``value`` in the capture with
-        few rows and its value ``other`` in the capture with all rows."""
+        """Return an argument of schema type ``kind`` (such as "number"): ``other``, captured with
+        all rows, if it is a number to compute with, else ``value``, captured with few rows."""
         if type(value) is not type(other):
             raise _OtherPathError
         if isinstance(value, tuple | list):
@@ -177,16 +177,16 @@ class _Numbers:
 
 
 def _keeps_shape(graph: Graph, node: Node) -> bool:
-    """Return whether an op returns a tensor of the shape of its first argument."""
+    """Return whether an op's result has the shape of its first argument."""
     source = node.args[0] if node.args else None
     return isinstance(source, Ref) and graph.spec(source).shape == node.spec.shape
 
 
 def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
     """Return whether the batch dimensions of ``graph`` are exactly the dimensions that grow with
-    the rows. A constant may also grow in another dimension if all nodes that read it take only the
-    first row there, and all its rows are equal at the size of the whole batch. Nodes that graph
-    passes made are not checked, as they are derived from the others."""
+    the rows (``row_dims``). A constant may also grow in another dimension if all nodes read only
+    its first row there, and all its rows are equal in the capture ``all_rows``. Nodes that graph
+    passes added are not checked."""
     originals = all_rows.graph.by_name
     read: dict[str, frozenset[int]] = {}
     for node in graph:
@@ -207,7 +207,7 @@ def has_all_rows(graph: Graph, row_dims: RowDims, all_rows: Lowered) -> bool:
 
 
 def _rows_read(graph: Graph, node: Node) -> frozenset[int]:
-    """Return the dimensions of a constant along which every node that reads it takes only the first
+    """Return the dimensions of a constant in which every node that reads it takes only the first
     row."""
     if node.kind != "constant":
         return _NONE

@@ -39,8 +39,8 @@ _FLOATS = ("float32", "float64", *_HALVES)
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """Graph pass that inserts autocast's casts; ``dtype`` is the dtype the graph was captured
-    in."""
+    """Graph pass that adds the casts of torch's autocast; ``dtype`` is the captured graph's
+    dtype."""
 
     dtype: str
     name: str = "autocast"
@@ -50,8 +50,8 @@ class Autocast:
 
 
 def autocast(graph: Graph, dtype: str) -> Graph:
-    """Return the graph with the ops of autocast's float32 list in float32 (float64 if that is
-    ``dtype``)."""
+    """Return the graph with all ops in float32 for which torch's autocast uses float32; in float64
+    if ``dtype`` is float64."""
     state = _Casts(graph, "float64" if dtype == "float64" else "float32")
     for node in graph.nodes:
         state.add(node)
@@ -61,8 +61,8 @@ def autocast(graph: Graph, dtype: str) -> Graph:
 
 @dataclass
 class _Casts:
-    """State of the pass: the nodes made so far, and ``raised``, the values that are now computed in
-    the wider dtype ``high``."""
+    """State of the autocast pass: the nodes made so far, and ``raised``, the values that are now
+    computed in the wider dtype ``high``."""
 
     graph: Graph
     high: str
@@ -117,8 +117,8 @@ class _Casts:
         return Ref(name)
 
     def _with_inputs(self, node: Node, change: Any) -> Node:
-        """Return ``node`` with each input value replaced by ``change(value, name)``; ``name`` is
-        for a cast node that may be added."""
+        """Return ``node`` with each input replaced by ``change(value, name)``, which may add a cast
+        node called ``name``."""
         changed = {
             ref: change(ref, f"{node.name}_cast{position}")
             for position, ref in enumerate(dict.fromkeys(node.inputs))
@@ -130,7 +130,7 @@ class _Casts:
         return replace(node, args=map_refs(node.args, now), kwargs=map_refs(dict(node.kwargs), now))
 
     def _raise(self, node: Node) -> None:
-        """Add the node, with its floating outputs changed to the wider dtype."""
+        """Add ``node`` with its floating outputs in the wider dtype."""
         self.nodes[node.name] = node.with_outputs(
             tuple(_in(spec, self.high) for spec in node.outputs)
         )
@@ -144,8 +144,8 @@ class _Casts:
             self._raise(replace(node, kwargs={**node.kwargs, "dtype": dtype}))
 
     def _promote(self, node: Node) -> None:
-        """Add a pointwise op by torch's type promotion: if a tensor that it reads is in the wider
-        dtype, so is its result; scalars do not count."""
+        """Add a pointwise op with torch's type promotion: its result is in the wider dtype if a
+        tensor that it reads is (0-dimensional tensors do not count beside others)."""
         specs = [(ref, self.graph.spec(ref)) for ref in node.inputs]
         floats = [(ref, spec) for ref, spec in specs if _is_float(spec)]
         decide = [ref for ref, spec in floats if spec.shape] or [ref for ref, _ in floats]
@@ -177,8 +177,8 @@ def _says_dtype(node: Node) -> bool:
 
 
 def _keeps_format(node: Node, kind: str) -> bool:
-    """Return whether an op is computed in the dtype that it was captured in, whatever autocast
-    does."""
+    """Return whether an op of this ``kind`` (name) is computed in its captured dtype even under
+    autocast."""
     spec = spec_of(node)
     is_own = not node.op.startswith("aten.") and not spec.is_counted
     is_lower = spec.autocast == "lower" or "batch_norm" in kind

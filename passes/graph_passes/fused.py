@@ -39,7 +39,8 @@ features, and of the bias argument (None: it has none)."""
 
 @dataclass(frozen=True, slots=True)
 class SplitFused:
-    """Graph pass that makes each part of a fused projection a matrix product of its own."""
+    """Graph pass that splits a fused projection into one matrix product per part (query, key,
+    …)."""
 
     name: str = "split-fused"
 
@@ -49,8 +50,9 @@ class SplitFused:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Output of an op that takes the entries ``start`` to ``stop`` along dimension ``dim`` of a
-    fused product. ``taken``: the dimension is removed, as ``select`` does with a single entry."""
+    """Result of an op that cuts a part out of a fused matrix product: the entries ``start`` to
+    ``stop`` along dimension ``dim``. ``taken``: that dimension is removed, as by ``select`` of one
+    entry."""
 
     result: Ref
     start: int
@@ -61,9 +63,9 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """Fused projection, such as one matrix product for query, key and value: the product; the views
-    of its result, each with the dimension that is cut; the cuts, which take one part each; the
-    number of output features per entry of the cut dimension."""
+    """Fused projection, such as one matrix product for query, key and value. ``views`` are the
+    views of its result, each with the dimension that is cut; ``cuts`` take one part each;
+    ``features`` is the number of output features per entry of the cut dimension."""
 
     product: Node
     views: tuple[tuple[Node, int], ...]
@@ -76,8 +78,8 @@ class _Fused:
 
 
 def split_fused(graph: Graph) -> Graph:
-    """Return the graph in which every product by a fused weight is replaced by one product per part
-    of the weight."""
+    """Return the graph in which each product by a fused weight becomes one product per part of the
+    weight (such as query, key and value)."""
     groups = [found for node in graph if (found := _find(graph, node)) is not None]
     inserted: dict[str, list[Node]] = {}
     renamed: dict[Ref, Ref] = {}
@@ -102,8 +104,8 @@ def split_fused(graph: Graph) -> Graph:
 
 
 def _find(graph: Graph, product: Node) -> _Fused | None:
-    """Return the fused projection whose matrix product is ``product``; None if some user of its
-    result does more than take a part."""
+    """Return the fused projection that begins with the matrix product ``product``; None if its
+    result is used in any other way than by cutting parts out of it."""
     if product.kind != "op" or product.op not in PRODUCTS or product.kwargs:
         return None
     at, _, _ = PRODUCTS[product.op]
@@ -127,8 +129,8 @@ def _find(graph: Graph, product: Node) -> _Fused | None:
 
 
 def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
-    """Return the parts of a node's result that its users take along ``dim``; None if a user is not
-    an op that takes parts."""
+    """Return the parts that the users of a node's result cut out of it along ``dim``; None if a
+    user is not an op that cuts."""
     found: list[_Cut] = []
     for name in graph.users[node.name]:
         user = graph[name]
@@ -140,8 +142,8 @@ def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
 
 
 def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
-    """Return the parts of its input that ``user`` takes along ``dim``; empty if it is not an op
-    that takes parts."""
+    """Return the parts of its input, of shape ``spec``, that ``user`` cuts out along ``dim``; empty
+    if it is not an op that cuts."""
     kind, size, rank = spec_of(user), spec.shape[dim], len(spec.shape)
     if kind.form not in ("cut", "parts", "take"):
         return []
@@ -204,8 +206,8 @@ def _folded(source: Sequence[int], target: Sequence[int]) -> int | None:
 
 
 def _apart(graph: Graph, group: _Fused) -> tuple[list[Node], dict[Ref, Ref]]:
-    """Return the nodes that compute the parts of a fused projection, and the new value of each
-    cut."""
+    """Return nodes that compute each part of a fused projection by its own product, and a map from
+    each cut's result to its new value."""
     product = group.product
     at, out, bias_at = PRODUCTS[product.op]
     total = product.spec.shape[-1] // group.features
@@ -243,7 +245,7 @@ def _apart(graph: Graph, group: _Fused) -> tuple[list[Node], dict[Ref, Ref]]:
 
 
 def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) -> Node:
-    """Return a node that cuts a parameter along ``dim``."""
+    """Return a node that splits the parameter ``ref`` along ``dim`` into parts of ``sizes``."""
     spec = graph.spec(ref)
     outputs = tuple(replace(spec, shape=_resized(spec.shape, dim, size)) for size in sizes)
     return replace(
@@ -257,15 +259,16 @@ def _split(graph: Graph, product: Node, ref: Ref, sizes: list[int], dim: int) ->
 
 
 def _part(node: Node, dim: int, size: int, start: int, *, args: tuple[Any, ...]) -> Node:
-    """Return the node changed to compute only a part of its result: ``size`` entries along
-    ``dim``."""
+    """Return ``node`` changed to compute only ``size`` entries of its result along ``dim``, from
+    arguments ``args``. ``start`` becomes part of its name."""
     shape = _resized(node.spec.shape, dim, size)
     outputs = (replace(node.spec, shape=shape),)
     return replace(node, name=f"{node.name}_from_{start}", args=args, outputs=outputs)
 
 
 def _view(view: Node, dim: int, size: int, start: int, *, source: Ref) -> Node:
-    """Return the view applied to one part instead of the whole product."""
+    """Return the view changed to apply to one part (``source``), of ``size`` along ``dim``, instead
+    of the whole product."""
     made = _part(view, dim, size, start, args=(source, *view.args[1:]))
     if spec_of(view).form == "reshape" and "squeeze" not in view.op:
         shape = list(made.spec.shape)

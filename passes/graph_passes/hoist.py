@@ -15,8 +15,8 @@ from ..ops.torch_ops import is_random
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """Graph pass that finds constants, joins equal ones, and drops nodes that the loss does not
-    use."""
+    """Graph pass that finds constants, joins equal constants, and drops nodes that neither the loss
+    nor a buffer's new value depends on."""
 
     name: str = "hoist"
 
@@ -25,8 +25,8 @@ class Hoist:
 
 
 def hoist_constants(graph: Graph) -> Graph:
-    """Turn every op that depends on no input and no parameter into a ``constant`` node. A constant
-    has one output, so each further output of such an op becomes another constant."""
+    """Turn every op that depends on no input, parameter or random number into a ``constant`` node.
+    A constant has one output, so each further output of the op becomes a constant of its own."""
     free = {
         node.name
         for node in graph.nodes
@@ -57,8 +57,8 @@ def hoist_constants(graph: Graph) -> Graph:
 
 
 def join_constants(graph: Graph) -> Graph:
-    """Replace constants with equal op, arguments and batch dimensions by the first of them: often
-    each layer makes the same table, or the same empty tensor to write to."""
+    """Replace each constant by the first constant with equal op, arguments and batch dimensions:
+    layers often make the same table, or the same empty tensor."""
     first: dict[str, Ref] = {}
     joined: dict[Ref, Ref] = {}
     nodes: list[Node] = []
@@ -78,7 +78,7 @@ def join_constants(graph: Graph) -> Graph:
 
 
 def _redirected(node: Node, moved: Mapping[Ref, Ref]) -> Node:
-    """Return a node that reads the new values in ``moved`` in place of the old."""
+    """Return a node that reads new values in place of old: ``moved`` maps old to new."""
     if moved.keys().isdisjoint(node.inputs):
         return node
 
@@ -95,7 +95,7 @@ def _is_constant(node: Node, free: set[str]) -> bool:
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """Remove the nodes that the loss does not depend on.
+    """Remove the nodes that neither the loss nor a new value of a buffer depends on.
 
     >>> from autoparallel.planner.graph.graph import Ref, TensorSpec
     >>> scalar = (TensorSpec((), "float32"),)

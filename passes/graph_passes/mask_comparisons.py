@@ -41,9 +41,9 @@ COMPARISONS: Mapping[str, Compare] = {
 def conjunction_meaning(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], can_evaluate: Callable[[str], bool]
 ) -> Meaning | None:
-    """Return the meaning ("causal" or "all") of the boolean mask ``name``, a constant of shape
-    (..., rows, columns). Only constants for which ``can_evaluate`` is true are computed. Returns
-    None if the mask is no conjunction of known comparisons, or is neither."""
+    """Return the meaning of the boolean attention mask ``name``, a constant of shape (..., rows,
+    columns): "causal", or "all" if it hides nothing. None if it is neither, or not a conjunction of
+    known comparisons. Only constants for which ``can_evaluate`` is true are computed."""
     if graph[name].spec.shape[-2] != graph[name].spec.shape[-1]:
         return None
 
@@ -66,7 +66,7 @@ def conjunction_meaning(
 
 
 def _terms(graph: Graph, name: str) -> Iterator[Node]:
-    """Yield the terms whose conjunction, up to broadcasting, is the mask ``name``."""
+    """Yield the nodes whose logical conjunction (broadcast) is the boolean mask ``name``."""
     node = graph[name]
     if node.op == "aten.expand.default" or node.op in CONJUNCTIONS:
         for ref in node.inputs:

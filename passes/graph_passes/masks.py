@@ -32,8 +32,8 @@ _HIDDEN = -1e30
 
 @dataclass(frozen=True, slots=True)
 class SimplifyMasks:
-    """Graph pass that simplifies masks; ``buffers`` maps names of buffers to their values, where
-    known."""
+    """Graph pass that simplifies attention masks and constants with equal rows; ``buffers`` maps
+    names of buffers to their values, if known."""
 
     name: str = "simplify-masks"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -43,8 +43,8 @@ class SimplifyMasks:
 
 
 def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Reduce constants with equal rows to one row, and replace causal and empty attention masks by
-    attention's arguments."""
+    """Reduce constants with equal rows to one row, and replace causal attention masks by
+    ``is_causal`` and masks that hide nothing by no mask."""
     is_small = partial(can_evaluate, graph, buffers=buffers)
     for name in [node.name for node in graph.nodes if node.kind == "constant"]:
         if _masks_attention(graph, name) and graph[name].spec.dtype == "bool":
@@ -67,8 +67,8 @@ def simplify_masks(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
 
 
 def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tensor]) -> bool:
-    """Return whether all slices of a constant along ``dim`` are equal; True if the constant cannot
-    be evaluated."""
+    """Return whether all slices of the constant ``name`` along ``dim`` are equal; true also if the
+    constant cannot be evaluated."""
     if not can_evaluate(graph, name, buffers, limit=CHECKED_ELEMENTS):
         return True
     value = evaluate_constants(graph, [name], device="cpu", buffers=buffers)[name]
@@ -78,8 +78,8 @@ def has_equal_rows(graph: Graph, name: str, dim: int, buffers: Mapping[str, Tens
 def can_evaluate(
     graph: Graph, name: str, buffers: Mapping[str, Tensor], *, limit: int = LIMIT_ELEMENTS
 ) -> bool:
-    """Return whether a constant can be evaluated: it is small, and all buffers it reads are
-    known."""
+    """Return whether the constant ``name`` can be evaluated: it and all that it depends on have at
+    most ``limit`` elements, and the values of the buffers that it reads are known."""
     nodes = [graph[ancestor] for ancestor in ancestors(graph, [name])]
     return all(
         node.spec.numel <= limit and (node.kind != "buffer" or node.name in buffers)
@@ -102,7 +102,7 @@ def _mask_of(node: Node) -> Any:
 
 
 def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
-    """Make attention under the mask ``name`` causal, or drop the mask, according to its meaning."""
+    """Make each attention under the mask ``name`` causal ("causal") or drop its mask ("all")."""
     if meaning is None:
         return graph
     users = [user for user in graph.users[name] if _mask_of(graph[user]) == Ref(name)]
@@ -111,7 +111,8 @@ def _to_flags(graph: Graph, name: str, meaning: Meaning | None) -> Graph:
 
 
 def _meaning(mask: Tensor) -> Meaning | None:
-    """Return the meaning of an attention mask with known values; None for any other.
+    """Return "causal" or "all" (hides nothing) for an attention mask with these values; None for
+    any other mask.
 
     >>> _meaning(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
     'causal'
@@ -147,8 +148,8 @@ def _without_mask(node: Node, *, causal: bool) -> Node:
 
 
 def _to_row(graph: Graph, node: Node, value: Tensor) -> Graph:
-    """Pass only the first row of the constant ``node``, if all its rows are equal, to the users
-    that broadcast it. ``value`` is the constant's value."""
+    """Give users that broadcast the constant ``node`` only its first row, if all its rows (of
+    ``value``) are equal."""
     for dim, size in enumerate(node.spec.shape):
         if size != graph.batch_size or size == 1 or not _equal_rows(value, dim):
             continue
@@ -197,7 +198,7 @@ def _using(node: Node, old: str, new: str) -> Node:
 
 
 def _broadcasts(graph: Graph, user: Node, name: str, row: TensorSpec) -> bool:
-    """Return whether the result of ``user`` is unchanged if its input ``name`` is reduced to
+    """Return whether ``user`` has the same result if its input ``name`` is reduced to shape
     ``row``."""
     if user.op == SDPA:
         return _mask_of(user) == Ref(name) and user.inputs.count(Ref(name)) == 1

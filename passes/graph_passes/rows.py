@@ -27,8 +27,8 @@ INDEX = "aten.index.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class AlignRows:
-    """Graph pass that turns indexing by row numbers into look-ups within each row; ``buffers`` maps
-    names of buffers to their values, where known."""
+    """Graph pass that turns ``x[arange(batch), i]`` into look-ups within each row; ``buffers`` maps
+    names of buffers to their values, if known."""
 
     name: str = "align-rows"
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class AlignRows:
 
 
 def align_rows(graph: Graph, buffers: Mapping[str, Tensor]) -> Graph:
-    """Replace ``x[arange(batch), i]`` by look-ups of ``i`` within each row, which can be computed
-    on any part of the rows."""
+    """Replace ``x[arange(batch), i]`` by look-ups of ``i`` within each row of ``x``, so that the op
+    can be sharded over rows."""
     if not any(_may_align(node, graph) for node in graph.nodes):
         return graph
     nodes: list[Node] = []
@@ -85,8 +85,9 @@ def _value(graph: Graph, ref: Ref, buffers: Mapping[str, Tensor]) -> Tensor | No
 
 
 def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...]:
-    """Return the nodes that compute ``index(x, [None, i])``, where ``i`` is ``other`` without its
-    batch dimension."""
+    """Return nodes that compute ``index(x, [None, i])`` in place of ``node``, where ``i`` is the
+    index ``other``, equal for all rows, without its batch dimension. ``rank``: number of dimensions
+    of the broadcast index."""
     made: list[Node] = []
     spec = graph.spec(other)
     if len(spec.shape) == rank:
@@ -99,8 +100,8 @@ def _indexed(node: Node, graph: Graph, other: Ref, rank: int) -> tuple[Node, ...
 
 
 def _gathered(node: Node, graph: Graph, other: Ref, shape: tuple[int, ...]) -> tuple[Node, ...]:
-    """Return the nodes that compute ``gather(x, 1, i)``, where ``i`` is ``other`` expanded to
-    dimensions 2 and up of ``x``."""
+    """Return nodes that compute ``gather(x, 1, i)`` in place of ``node``, where ``i`` is the index
+    ``other``, of ``shape``, expanded to the dimensions 2 and up of ``x``."""
     source = graph.spec(node.args[0])
     if graph.spec(other).shape != shape:
         return (node,)

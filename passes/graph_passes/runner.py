@@ -9,8 +9,8 @@ from ...planner.graph.graph import Graph
 
 
 class Pass(Protocol):
-    """Graph pass: a frozen dataclass with a name; calling it with a graph returns the changed
-    graph."""
+    """Graph pass: a frozen dataclass with a name, which maps a graph to the changed graph when
+    called."""
 
     @property
     def name(self) -> str: ...
@@ -19,12 +19,13 @@ class Pass(Protocol):
 
 
 class BrokenGraphError(AssertionError):
-    """Error of a graph pass whose result breaks the invariants of ``Graph``: a bug of this
+    """Error of a graph pass whose result violates an invariant of ``Graph``: a bug of this
     package."""
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
-    """Apply the passes in order, and check the graph after each that changes it."""
+    """Apply the passes to the graph in order; check the result of each pass that changes the
+    graph."""
     for one in passes:
         before = graph
         graph = one(graph)
@@ -34,8 +35,8 @@ def run_passes(graph: Graph, passes: Iterable[Pass]) -> Graph:
 
 
 def check(graph: Graph, after: str) -> None:
-    """Raise ``BrokenGraphError``, naming the pass ``after``, if the graph breaks an invariant of
-    ``Graph``."""
+    """Raise ``BrokenGraphError``, which names the pass ``after``, if the graph violates an
+    invariant of ``Graph``."""
     outputs: dict[str, int] = {}
     kinds: dict[str, str] = {}
     for node in graph.nodes:

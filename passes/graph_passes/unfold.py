@@ -21,8 +21,8 @@ _CASTS = ("aten.to.dtype",)
 
 @dataclass(frozen=True, slots=True)
 class Unfold:
-    """Graph pass that keeps E copies of T rows, as experts use them, in shape (E, T, …) from where
-    they are made, instead of (E·T, …)."""
+    """Graph pass for experts' input: E copies of T rows are kept in shape (E, T, …) from where they
+    are made, instead of (E·T, …), so that T can be sharded."""
 
     name: str = "unfold"
 
@@ -31,7 +31,7 @@ class Unfold:
 
 
 def unfold(graph: Graph) -> Graph:
-    """Return the graph in which tensors of E copies of T rows have shape (E, T, …) instead of (E·T,
+    """Return the graph in which E copies of T rows are held in shape (E, T, …) instead of (E·T,
     …)."""
     state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
@@ -43,15 +43,15 @@ def unfold(graph: Graph) -> Graph:
 
 @dataclass
 class _Unfolding:
-    """State of the pass: the graph before, and the nodes of the graph after, in order."""
+    """State of the pass: ``graph``, as it was before, and the ``nodes`` made so far, in order."""
 
     graph: Graph
     nodes: list[Node]
 
     def folded(self, node: Node) -> Node | None:
-        """Return a replacement of a reshape from (E·T, …) to (E, T, …): one that reads a tensor
-        which has shape (E, T, …) already, or that new nodes compute in this shape. None if that is
-        not possible."""
+        """Return the reshape ``node`` from (E·T, …) to (E, T, …) changed to read a tensor that
+        already has shape (E, T, …), or that new nodes compute in it. None if neither is
+        possible."""
         source, shape = node.args[0], node.spec.shape
         joined = self.graph.spec(source).shape
         if len(shape) < 2 or joined != (shape[0] * shape[1], *shape[2:]) or 1 in shape[:2]:
@@ -64,8 +64,8 @@ class _Unfolding:
         return replace(node, args=(self._unfold(source, shape[0]), *node.args[1:]))
 
     def _repeats(self, ref: Ref, count: int) -> bool:
-        """Return whether a value consists of ``count`` copies of the same rows, or is computed from
-        such copies by elementwise ops."""
+        """Return whether a value consists of ``count`` equal copies of rows, or is computed from
+        them by elementwise ops."""
         node = self.graph[ref.name]
         if node.op == "aten.repeat.default":
             copies, source = tuple(node.args[1]), self.graph.spec(node.args[0])
@@ -84,7 +84,7 @@ class _Unfolding:
         return all(len(s) == len(node.spec.shape) and s[:1] == rows for s in shapes)
 
     def _unfold(self, ref: Ref, count: int) -> Ref:
-        """Return the tensor ``ref`` of shape (count · T, …) in shape (count, T, …)."""
+        """Return the value ``ref``, of shape (count · T, …), computed in shape (count, T, …)."""
         node, spec = self.graph[ref.name], self.graph.spec(ref)
         shape = (count, spec.shape[0] // count, *spec.shape[1:])
         if node.op in _RESHAPES:
@@ -97,8 +97,8 @@ class _Unfolding:
         return self._made(node, node.op, args, shape)
 
     def _made(self, like: Node, op: str, args: Any, shape: tuple[int, ...]) -> Ref:
-        """Add a copy of node ``like`` under a new name, with another op, arguments and shape;
-        return its value."""
+        """Add a copy of node ``like`` with a new name, op, arguments and shape; return its
+        value."""
         name = f"{like.name}_unfolded{len(self.nodes)}"
         spec = TensorSpec(shape, like.spec.dtype, like.spec.requires_grad)
         kwargs = like.kwargs if op == like.op else {}

@@ -17,10 +17,10 @@ from ...planner.graph.layout import Region
 
 @dataclass(frozen=True, slots=True)
 class BoxView:
-    """Position of a view in its base tensor: index ``i`` in dimension ``d`` is the base's ``start +
-    i * step``. ``starts`` has the first index in each dimension of the base. ``dims`` has for each
-    dimension of the view the corresponding dimension of the base and the step in it, None if the
-    size is 1."""
+    """Position of a view in its base tensor, if every box (range of indices per dimension) of the
+    view is a strided box of the base. ``starts`` has the first index in each dimension of the base.
+    ``dims`` has for each dimension of the view the (dimension of the base, step in it), None if the
+    view's size is 1."""
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
@@ -38,8 +38,8 @@ class BoxView:
         return tuple(found)
 
     def in_view(self, box: Region) -> Region | None:
-        """Return the box of the view whose elements lie in ``box`` of the base; None if it is
-        empty."""
+        """Return the box of the view with all elements that lie in ``box`` of the base; None if it
+        is empty."""
         found = [(0, size) for size in self.sizes]
         along = {dim: at for at, each in enumerate(self.dims) if each for dim in each[:1]}
         for dim, (low, high) in enumerate(box):
@@ -58,8 +58,8 @@ class BoxView:
         return tuple(found)
 
     def of_buffer(self, buffer: Tensor, held: Region, box: Region) -> Tensor:
-        """Return ``box`` of the view as a view of ``buffer``, which holds box ``held`` of the
-        base."""
+        """Return ``box`` of the view as a view of ``buffer``, a tensor that holds box ``held`` of
+        the base."""
         along = {each[0]: at for at, each in enumerate(self.dims) if each}
         index: list[slice | int] = []
         for dim, (low, _) in enumerate(held):
@@ -80,9 +80,9 @@ class BoxView:
 
 
 def box_view(view: Tensor, base: Tensor) -> BoxView | None:
-    """Return the position of ``view`` in ``base``; None if a box (index ranges) of the view is not
-    a box of the base: for views that join or split dimensions, repeat elements, or change the
-    dtype."""
+    """Return the position of ``view`` in ``base``; None if a box (range of indices per dimension)
+    of the view is not a box of the base, as for views that join or split dimensions, repeat
+    elements, or change the dtype."""
     if view.dtype != base.dtype or 0 in view.shape or not _is_dense(base):
         return None
     left = int(view.storage_offset()) - int(base.storage_offset())

@@ -43,24 +43,24 @@ OVERWRITES = frozenset(
 
 
 class UnrecordableError(Exception):
-    """Error of a model build that cannot be repeated from a log."""
+    """Error of a model build (call of its constructor) that cannot be repeated from a log."""
 
 
 class NeedsValuesError(UnrecordableError):
-    """Error of a model build that requires real tensors."""
+    """Error of a model build (call of its constructor) that needs the values of real tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Reference to a tensor of a recorded build, by its number."""
+    """Reference to a tensor of a recorded model build, by its number in the log."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Recorded call of an op in a build. Numbers of tensors: ``outputs`` of the results,
-    ``written`` of the arguments that the op writes to, ``reads`` of all tensor arguments."""
+    """Recorded call of an op in a model build. ``outputs``, ``written`` and ``reads`` are the
+    numbers of tensors: its results, the arguments that it writes to, and all tensor arguments."""
 
     name: str
     is_random: bool
@@ -79,10 +79,10 @@ def _mode() -> FakeTensorMode:
 
 @dataclass
 class Log:
-    """Log of a model's build: the calls of ops in order, and the fake tensors they were made on.
-    ``reals`` are the real tensors that the build received (for example from a file), ``constants``
-    has one of them per storage. ``mode`` makes the fake tensors; they share memory exactly where
-    the real ones do."""
+    """Log of a model's build: the calls of ops in order, and the fake tensors that they were made
+    on, numbered. ``reals`` are real tensors that the build received (for example from a file),
+    ``constants`` has one of them per storage. The fake tensors of ``mode`` share memory exactly if
+    the real ones would."""
 
     calls: list[Call] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Log:
         return index
 
     def add(self, tensor: Tensor) -> int:
-        """Return the number of a fake tensor; a new tensor is added and gets the next number."""
+        """Return the number of a fake tensor in the log; a new tensor gets the next number."""
         index = self.slots.get(id(tensor))
         if index is None:
             index = self.slots[id(tensor)] = len(self.tensors)
@@ -108,7 +108,8 @@ class Log:
         return index
 
     def add_constant(self, real: Tensor) -> int:
-        """Return the number of the fake tensor that stands for ``real``."""
+        """Return the number of the fake tensor that represents the real tensor ``real`` in the
+        log."""
         if id(real) in self.slots:
             return self.slots[id(real)]
         fake = self.mode.from_tensor(real)
@@ -119,12 +120,12 @@ class Log:
         return slot
 
     def storage(self, slot: int) -> int:
-        """Return an id of the storage of tensor number ``slot``."""
+        """Return an id of the storage of the tensor with number ``slot``."""
         return int(self.tensors[slot].untyped_storage()._cdata)
 
     def constant(self, slot: int, storage: torch.UntypedStorage | None = None) -> Tensor:
-        """Return the constant number ``slot`` as a real tensor, in its own storage or in
-        ``storage``, a copy of it."""
+        """Return the real tensor with number ``slot``, which the build received, in its own storage
+        or in ``storage``, a copy of that."""
         real, fake = self.constants[self.storage(slot)], self.tensors[slot]
         memory = real.untyped_storage() if storage is None else storage
         empty = torch.empty(0, dtype=fake.dtype, device=real.device)

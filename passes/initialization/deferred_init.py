@@ -39,12 +39,12 @@ OnPart = Callable[[str, Region, Tensor], None]
 
 @dataclass(frozen=True)
 class Deferred:
-    """Model on ``meta``, and all that is needed to compute the initial values of its tensors.
-    ``seed`` is a seed, or a state of the CPU generator. ``slots`` maps each name of a parameter or
-    buffer (of a tied one, all names) to the number of its tensor in ``log``. ``log`` is None if the
-    build could not be recorded, for the given ``reason``; ``materialize`` then builds the whole
-    model, once, unless ``built`` has its tensors already. ``given`` names tensors whose values come
-    from elsewhere: no random numbers are drawn for them."""
+    """Model on ``meta``, with all data to compute the initial values of its tensors. ``seed`` is a
+    seed, or a state of the CPU generator. ``slots`` maps each name of a parameter or buffer (all
+    names of a tied one) to the number of its tensor in ``log``. ``log`` is None if the build could
+    not be recorded, for the given ``reason``; ``materialize`` then builds the whole model, once,
+    unless ``built`` has its tensors already. ``given`` names tensors for which no random numbers
+    are drawn, as their values come from elsewhere."""
 
     model: nn.Module
     build: Callable[[], nn.Module]
@@ -57,8 +57,8 @@ class Deferred:
     built: dict[str, Tensor] = field(default_factory=dict)
 
     def without(self, names: Iterable[str]) -> Deferred:
-        """Return the same deferred model with the tensors ``names`` marked as given: their values
-        come from elsewhere."""
+        """Return this deferred model with the tensors ``names`` marked as given: their values come
+        from elsewhere (a checkpoint), so none are drawn."""
         return replace(self, given=frozenset(names))
 
     def shape(self, name: str) -> torch.Size:
@@ -79,10 +79,11 @@ class Deferred:
 def record_build(
     build: Callable[[], nn.Module], seed: int | Tensor = 0, init: Init = "exact"
 ) -> Deferred:
-    """Build a model without allocating its tensors, and record the ops that make them. If ``build``
-    reads values of random tensors, uses a generator of its own or writes tensors to a file, it
-    cannot be recorded: the model is then built on ``meta`` if possible, else with real tensors.
-    Values read from files stay in memory once, mapped if possible, as long as the result lives."""
+    """Call the constructor ``build`` of a model without allocating tensors, and record the ops that
+    make these. A build that reads values of random tensors, has its own generator or writes tensors
+    to a file cannot be recorded: the model is then built on ``meta`` if possible, else with real
+    tensors. Values read from files stay in memory once, mapped if possible, while the result
+    lives."""
     try:
         with cpu_seed(seed), gc_paused():
             model, log = record(build)
@@ -122,10 +123,10 @@ def materialize(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Compute the tensors ``names`` of a deferred model; pass each to ``on_tensor`` once it is
-    finished. ``on_tensor(name, tensor)`` gets a CPU tensor without gradient; floating tensors are
-    cast to ``dtype`` if given. The order of the calls is arbitrary. At any time, memory holds only
-    unfinished tensors and those that the caller keeps."""
+    """Compute the tensors ``names`` of a model built without values; call ``on_tensor(name,
+    tensor)`` once each is finished, in any order. ``tensor`` is on the CPU, without gradient, and
+    cast to ``dtype`` if that is given and it is floating. Memory holds only unfinished tensors and
+    any that the caller keeps."""
 
     def give(name: str, box: Region, tensor: Tensor) -> None:
         target = dtype if tensor.is_floating_point() else None
@@ -140,9 +141,9 @@ def materialize_boxes(
     on_part: OnPart,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compute boxes (index ranges) of tensors by one replay of the build; pass each to ``on_part``
-    once it is finished. ``on_part(name, box, tensor)`` gets a CPU tensor of the box's shape to copy
-    from, which may be a view of a larger one. ``tick`` is called regularly during the replay."""
+    """Compute ``boxes`` (ranges of indices per dimension) of tensors by one replay of the recorded
+    build; call ``on_part(name, box, tensor)`` once each is finished. ``tensor`` is a CPU tensor of
+    the box's shape to copy from, possibly a view. ``tick`` is called regularly meanwhile."""
     boxes = {name: tuple(dict.fromkeys(each)) for name, each in boxes.items()}
     if not any(boxes.values()):
         return
@@ -191,7 +192,8 @@ def adopt_tensors(model: nn.Module) -> None:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List a model's parameters and then its buffers, tied ones under each of their names."""
+    """Return the (name, tensor) of a model's parameters, then of its buffers; a tied tensor under
+    each of its names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -204,8 +206,8 @@ def _adopted_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _slot(log: Log, name: str, tensor: Tensor) -> int:
-    """Return the number that the model's tensor has in the log; a real tensor is added as a
-    constant. Raises UnrecordableError if the tensor has no values."""
+    """Return the number in the log of the model's ``tensor`` called ``name``; a real tensor is
+    added as a constant. Raises UnrecordableError for a tensor on ``meta``."""
     if isinstance(tensor, FakeTensor):
         return log.slot(tensor)
     if tensor.is_meta:
@@ -214,7 +216,7 @@ def _slot(log: Log, name: str, tensor: Tensor) -> int:
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Replace a model's fake tensors by meta tensors; tied ones stay tied."""
+    """Replace a model's fake tensors by ``meta`` tensors; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -237,8 +239,8 @@ def _meta(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
 def _build_empty(
     build: Callable[[], nn.Module], seed: int | Tensor, needs_values: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Build a model that cannot be recorded: on ``meta``, or with real tensors that are then taken
-    out. Return the model on ``meta`` and its real tensors by name, if any."""
+    """Build a model that cannot be recorded: on ``meta`` or, if its build needs values, with real
+    tensors, which are then taken out. Return the model on ``meta`` and these tensors by name."""
     try:
         if needs_values:
             raise NotImplementedError

@@ -38,15 +38,15 @@ def exact_replay(
     on_tensor: Callable[[str, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Repeat the logged build on real tensors, and call ``on_tensor(name, tensor)`` for each tensor
-    of ``wanted`` when it is finished. ``wanted`` maps names to numbers of tensors in the log. The
-    caller seeds the default generator. ``tick`` is called before each op."""
+    """Repeat a recorded model build on real tensors; call ``on_tensor(name, tensor)`` once each
+    wanted tensor is finished. ``wanted`` maps names to numbers of tensors in the log. The caller
+    seeds the default generator. ``tick`` is called before each op."""
     if wanted:
         _Replay(log, wanted, on_tensor, tick).run()
 
 
 def draw_all(log: Log) -> None:
-    """Advance the default generator as the logged build does, without making its tensors."""
+    """Advance torch's default generator as the recorded build would, without making its tensors."""
     replay = _Replay(log, {}, lambda _, tensor: None, lambda: None)
     for call in log.calls:
         if call.is_random:
@@ -54,14 +54,14 @@ def draw_all(log: Log) -> None:
 
 
 def num_drawn(log: Log) -> int:
-    """Count the random numbers that the logged build draws."""
+    """Return how many random numbers the recorded build draws."""
     slots = [(*call.written, *call.outputs)[:1] for call in log.calls if call.is_random]
     return sum(log.tensors[slot].numel() for own in slots for slot in own)
 
 
 def deterministic_value(log: Log, slot: int) -> Tensor:
-    """Return the value of tensor number ``slot`` at the end of the log. Raises UnrecordableError if
-    the value is random."""
+    """Return the value of tensor number ``slot`` at the end of the recorded build. Raises
+    UnrecordableError if the value is random."""
     found: list[Tensor] = []
     replay = _Replay(log, {"": slot}, lambda _, tensor: found.append(tensor), lambda: None)
     if replay.last_draw >= 0:
@@ -72,8 +72,8 @@ def deterministic_value(log: Log, slot: int) -> Tensor:
 
 
 class _Replay:
-    """Replay of a log: determines the calls to execute, the calls for which only random numbers are
-    drawn, and the last use of each storage."""
+    """Replay of a recorded build. It finds the calls to execute, the random calls whose numbers are
+    only drawn and discarded, and the last use of each storage."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Replay:
         return needed
 
     def _is_lazy(self, index: int) -> bool:
-        """Return whether a call only allocates uninitialized memory, or makes a view: it is
+        """Return whether call number ``index`` only allocates memory or makes a view, so that it is
         executed when its result is first used."""
         call = self.log.calls[index]
         if call.written:
@@ -139,8 +139,8 @@ class _Replay:
         return all(self.log.storage(slot) == source for slot in call.outputs)
 
     def run(self) -> None:
-        """Execute the needed calls in order. For other random calls before the last needed one,
-        only advance the generator."""
+        """Execute the needed calls in order. For a random call that is not needed, but precedes a
+        needed random call, only advance the generator."""
         handed: set[str] = set()
         by_storage: dict[int, list[str]] = {}
         for name, slot in self.wanted.items():
@@ -177,8 +177,8 @@ class _Replay:
             self.values.setdefault(slot, tensor)
 
     def _constant(self, slot: int) -> Tensor:
-        """Return the real tensor of a constant (a tensor that the build received). If the build
-        writes to the constant's storage, return it in a copy of that storage; the log stays
+        """Return the real tensor with number ``slot``, which the build received. If the build
+        writes to its storage, return it in a copy of the storage, so that the log stays
         unchanged."""
         storage = self.log.storage(slot)
         if storage not in self.log.written:
@@ -241,16 +241,15 @@ class _Replay:
 
 
 def _normal_numbers(size: int) -> int:
-    """Return the number of uniform numbers from which torch makes ``size`` normal ones: groups of
-    16, and another 16 for the last 16 elements if the last group is not full."""
+    """Return the number of uniform random numbers that torch draws to make ``size`` normal numbers:
+    groups of 16, and another 16 for the last 16 elements if the last group is not full."""
     return size + (16 if size % 16 else 0)
 
 
 @cache
 def _draws_add_up() -> bool:
-    """Return whether torch's CPU generator ends in the same state after drawing uniform numbers as
-    after the normal numbers made of them. It does in torch 2.11 to 2.13, but is tested rather than
-    assumed."""
+    """Return whether torch's CPU generator has the same state after drawing normal numbers as after
+    drawing the uniform numbers they are made of. True in torch 2.11 to 2.13, but tested here."""
     state = torch.get_rng_state()
     found = []
     for size in (16, 37, 4096 + 5):
@@ -274,5 +273,5 @@ def _producers(log: Log) -> dict[int, int]:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Return whether a tensor covers all of its storage."""
+    """Return whether a tensor has as many elements as its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

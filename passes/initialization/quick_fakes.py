@@ -27,8 +27,8 @@ _UNTOLD = frozenset({"device", "pin_memory"})
 def quick_fake(
     mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> FakeTensor | None:
-    """Return the fake tensor that ``func(*args, **kwargs)`` has as its result, without dispatch
-    through ``mode``, which is slow; None for calls that only ``mode`` can execute."""
+    """Return the fake tensor that ``func(*args, **kwargs)`` returns under ``mode``, without a call
+    of the slow ``mode``; None for ops that only ``mode`` can execute."""
     if func is torch.ops.aten.detach.default:
         return _detached(mode, args[0])
     make = _ALLOCATE.get(func)

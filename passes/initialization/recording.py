@@ -44,8 +44,8 @@ _LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that appends every op to ``log``. It must be entered within the fake tensor
-    mode of the log."""
+    """Dispatch mode that appends every op of a model's build to ``log``. It must be entered inside
+    of the log's fake tensor mode."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,14 +88,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _fake(self, value: Any) -> Any:
-        """Return the fake tensor that stands for a real one; a real tensor as an argument would
-        make the op execute instead of being recorded. Other values are returned as they are."""
+        """Return the fake tensor that represents a real tensor in the log: with a real argument an
+        op would be executed. Other values are returned as they are."""
         is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         return self.log.tensors[self.log.add_constant(value)] if is_real else value
 
     def _literal(self, tensor: Tensor) -> Any:
-        """Record a tensor made from Python numbers or a NumPy array as a constant with its present
-        values; return the fake tensor that stands for it."""
+        """Record a tensor made of Python numbers or a NumPy array, with its present values, as a
+        constant; return the fake tensor that represents it."""
         result = _LITERAL(tensor)
         with unset_fake_temporarily():
             values = tensor.detach().clone()
@@ -113,8 +113,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0]
 
     def _noted(self, value: Any, reads: list[int]) -> Any:
-        """Return an op's argument in which each tensor is replaced by its ``Slot``; add the
-        tensors' numbers to ``reads``."""
+        """Return an op's argument with each tensor replaced by its ``Slot`` (number in the log);
+        add these numbers to ``reads``."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -144,27 +144,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return deterministic_value(self.log, self.log.slot(tensor)).item()
 
     def seeds(self, seed: int) -> None:
-        """Record that the build has just seeded the default generator."""
+        """Record that the build has just seeded torch's default generator with ``seed``."""
         self.seed = torch.initial_seed()
         op = torch.default_generator.manual_seed
         self.log.calls.append(Call(SEED, True, op, (int(seed),), {}, (), (), ()))
 
 
 def _is_on_meta(tensor: Tensor) -> bool:
-    """Return whether the build itself made a tensor on ``meta``: random ops on it draw nothing."""
+    """Return whether a tensor of the build is on ``meta``: random ops on it draw no numbers."""
     return tensor.device.type == "meta"
 
 
 class _Form(NamedTuple):
     """Properties of an op that the log needs: its name, whether it draws random numbers, and the
-    positions and names of the arguments that it writes to."""
+    (position, name) of each argument that it writes to."""
 
     name: str
     is_random: bool
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the numbers of the tensors that a call with recorded arguments writes to."""
+        """Return the numbers of the tensors that a recorded call with these arguments writes to."""
         values = [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
         return tuple(leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Slot))
 
@@ -184,7 +184,7 @@ def _form(func: Any) -> _Form:
 
 
 def record(build: Callable[[], Any]) -> tuple[Any, Log]:
-    """Call ``build`` on fake tensors; return its result and the log of its calls."""
+    """Call ``build`` on fake tensors; return its result and the log of its ops."""
     log = Log()
     recorder = Recorder(log)
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def record(build: Callable[[], Any]) -> tuple[Any, Log]:
 
 
 def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any]], ...]:
-    """Return the functions replaced during recording: (module, name of the function,
+    """Return the functions to replace during recording, as (module, name of the function,
     replacement)."""
     seed = _seeding(recorder, torch.manual_seed)
     return (
@@ -215,8 +215,8 @@ def _replacements(recorder: Recorder) -> tuple[tuple[Any, str, Callable[..., Any
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``function`` that executes it on real tensors, without recording: the
-    function reads memory or files."""
+    """Return a wrapper of ``function``, which reads memory or a file, that executes it on real
+    tensors without recording."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

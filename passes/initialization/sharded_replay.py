@@ -92,10 +92,10 @@ def sharded_replay(
     on_part: Callable[[str, Region, Tensor], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compute boxes (index ranges) of a log's tensors; pass each to ``on_part`` once it is
-    complete. ``wanted`` maps (name, box) to the tensor's number in the log. The caller seeds the
-    default generator; one number drawn from it is the key of all random numbers here. ``tick`` is
-    called before each box."""
+    """Compute boxes (ranges of indices per dimension) of a recorded build's tensors; call
+    ``on_part`` (name, box, values) for each. ``wanted`` maps (name, box) to the tensor's number in
+    the log. The caller seeds the default generator; one number drawn from it is the key of all
+    random numbers here. ``tick`` is called before each box."""
     parts = SharedLog(log, _drawn_key())
     for (name, box), slot in wanted.items():
         tick()
@@ -107,8 +107,8 @@ def _drawn_key() -> int:
 
 
 class SharedLog:
-    """Data of a log that the replays of all boxes share: the calls on each storage, and the seeds
-    of each random call."""
+    """Recorded build with data that the replays of all boxes share: the calls on each storage, and
+    the seeds of each random call."""
 
     def __init__(self, log: Log, key: int) -> None:
         self.log = log
@@ -131,7 +131,8 @@ class SharedLog:
                 first += num_tiles(tuple(log.tensors[drawn_slot(call)].shape))
 
     def make(self, slot: int, box: Region) -> Tensor:
-        """Return the final values of a box of tensor number ``slot``."""
+        """Return the values of ``box`` (range of indices per dimension) of tensor number ``slot``
+        at the end of the recorded build."""
         replay = _PartReplay(self)
         if not all(stop > start for start, stop in box):
             fake = self.log.tensors[slot]
@@ -140,7 +141,8 @@ class SharedLog:
         return replay.run(slot, box)
 
     def view(self, slot: int) -> BoxView | None:
-        """Return the position of tensor number ``slot`` in the first tensor of its storage."""
+        """Return the position of tensor number ``slot`` within the first tensor made on its
+        storage; None if it is no box of that."""
         if slot not in self._views:
             base = self.bases[self.log.storage(slot)]
             self._views[slot] = box_view(self.log.tensors[slot], base)
@@ -152,17 +154,17 @@ def _seed(key: int, first: int, tile: int) -> int:
 
 
 def drawn_slot(call: Call) -> int:
-    """Return the slot, in the log of calls, of the tensor that a random call fills."""
+    """Return the number in the log of the tensor that a random call fills."""
     return call.written[0] if call.written else call.outputs[0]
 
 
 @dataclass(slots=True)
 class _PartReplay:
-    """Replay of a log for one box (index ranges) of one tensor: ``follow`` finds the calls that the
-    box depends on, ``run`` executes them. A storage's boxes are those of its first tensor. ``live``
-    has the box of each storage that earlier calls must still produce, ``held`` the box around all
-    that is ever needed of it; None if the whole storage is. ``steps`` has the output box of each
-    call to execute; None for a call on whole tensors."""
+    """Replay of a recorded build for one box (range of indices per dimension) of one tensor:
+    ``follow`` finds the calls on which the box depends, ``run`` executes them. Boxes of a storage
+    are boxes of the first tensor on it. ``live`` has the box of each storage that earlier calls
+    must still produce, ``held`` the box of all that is ever needed (None: the whole storage).
+    ``steps`` has the output box of each call to execute (None: whole tensors)."""
 
     shared: SharedLog
     live: dict[int, Region | None] = field(default_factory=dict)
@@ -199,8 +201,8 @@ class _PartReplay:
         self.held[storage] = _hull(self.held[storage], needed) if storage in self.held else needed
 
     def _explain(self, index: int) -> None:
-        """Record call ``index`` in ``steps``, if it makes a needed value, and record the boxes that
-        it needs of its inputs."""
+        """Record call number ``index`` in ``steps`` if it makes a needed value, and mark the boxes
+        that it needs of its inputs."""
         call = self.log.calls[index]
         slots = call.written or call.outputs
         if not any(self.log.storage(slot) in self.live for slot in slots):
@@ -242,8 +244,7 @@ class _PartReplay:
             self._need(slot, full_box(self.log.tensors[slot].shape), before=index)
 
     def _is_view(self, call: Call) -> bool:
-        """Return whether a call only allocates uninitialized memory, or makes a view of its
-        argument."""
+        """Return whether a call only allocates memory, or makes a view of its argument."""
         if call.name in UNINITIALIZED:
             for slot in call.outputs:
                 self.live.pop(self.log.storage(slot), None)
@@ -339,8 +340,9 @@ class _PartReplay:
         return view.of_buffer(self.buffers[storage], held, box)
 
     def _in_whole(self, slot: int, storage: int) -> Tensor:
-        """Return tensor number ``slot`` of a storage that is held whole: the storage of a constant,
-        a copy of it if calls write to it, or any storage of which no box is known."""
+        """Return tensor number ``slot``, whose ``storage`` is held whole: the storage of a tensor
+        that the build received (a copy if calls write to it), or a storage of which no box is
+        known."""
         fake = self.log.tensors[slot]
         if storage in self.log.constants:
             if not self._is_written(storage):
@@ -362,12 +364,13 @@ class _PartReplay:
 
 
 def full_box(shape: Sequence[int]) -> Region:
-    """Return the box of index ranges of a whole tensor of ``shape``."""
+    """Return the box (range of indices per dimension) that covers a tensor of ``shape``."""
     return tuple((0, size) for size in shape)
 
 
 def broadcast_box(box: Region, tensor: Tensor) -> Region:
-    """Return the box of an operand of shape ``tensor.shape`` that ``box`` of the result reads."""
+    """Return the box of an op's operand ``tensor`` that ``box`` of the op's broadcast result
+    reads."""
     offset = len(box) - tensor.dim()
     return tuple(
         (0, 1) if size == 1 else box[offset + dim] for dim, size in enumerate(tensor.shape)
@@ -375,12 +378,12 @@ def broadcast_box(box: Region, tensor: Tensor) -> Region:
 
 
 def is_packed(view: BoxView) -> bool:
-    """Return whether a view contains every element of the box that it spans in its base."""
+    """Return whether a view contains every element of the base within the range that it spans."""
     return all(along is None or along[1] == 1 for along in view.dims)
 
 
 def overwrites(call: Call) -> bool:
-    """Return whether a recorded call overwrites every element of its target."""
+    """Return whether a recorded call overwrites every element of the tensor that it writes to."""
     return call.is_random or call.name.removesuffix("_") in _OVERWRITES
 
 
@@ -400,7 +403,8 @@ def _call_on(call: Call, tile: Tensor) -> None:
 
 
 def _hull(first: Region | None, second: Region | None) -> Region | None:
-    """Return the smallest box that contains two boxes; None stands for the whole tensor."""
+    """Return the smallest box (range of indices per dimension) that contains two boxes; None stands
+    for the whole tensor."""
     if first is None or second is None:
         return None
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))

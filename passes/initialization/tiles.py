@@ -30,9 +30,9 @@ as ZeRO shards along it."""
 
 @cache
 def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the tiles of a tensor of ``shape``: the longest dimension is halved until
-    a tile has at most ``TILE`` elements. By halving, shards over 2, 4, 8, … ranks begin and end at
-    edges of tiles.
+    """Return the shape of the tiles in which random numbers for a tensor of ``shape`` are drawn:
+    the longest dimension is halved until a tile has at most ``TILE`` elements. By halving, shards
+    over 2, 4, 8, … ranks begin and end at edges of tiles.
 
     >>> tile_shape((4096, 14336)), tile_shape((10, 3))
     ((64, 224), (10, 3))
@@ -48,7 +48,7 @@ def tile_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def num_tiles(shape: tuple[int, ...]) -> int:
-    """Return the number of tiles of a tensor of ``shape``; at least 1.
+    """Return the number of tiles in which random numbers for a tensor of ``shape`` are drawn.
 
     >>> num_tiles((4096, 14336)), num_tiles(())
     (4096, 1)
@@ -69,8 +69,8 @@ def draw_box(
     seed_of: Callable[[int], int],
 ) -> None:
     """Fill ``target`` with the part ``box`` of a tensor of ``shape`` whose random numbers are drawn
-    tile by tile. ``draw`` fills a contiguous tile from the default generator, which is seeded for
-    tile ``i`` with ``seed_of(i)``."""
+    tile by tile. ``draw(tile)`` fills a contiguous tile from torch's default generator, which is
+    seeded with ``seed_of(i)`` for tile ``i``."""
     if not all(stop > start for start, stop in box):
         return
     extents, grid = tile_shape(shape), _grid(shape)
@@ -101,9 +101,9 @@ def _number(place: Sequence[int], grid: Sequence[int]) -> int:
 
 
 def tile_seed(key: int, number: int) -> int:
-    """Return the seed of tile ``number`` of a build with ``key``; no two tiles below 2**32 share a
-    seed. torch's CPU generator uses 32 bits of a seed. The finalizer of MurmurHash permutes the
-    32-bit numbers; it is applied twice, each time after a half of ``key`` is mixed in."""
+    """Return the seed (32 bits, as torch's CPU generator uses) of tile ``number`` of a model build
+    with ``key``; tiles below 2**32 have different seeds. MurmurHash's finalizer, which permutes
+    32-bit numbers, is applied twice, each time after half of ``key`` is mixed in."""
     mixed = _permuted((number + key) & 0xFFFFFFFF)
     return _permuted(mixed ^ (key >> 32 & 0xFFFFFFFF))
 

@@ -35,9 +35,9 @@ _IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Classification loss whose mean divides by the number of targets. ``key``: the key of that
-    count; ``target`` and ``weight``: the outputs of the counting program from which it is
-    computed."""
+    """Classification loss whose mean divides by the number of targets that are not ignored. ``key``
+    is the key of that count; ``target`` and ``weight`` are the outputs of the counting program from
+    which it is computed."""
 
     key: str
     target: str
@@ -48,11 +48,11 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Program whose outputs, for one micro-batch, the counts and totals are computed from:
-    ``program(*inputs)`` returns ``outputs``; None if the outputs are the inputs. ``inputs`` are
-    nodes: of the batch, of constants, and of buffers, in this order. Random ops use the state
-    ``draws``, which the stage's forwards share. ``totals`` maps the key of each total (sum over all
-    micro-batches) to the output that is summed."""
+    """Program that counts over all rows of a step, run before the first forward. For one
+    micro-batch ``program(*inputs)`` returns ``outputs`` (None: the inputs themselves), from which
+    the divisors of the ``losses`` and the ``totals`` (sums over all micro-batches; key: output) are
+    computed. ``inputs`` are nodes of the batch, of constants, then of buffers. Random ops use the
+    state ``draws``, shared with the stage's forwards."""
 
     program: fx.GraphModule | None
     inputs: tuple[Node, ...]
@@ -70,9 +70,9 @@ class Counting:
     def evaluate(
         self, value_of: Callable[[Node, int], Tensor], first: int = 0
     ) -> dict[str, Tensor]:
-        """Return each count and total by key, over ``num_microbatches`` from number ``first`` on.
-        ``value_of(input, microbatch)`` gives the program's inputs. A count is the mean over the
-        micro-batches, since the step's loss is their mean; a total is the sum over them."""
+        """Return each count (divisor of a loss) and total by key, over ``num_microbatches`` from
+        number ``first`` on. ``value_of(input, microbatch)`` gives the inputs. A count is the mean
+        over micro-batches, as a step's loss is their mean; a total is their sum."""
         counts: dict[str, Tensor] = {}
         with torch.no_grad():
             for microbatch in range(first, first + self.num_microbatches):
@@ -105,8 +105,8 @@ class Counting:
 
 
 def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> tuple[str, ...]:
-    """Return the keys of the counts (divisors of losses) and, with ``totals``, of the sums over all
-    micro-batches that these ops need besides their inputs."""
+    """Return the keys of the values over all rows of a step that these ops need: divisors of losses
+    and, with ``totals``, sums over micro-batches."""
     found: dict[str, None] = {}
     for name in nodes:
         if name in graph.accumulation.counted:
@@ -118,14 +118,16 @@ def counts_used(graph: Graph, nodes: Iterable[str], *, totals: bool = True) -> t
 
 
 def counted_inputs(graph: Graph, nodes: Iterable[str]) -> tuple[str, ...]:
-    """Return the batch inputs from which the counts and totals of these op nodes are computed."""
+    """Return the batch inputs from which the divisors of losses and the sums over all micro-batches
+    that these op nodes need are computed."""
     refs = _counted_refs(graph, set(counts_used(graph, nodes)))
     needed = ancestors(graph, (ref.name for ref in refs))
     return tuple(node.name for node in graph.inputs if node.name in needed)
 
 
 def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
-    """Return the values from which the counts and totals ``keys`` are computed."""
+    """Return the values from which the divisors of losses and the sums over all micro-batches with
+    these ``keys`` are computed."""
     totals = [ref for ref in graph.accumulation.totals if total_key(ref) in keys]
     counted = [graph[name] for name in graph.accumulation.counted if count_key(name) in keys]
     return tuple(dict.fromkeys((*totals, *(ref for node in counted for ref in node.inputs[1:]))))
@@ -134,8 +136,8 @@ def _counted_refs(graph: Graph, keys: set[str]) -> tuple[Ref, ...]:
 def build_counting(
     graph: Graph, keys: Iterable[str], num_microbatches: int, draws: Draws
 ) -> Counting | None:
-    """Build the program for the counts and totals ``keys`` over the micro-batches of a step; None
-    if there are no keys."""
+    """Build the program for the counts (divisors of losses) and totals with these ``keys``, over
+    ``num_microbatches``; None if there are no keys."""
     wanted = set(keys)
     if not wanted:
         return None

@@ -21,9 +21,9 @@ from .stage_cut import stage_ranges, uses_by_block
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows that a rank reads: of every micro-batch of ``total`` rows, those from ``first`` to
-    ``first + rows`` - 1. These rows are part number ``part`` of ``parts``; ``is_even``: all parts
-    are equally large."""
+    """Rows of the batch that a rank reads: of each micro-batch of ``total`` rows, rows ``first`` to
+    ``first + rows`` - 1, which are part number ``part`` of ``parts``. ``is_even``: all parts are
+    equally large."""
 
     first: int
     rows: int
@@ -55,10 +55,10 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class StageRows:
-    """Division of a micro-batch's rows among a stage's ranks: the rank at coordinate ``p`` of the
-    mesh axes ``axes`` reads ``sizes[p]`` rows. Several axes are counted as one, the first being the
-    outermost. ``inputs`` maps each input with rows to the dimension that counts them; every rank
-    needs all rows of the inputs ``whole``."""
+    """Division of a micro-batch's rows among a stage's ranks: the rank at position ``p`` along the
+    mesh axes ``axes`` (counted as one axis, the first outermost) reads ``sizes[p]`` rows.
+    ``inputs`` maps each input with rows to the dimension that counts them; every rank needs all
+    rows of the inputs ``whole``."""
 
     axes: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,15 +66,16 @@ class StageRows:
     whole: tuple[str, ...]
 
     def part(self, mesh: Mesh, coordinates: Sequence[int]) -> int:
-        """Return the index of the part of the rows that the rank at ``coordinates`` reads."""
+        """Return the index in ``sizes`` of the part of the rows that the rank at ``coordinates``
+        reads."""
         found = 0
         for axis in self.axes:
             found = found * mesh.shape[axis] + coordinates[axis]
         return found
 
     def held(self, part: int, num_microbatches: int) -> HeldRows:
-        """Return the rows of part number ``part``. A part without rows gets the first row of the
-        batch, with no effect on the result."""
+        """Return the rows of part number ``part``. A rank without rows reads the first row of the
+        batch, which does not affect the result."""
         rows = self.sizes[part]
         return HeldRows(
             sum(self.sizes[:part]) if rows else 0,
@@ -91,7 +92,8 @@ def rows_of_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, counts: bool
 ) -> tuple[StageRows | None, ...]:
     """Return the division of each stage's input rows among its ranks; None for stages without
-    inputs. ``counts``: whether micro-batches are counted together (``passes.local.accumulate``)."""
+    inputs. ``counts``: losses divide by counts over all micro-batches
+    (``passes.local.accumulate``)."""
     stages = range(len(plan.stages))
     found = [_stage_rows(graph, blocks, plan, index, counts) for index in stages]
     most = max((each.sizes for each in found if each is not None), key=len, default=())
@@ -142,16 +144,17 @@ def _num_parts(axes: Sequence[int], mesh: Mesh) -> int:
 
 
 def _like_others(rows: StageRows, sizes: tuple[int, ...], mesh: Mesh) -> StageRows:
-    """Divide the rows of a stage whose ranks all need all rows: each rank reads a part of size
-    ``sizes[p]``, as in other stages, and then receives the rows that the other ranks read. Rows
-    that the stage's own layout divides are returned unchanged."""
+    """Return the division of a stage's rows in which rank ``p`` reads ``sizes[p]`` rows, as in
+    other stages, if all its ranks need all rows: they then receive the others' rows. If the stage's
+    own layout divides the rows, its division is returned unchanged."""
     if rows.axes or len(sizes) != mesh.shape[0] or len(sizes) == 1 or not rows.inputs:
         return rows
     return replace(rows, axes=(0,), sizes=sizes, whole=tuple(rows.inputs))
 
 
 def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> HeldRows | None:
-    """Return the rows of every micro-batch that ``rank`` reads; None if no stage reads an input."""
+    """Return the rows of each micro-batch that ``rank`` reads; None if none of its stages reads an
+    input. ``found``: division of each stage's rows."""
     held: dict[HeldRows, None] = {}
     for index, stage in enumerate(placed_stages(plan)):
         rows = found[index % len(found)]
@@ -167,9 +170,9 @@ def rows_of_rank(found: Sequence[StageRows | None], plan: Plan, rank: int) -> He
 
 
 def data_place(found: Sequence[StageRows | None], plan: Plan, rank: int) -> tuple[int, int] | None:
-    """Return the arguments ``(rank, world)`` with which ``rank`` calls its data source; None if it
-    reads no data. If all parts of the rows are equal, and equally many in all stages, a rank
-    requests its part by number; otherwise it requests the global batch, ``(0, 1)``."""
+    """Return the ``(rank, world)`` with which ``rank`` calls its data source; None if it reads no
+    data. ``found``: division of each stage's rows. If all ranks read equal parts, a rank requests
+    its part by number; otherwise it requests the global batch, ``(0, 1)``."""
     everyone = {each for stage in placed_stages(plan) for each in stage.devices}
     held = {each: rows_of_rank(found, plan, each) for each in sorted(everyone)}
     if held.get(rank) is None:

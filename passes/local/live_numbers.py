@@ -23,16 +23,17 @@ from .stage_program import StageProgram
 
 @dataclass(eq=False)
 class LiveNumbers:
-    """Numbers that change during training. The programs contain unique numbers in place of them,
-    the ``stand_ins``; ``values`` maps each stand-in to the number to compute with now."""
+    """Python numbers of a model that change during training. Programs contain unique numbers, the
+    ``stand_ins``, in their place; ``values`` maps each stand-in to the number to compute with
+    now."""
 
     stand_ins: frozenset[float]
     values: dict[float, float] = field(default_factory=dict)
     _readers: dict[float, Callable[[], float]] = field(default_factory=dict)
 
     def reader(self, stand_in: float) -> Callable[[], float]:
-        """Return the function, without arguments, that programs call for the current number in
-        place of ``stand_in``."""
+        """Return a function without arguments that programs call in place of ``stand_in``; it
+        returns the present number."""
         if stand_in not in self._readers:
             read = partial(self._value, stand_in)
             read.__name__ = "live_number"  # type: ignore[attr-defined]
@@ -45,14 +46,14 @@ class LiveNumbers:
 
 
 def _has_some(arguments: Any, numbers: LiveNumbers) -> bool:
-    """Return whether a stand-in of ``numbers`` is among the arguments of an op."""
+    """Return whether any argument of an op is a stand-in (unique number) of ``numbers``."""
     return any(type(each) is float and each in numbers.stand_ins for each in tree_leaves(arguments))
 
 
 def make_live(programs: Iterable[StageProgram], graph: Graph, numbers: LiveNumbers) -> bool:
-    """Replace stand-ins (unique numbers for changing numbers) in programs by calls that read the
-    current numbers. Return False if a program computes with a number derived from a stand-in, which
-    cannot be replaced."""
+    """Replace stand-ins (unique numbers that represent changing numbers) in programs by calls that
+    read the present numbers. Return False if a program computes with a number derived from a
+    stand-in, which cannot be replaced."""
     asked = {
         node.name
         for node in graph

@@ -19,8 +19,8 @@ from ..ops.lower_right import attend_upto, split_in_half
 def split_embedding(
     rank: Rank, weight: Tensor, indices: Tensor, *, padding_idx: int, axes: tuple[int, ...]
 ) -> Tensor:
-    """Look up embedding rows in this rank's part of a vocabulary split over the mesh axes ``axes``;
-    rows of other parts are zero, so that the results are partial sums."""
+    """Look up embedding rows in this rank's shard of a vocabulary that is split over mesh axes
+    ``axes``. Rows of other shards are zero, so the results are partial sums."""
     start, _ = part_of(rank, weight.shape[0], axes)
     index = indices - start
     held = (index >= 0) & (index < weight.shape[0])
@@ -36,8 +36,8 @@ def split_embedding(
 def split_causal_attention(
     rank: Rank, query: Tensor, key: Tensor, value: Tensor, *, axes: tuple[int, ...], **options: Any
 ) -> Tensor:
-    """Compute causal attention for this rank's queries, whose positions are split over ``axes``;
-    the rank has all keys and values."""
+    """Compute causal attention for this rank's queries, whose positions are split over mesh axes
+    ``axes``; the rank has all keys and values."""
     start, _ = part_of(rank, query.shape[-2], axes)
     return attend_upto(start + query.shape[-2], query, key, value, **options)
 
@@ -54,7 +54,7 @@ def balanced_causal_attention(
 ) -> Tensor:
     """Compute causal attention for the first half of this rank's queries and the second half of its
     partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
-    The partner is the rank at the mirrored position (n - 1 - i for i of n) of each axis of
+    The partner is the rank at the mirrored coordinate (n - 1 - i for i of n) of each axis of
     ``balanced``: see ``ops.attention``."""
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
@@ -68,11 +68,10 @@ def balanced_causal_attention(
 def exchanged_split(
     rank: Rank, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """Cut a matrix along ``dim`` into parts of ``sizes``. The matrix is split over ranks along its
-    other dimension, the parts are to be split as ``wanted``: for each mesh axis, the dimension
-    along which it splits a part. If one axis splits the matrix, one all-to-all sends all parts,
-    after sorting their shards by receiving rank. If several axes do, the matrix is gathered, and
-    each rank cuts its shards from it."""
+    """Cut a matrix, sharded over ranks along its other dimension, into parts of ``sizes`` along
+    ``dim``; return this rank's shard of each part. ``wanted`` has for each mesh axis the dimension
+    along which it shards a part, or None. If one axis shards the matrix, a single all-to-all
+    exchanges all parts, sorted by receiving rank; otherwise the matrix is gathered first."""
     held, axes = shard(1 - dim), [axis for axis, at in enumerate(wanted) if at is not None]
     if len(axes) > 1:
         steps = tuple(Step(axis, held, REPLICATE) for axis in reversed(axes))

@@ -15,8 +15,9 @@ from .local_op import Call, LocalOp
 
 
 def _own(rank: Rank, indices: Tensor, size: int, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the indices relative to the start of this rank's part of the dimension (0 for indices
-    in other ranks' parts), and a mask of the indices in this rank's part."""
+    """Return ``indices`` relative to the start of this rank's shard of a dimension (0 for indices
+    in other shards), and a mask of the indices in this shard. ``size``: its size; ``axes``: mesh
+    axes that split the dimension."""
     start, total = part_of(rank, size, axes)
     local = torch.where(indices < 0, indices + total, indices) - start
     held = (local >= 0) & (local < size)
@@ -32,8 +33,9 @@ def split_index_select(
     axes: tuple[int, ...],
     keep: bool = False,
 ) -> Tensor:
-    """Index dimension ``dim`` of ``source``, which is split over ``axes``, by ``indices``; results
-    for entries of other ranks are zero. With ``keep``, a single index keeps the dimension."""
+    """Index dimension ``dim`` of ``source``, which is sharded over mesh axes ``axes``, by
+    ``indices``; results for entries of other ranks are zero. With ``keep``, a single index keeps
+    the dimension."""
     if keep:
         indices = indices.reshape(-1)
     local, held = _own(rank, indices, source.shape[dim], axes)
@@ -46,14 +48,15 @@ def split_index_select(
 def split_gather(
     rank: Rank, source: Tensor, dim: int, indices: Tensor, *, axes: tuple[int, ...]
 ) -> Tensor:
-    """Compute ``source.gather(dim, indices)`` of a dimension split over ``axes``, with zeros for
-    other ranks' entries."""
+    """Compute ``source.gather(dim, indices)`` along a dimension sharded over mesh axes ``axes``;
+    results for entries of other ranks are zero."""
     local, held = _own(rank, indices, source.shape[dim], axes)
     return source.gather(dim, local).masked_fill(~held, 0.0)
 
 
 def index(op: LocalOp) -> Call:
-    """Return a rank's local call of ``x[:, i]``; the indexed dimension may be split."""
+    """Return the call that computes ``x[:, i]`` on one rank's shards; the indexed dimension may be
+    sharded."""
     indexed = [dim for dim, item in enumerate(op.node.args[1]) if isinstance(item, Ref)]
     axes = op.axes("self", indexed[0]) if len(indexed) == 1 else ()
     if not axes:
@@ -63,7 +66,8 @@ def index(op: LocalOp) -> Call:
 
 
 def index_select(op: LocalOp) -> Call:
-    """Return a rank's local call of ``index_select``; the indexed dimension may be split."""
+    """Return the call that computes ``index_select`` on one rank's shards; the indexed dimension
+    may be sharded."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()
@@ -71,7 +75,8 @@ def index_select(op: LocalOp) -> Call:
 
 
 def gather(op: LocalOp) -> Call:
-    """Return a rank's local call of ``gather``; the indexed dimension may be split."""
+    """Return the call that computes ``gather`` on one rank's shards; the indexed dimension may be
+    sharded."""
     axes = op.axes("self", op.dim())
     if not axes:
         return op.call()

@@ -17,7 +17,8 @@ from ..ops.collectives import Rank
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Function call with its arguments, whose result is to be multiplied by ``scale``."""
+    """Call of the function ``target`` with its arguments; its result is to be multiplied by
+    ``scale``."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -27,12 +28,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalOp:
-    """Op node of the graph, with all that is needed to call the op on a rank's parts of its
-    tensors. ``arguments`` maps the schema's names, defaults included, to literals and local tensors
-    (as the graph being built names them); ``positions`` maps each tensor argument to its position
-    among the node's ``inputs``; ``specs`` are the inputs' global specs; ``batch_dim`` is the first
-    output's dimension that counts the batch; ``count`` is the divisor of a mean over classified
-    rows, if it is known beforehand."""
+    """Op node of the graph, with all data needed to call the op on one rank's shards. ``arguments``
+    maps the schema's argument names (with defaults) to literals and local tensors; ``positions``
+    maps each tensor argument to its position among the node's inputs; ``specs`` are the inputs'
+    global shapes and dtypes; ``batch_dim`` is the first output's batch dimension; ``count`` is the
+    divisor of a classification loss, if known beforehand."""
 
     node: Node
     layout: NodeLayout
@@ -48,7 +48,7 @@ class LocalOp:
         return self.arguments[name]
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
-        """Return the local shape of output ``index``."""
+        """Return the shape of output ``index`` on this rank."""
         shape = self.node.outputs[index].shape
         return local_shape(shape, self.layout.outputs[index], self.rank.mesh.shape)
 
@@ -72,13 +72,13 @@ class LocalOp:
         return inputs, outputs
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
-        """Return the value of the dimension argument ``name`` as a non-negative number; the tensor
-        argument ``of`` gives the number of dimensions."""
+        """Return the value of the dimension argument ``name`` as a non-negative number; ``of``
+        names the tensor argument whose dimensions it counts."""
         found: int = self.arguments[name]
         return found % max(len(self.global_shape(of)), 1)
 
     def axes(self, name: str, dim: int) -> tuple[int, ...]:
-        """Return the mesh axes that split dimension ``dim`` of the tensor argument ``name``."""
+        """Return the mesh axes that shard dimension ``dim`` of the tensor argument ``name``."""
         layout = self.input_layout(name)
         return tuple(a for a, held in enumerate(layout) if held.is_shard and held.dim == dim)
 
@@ -87,8 +87,8 @@ class LocalOp:
         return Call(self.rank.bound(function), args, options)
 
     def call(self, overload: Any = None, *, scale: float = 1.0, **changes: Any) -> Call:
-        """Return the op's call with some arguments changed; ``overload`` is another op to call
-        instead, with argument names of its own."""
+        """Return the op's call with some arguments changed. ``overload`` is another op to call
+        instead, whose arguments may have other names; the result is multiplied by ``scale``."""
         target = self.overload if overload is None else overload
         values = {**self.arguments, **changes}
         listed = target._schema.arguments

@@ -51,10 +51,10 @@ def local_call(
     batch_dim: int | None = None,
     count: Any = None,
 ) -> Call:
-    """Return the call that computes a rank's part of ``node``'s outputs. ``values`` are the local
-    tensors of ``node.inputs``, in their order and in the layouts of ``layout.inputs``; ``specs``
-    are the inputs' global specs; ``batch_dim`` is the first output's dimension that counts the
-    batch, ``count`` the divisor of a class loss."""
+    """Return the call that computes one rank's part of ``node``'s outputs. ``values`` are the
+    rank's shards of the inputs, in the layouts ``layout.inputs``; ``specs`` are the inputs' global
+    shapes and dtypes; ``batch_dim`` is the first output's batch dimension, ``count`` the divisor of
+    a classification loss."""
     overload = resolve(node.op)
     feed = iter(values)
     args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: next(feed))
@@ -84,7 +84,7 @@ def local_call(
 
 
 def _positions(node: Node, schema: Any) -> dict[str, int]:
-    """Map each argument that is a single tensor to its position in ``node.inputs``."""
+    """Return for each argument of an op that is a single tensor its position in ``node.inputs``."""
     positions: dict[str, int] = {}
     count = 0
     named = list(zip((argument.name for argument in schema.arguments), node.args, strict=False))
@@ -114,9 +114,9 @@ def _to(op: LocalOp) -> Call:
 
 
 def _view(op: LocalOp) -> Call:
-    """Return the local call of a reshape, with ``reshape`` in place of ``view``: a part may have
-    other strides than the whole tensor. A ``squeeze`` must not remove a split dimension that
-    happens to have size 1 on this rank."""
+    """Return one rank's call of a reshape, by ``reshape`` instead of ``view``, as a shard may have
+    other strides than the whole tensor. A ``squeeze`` also becomes a ``reshape``: it must not
+    remove a sharded dimension that has size 1 on this rank."""
     if op.node.op == "aten.view.dtype":
         return op.call()
     return Call(torch.ops.aten.reshape.default, (op["self"], list(op.output_shape())), {})
@@ -133,7 +133,8 @@ def _split(op: LocalOp) -> Call:
 
 
 def _mean(op: LocalOp) -> Call:
-    """Return the local call of a mean, scaled so that the ranks' results add up to the mean."""
+    """Return one rank's call of a mean, scaled so that the results of all ranks add up to the
+    mean."""
     if op.arguments.get("reduction", MEAN) != MEAN:
         return op.call()
     pairs = zip(op.layout.inputs[0], op.layout.outputs[0], strict=True)
@@ -154,7 +155,7 @@ def _embedding(op: LocalOp) -> Call:
 
 
 def _linear(op: LocalOp) -> Call:
-    """Return the local call of a linear layer, as an 8-bit product if the plan says so."""
+    """Return one rank's call of a linear layer, with 8-bit factors if the plan says so."""
     if not op.node.product_dtype:
         return op.call()
     return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})
@@ -213,8 +214,8 @@ def _experts(op: LocalOp) -> Call:
 
 
 def _batch_norm(op: LocalOp) -> Call:
-    """Return the local call of a batch norm: in training, with statistics of the whole split
-    batch."""
+    """Return one rank's call of a batch norm: in training, with statistics of the whole batch over
+    all ranks."""
     axes = op.axes("input", 0)
     tensors = (op["input"], op["weight"], op["bias"])
     options = {"eps": op["eps"], "axes": axes}
@@ -228,9 +229,9 @@ def _batch_norm(op: LocalOp) -> Call:
 
 
 def _counted(op: LocalOp) -> Call:
-    """Return the local call of a random op, which draws those numbers of the whole batch's tensor
-    that belong to the rank's part. If the graph computes a slice of the sequences, ``start`` is the
-    slice's offset in the whole sequence."""
+    """Return one rank's call of a counter-based random op, which draws the numbers that belong to
+    the rank's part of the global tensor. If the graph computes a slice of the sequences, the op's
+    argument ``start`` has the offset of the slice in the whole sequence."""
     shape = op.node.spec.shape
     region = local_region(shape, op.layout.outputs[0], op.rank.mesh, op.rank.coordinates)
     rows = None if op.batch_dim is None else (op.batch_dim, shape[op.batch_dim])

@@ -39,11 +39,13 @@ MADE_BY = "made by"
 
 @dataclass(frozen=True, slots=True)
 class BlockInterface:
-    """Ops, inputs and outputs of a block, with the layouts in which values enter and leave.
+    """Ops, inputs and outputs of a block (layer), with the layouts of values that enter and leave
+    it.
 
-    ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are value keys; ``parameters``
-    (buffers too) are fully qualified names that the block's module holds. ``counts`` are keys of
-    further inputs that every rank gets whole: counts over the batch (``passes.local.accumulate``).
+    ``nodes`` are op nodes in order; ``inputs`` and ``outputs`` are by value key (``value_key``);
+    ``parameters``, by full name, are the parameters and buffers that the block's module holds.
+    ``counts`` are keys of further inputs that every rank gets whole: counts over the step
+    (``passes.local.accumulate``).
     """
 
     nodes: tuple[str, ...]
@@ -54,8 +56,8 @@ class BlockInterface:
 
 
 def value_key(ref: Ref) -> str:
-    """Return the key of a node's output: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for output
-    1.
+    """Return the key (text) of a node's output: ``"n"`` for output 0 of node ``n``, ``"n:1"`` for
+    output 1.
 
     >>> value_key(Ref("split", 1))
     'split:1'
@@ -64,23 +66,24 @@ def value_key(ref: Ref) -> str:
 
 
 def parse_key(key: str) -> Ref:
-    """Parse the key of a node's output; the inverse of ``value_key``."""
+    """Return the node's output whose key (text) ``value_key`` made."""
     name, colon, index = key.rpartition(":")
     return Ref(name, int(index)) if colon and index.isdigit() else Ref(key)
 
 
 def count_key(loss: str) -> str:
-    """Return the key of the divisor of the class loss of node ``loss``."""
+    """Return the key of the divisor of the classification loss that node ``loss`` computes."""
     return f"count of {loss}"
 
 
 def total_key(ref: Ref) -> str:
-    """Return the key under which programs take the sum of ``ref`` over all micro-batches."""
+    """Return the key of the sum of the value ``ref`` over all micro-batches of a step."""
     return f"total of {value_key(ref)}"
 
 
 def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
-    """Return the layouts of a graph in which every rank holds every tensor whole (I, invariant)."""
+    """Return layouts, by node, for a mesh with ``num_axes`` axes on which every rank holds every
+    tensor whole (placement I, invariant)."""
     whole = (INVARIANT,) * num_axes
     return {
         node.name: NodeLayout((whole,) * len(node.inputs), (whole,) * len(node.outputs))
@@ -89,8 +92,8 @@ def reference_layouts(graph: Graph, num_axes: int) -> dict[str, NodeLayout]:
 
 
 def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
-    """Return the layout with R (replicated) replaced by I (invariant) if the value has no gradient:
-    the two differ only in their gradients."""
+    """Return ``layout`` with placement R (replicated) replaced by I (invariant) if the value has no
+    gradient: R and I differ only in how gradients are combined."""
     if spec.requires_grad:
         return layout
     return tuple(INVARIANT if placement.kind == "R" else placement for placement in layout)
@@ -98,8 +101,8 @@ def held_layout(layout: Layout, spec: TensorSpec) -> Layout:
 
 @dataclass(slots=True)
 class _Values:
-    """Values in the block's graph under construction, by ref: as the ops ``made`` them, and
-    ``converted`` to other layouts."""
+    """Values in the fx graph of a block under construction: ``made`` by ops or inputs, and
+    ``converted`` to other layouts, by value of the planner's graph."""
 
     made: dict[Ref, tuple[fx.Node, Layout]] = field(default_factory=dict)
     counts: dict[str, fx.Node] = field(default_factory=dict)
@@ -116,9 +119,10 @@ def localize_block(
     num_microbatches: int = 1,
     replayed: Replayed | None = None,
 ) -> fx.GraphModule:
-    """Build one rank's module of a block; raises ``PlanError`` if a layout does not fit. Sums over
-    the rows are multiplied by ``num_microbatches`` (``Graph.accumulation``). ``replayed`` marks ops
-    for recomputation."""
+    """Build the module that computes a block (layer) on one rank. Sums over rows
+    (``Graph.accumulation``) are multiplied by ``num_microbatches``, as a step's loss is the mean
+    over micro-batches. ``replayed`` marks ops for recomputation. Raises ``PlanError`` if a layout
+    does not fit its op."""
     body, values = fx.Graph(), _Values()
     for key, layout in interface.inputs.items():
         ref = parse_key(key)
@@ -152,8 +156,8 @@ def localize_block(
 def _localize_node(
     body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
 ) -> list[fx.Node]:
-    """Add a node's layout conversions and its local call to ``body``; return the resulting
-    nodes."""
+    """Add the layout conversions of a node's inputs, and the rank's call of its op, to the fx graph
+    ``body``; return the fx nodes of the call and of its scaling."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
@@ -193,7 +197,7 @@ def _localize_node(
 
 
 def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
-    """Return whether an op computes a partial sum over rows and this rank has no rows."""
+    """Return whether an op computes a partial sum over rows although this rank has no rows."""
     if rank.share is None or rank.share.rows or layout.outputs[0][0].kind != "P":
         return False
     return any(held[0].is_shard for held in layout.inputs)
@@ -202,7 +206,8 @@ def _sums_no_rows(layout: NodeLayout, rank: Rank) -> bool:
 def _in_layout(
     body: fx.Graph, values: _Values, graph: Graph, ref: Ref, *, wanted: Layout, rank: Rank
 ) -> fx.Node:
-    """Return the value ``ref`` in the ``wanted`` layout, converted if necessary."""
+    """Return the fx node of value ``ref`` in the ``wanted`` layout, with a conversion added if
+    necessary."""
     value, layout = values.made[ref]
     if total_key(ref) in values.counts:
         value, layout = values.counts[total_key(ref)], (INVARIANT,) * len(layout)
@@ -224,8 +229,8 @@ def _in_layout(
 
 
 def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
-    """Raise ``PlanError`` unless a node's layout has one entry for each of the node's inputs and
-    outputs and evenly divides their shapes."""
+    """Raise ``PlanError`` unless a node's ``layout`` has one entry per input and output of the node
+    and divides their shapes evenly."""
     refs = node.inputs
     if len(layout.inputs) != len(refs) or len(layout.outputs) != len(node.outputs):
         raise PlanError(
@@ -251,15 +256,16 @@ def _check(graph: Graph, node: Node, layout: NodeLayout, rank: Rank) -> None:
 
 
 def _placeholder(body: fx.Graph, key: str) -> fx.Node:
-    """Add a placeholder for the value ``key`` under a valid name; keys such as ``add`` and ``add_``
-    get different names."""
+    """Add a placeholder for the value with key ``key`` under a valid Python name; keys such as
+    ``add`` and ``add_`` get different names."""
     node = body.placeholder(_identifier(key))
     node.target = node.name
     return node
 
 
 def _identifier(name: str) -> str:
-    """Return a name for a value of generated code: letters, digits and underscores, no digit first.
+    """Return ``name`` as a valid Python identifier: letters, digits and underscores, no digit
+    first.
 
     >>> _identifier("1.running_mean"), _identifier("a.weight")
     ('_1_running_mean', 'a_weight')
@@ -269,7 +275,7 @@ def _identifier(name: str) -> str:
 
 
 def held_path(name: str) -> str:
-    """Return the path at which a block's module holds a parameter or buffer of the model.
+    """Return the path at which a block's module holds the model's parameter or buffer ``name``.
     Characters that attributes cannot have are written as numbers.
 
     >>> held_path("layers.0.weight"), held_path('a"b.weight')

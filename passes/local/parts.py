@@ -13,8 +13,8 @@ _FACTORS = {torch.float32: 1e4, torch.bfloat16: 6e8, torch.float16: 3e7}
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of a tensor's gradient: split where the tensor is split (S), a partial sum
-    (P) where it is R, else whole (I)."""
+    """Return the layout of the gradient of a tensor with ``layout``: on each mesh axis S (sharded)
+    stays S, R (replicated) becomes P (partial sum), P and I (invariant) become I."""
     return tuple(
         placement if placement.is_shard else PARTIAL if placement.kind == "R" else INVARIANT
         for placement in layout
@@ -22,8 +22,8 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
-    """Return every rank's part of a tensor in ``layout``: slices, copies, or random summands for
-    P."""
+    """Return each rank's part of a whole ``tensor`` in ``layout``: shards for S, copies for R and
+    I, random summands for P."""
     parts = [tensor]
     for placement, size in zip(layout, mesh.shape, strict=True):
         parts = [piece for part in parts for piece in _spread(part, str(placement), size)]
@@ -44,8 +44,8 @@ def _spread(tensor: Tensor, placement: str, size: int) -> Sequence[Tensor]:
 def collect(
     parts: Sequence[Tensor], layout: Layout, mesh: Mesh, *, of: str = "", tolerance: float = 1e-10
 ) -> Tensor:
-    """Return the whole tensor from every rank's part in ``layout``; raise if copies differ by more
-    than ``tolerance``. ``of``: the tensor's name in errors."""
+    """Return the whole tensor from each rank's part in ``layout``; raise AssertionError if copies
+    differ by more than ``tolerance``. ``of``: the tensor's name in errors."""
     held = list(parts)
     for axis in reversed(range(len(layout))):
         size = mesh.shape[axis]
@@ -68,8 +68,8 @@ def _join(group: Sequence[Tensor], placement: str, where: str, tolerance: float)
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
     """Assert that tensors are equal up to ``tolerance`` relative to the largest expected magnitude.
-    The tolerance is for float64; for float32 it is multiplied by ten thousand, for 16-bit dtypes by
-    more."""
+    ``tolerance`` is for float64; it is raised 10,000-fold for float32 and more for 16-bit
+    dtypes."""
     assert actual.shape == expected.shape, (
         f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     )

@@ -28,8 +28,8 @@ Call = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
-    """Return every layout of the op on a mesh: all combinations of its sharding strategies, one per
-    mesh axis, that evenly divide its tensors."""
+    """Return every layout on a mesh of the graph's only op: all combinations of its sharding
+    strategies, one per mesh axis, that divide its tensors evenly."""
     node = graph[OP]
     per_axis = [axis_strategies(node, graph, size) for size in mesh.shape]
     found = []
@@ -48,8 +48,8 @@ def node_layouts(graph: Graph, mesh: Mesh) -> list[NodeLayout]:
 def run_whole(
     call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None
 ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-    """Compute the op on whole tensors; return its outputs, and the gradient of each input if
-    ``cotangents`` (gradients of the outputs) are given."""
+    """Compute the op ``call`` on whole tensors; return its outputs, and the gradient of each input
+    if ``cotangents`` (gradients of the outputs) are given."""
     inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in tensors)
     outputs = call(inputs)
     return outputs, gradients(outputs, inputs, cotangents)
@@ -80,8 +80,9 @@ def gradients(
 def prove(
     graph: Graph, call: Call, tensors: Sequence[Tensor], *, mesh: Mesh, layout: NodeLayout
 ) -> None:
-    """Check one layout of an op: the ranks' outputs and gradients together equal those of the whole
-    op. Raises AssertionError if they differ; errors of the op on parts are passed on."""
+    """Check that ``layout`` is correct for an op: the results and gradients of all ranks of
+    ``mesh`` together equal the whole op's (``call``). Raises AssertionError if they differ; errors
+    of the op on shards are passed on."""
     outputs, _ = run_whole(call, tensors, None)
     cotangents = [torch.randn_like(o) if o.is_floating_point() else o for o in outputs]
     outputs, grads = run_whole(call, tensors, cotangents)
@@ -108,8 +109,8 @@ def _run_parts(
     mesh: Mesh,
     layout: NodeLayout,
 ) -> list[tuple[list[Tensor], list[Tensor | None]]]:
-    """Compute the op on every rank's parts of its tensors; return each rank's outputs and gradients
-    of its inputs. ``cotangents`` are the gradients of the whole outputs."""
+    """Compute the op on every rank's shards of ``tensors``; return each rank's outputs and
+    gradients of its inputs. ``cotangents`` are the gradients of the whole outputs."""
     node = graph[OP]
     parts = [
         distribute(tensor.detach(), held, mesh)
@@ -146,7 +147,7 @@ def _run_parts(
 
 
 def describe(layout: NodeLayout) -> str:
-    """Format the layout of a node in one line.
+    """Return the layout of a node as one line of text.
 
     >>> from autoparallel.planner.graph.layout import INVARIANT
     >>> describe(NodeLayout(((INVARIANT,),), ((INVARIANT,),), ("I",)))

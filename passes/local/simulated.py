@@ -16,16 +16,17 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class _Group:
-    """Group of ranks along one mesh axis, each a thread: the tensors that they contribute to the
-    current collective, and a barrier."""
+    """Ranks along one mesh axis, simulated by threads: their tensors in the current collective, and
+    a barrier."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
         self.slots: list[Any] = [None] * size
 
     def exchange(self, position: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
-        """Contribute ``tensor`` as the rank at ``position``; return the tensors of all ranks.
-        Raises if the ranks disagree in ``what``: the collective and its shapes."""
+        """Contribute ``tensor`` as the rank at ``position`` of the group; return the tensors of all
+        its ranks. Raises AssertionError if ranks differ in ``what`` (the collective) or in tensors'
+        shapes."""
         self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
         self.barrier.wait()
         found = list(self.slots)
@@ -36,8 +37,7 @@ class _Group:
 
 
 class ThreadCommunicator:
-    """Communicator of a rank that is simulated by a thread; it has the rank's group on each mesh
-    axis."""
+    """Communicator of a rank that a thread simulates; it has the rank's group on each mesh axis."""
 
     def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: list[_Group]) -> None:
         self.mesh, self.coordinates, self.groups = mesh, coordinates, groups
@@ -96,9 +96,9 @@ def run_ranks(
     function: Callable[[ThreadCommunicator], T],
     communicators: Sequence[ThreadCommunicator] | None = None,
 ) -> list[T]:
-    """Call ``function`` on every rank of ``mesh``, in a thread each; return the results in rank
-    order. An error on any rank frees the others from their barriers and is raised here. Give the
-    ``communicators`` of an earlier call to continue with tensors that it made."""
+    """Call ``function`` on every rank of ``mesh``, each in its own thread; return the results in
+    rank order. An error on any rank frees the other ranks from their barriers and is raised here.
+    ``communicators`` of an earlier call are needed to continue with tensors that it made."""
     own = make_communicators(mesh) if communicators is None else communicators
     results: list[Any] = [None] * mesh.size
     errors: list[BaseException | None] = [None] * mesh.size

@@ -18,9 +18,8 @@ from .localize import parse_key, value_key
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Value that one stage sends to another; its gradient is sent back in the opposite direction.
-    The layouts are on the meshes of the two stages. No gradient comes back unless
-    ``spec.requires_grad``."""
+    """Value that one pipeline stage sends to another; its gradient, if ``spec.requires_grad``, is
+    sent back. The layouts are on the meshes of the source and of the target stage."""
 
     key: str
     source_stage: int
@@ -31,7 +30,7 @@ class Boundary:
 
 
 def stage_ranges(plan: Plan) -> tuple[range, ...]:
-    """Return the positions of each stage's blocks among all blocks."""
+    """Return for each stage of the plan the positions of its blocks among all blocks (layers)."""
     ranges, start = [], 0
     for stage in plan.stages:
         ranges.append(range(start, start + len(stage.blocks)))
@@ -40,7 +39,8 @@ def stage_ranges(plan: Plan) -> tuple[range, ...]:
 
 
 def stage_of_node(blocks: Blocks, plan: Plan) -> dict[str, int]:
-    """Map each op node to the index of its stage."""
+    """Return for each op node the index of its stage. Raises ``PlanError`` if the plan is for other
+    blocks."""
     ranges = stage_ranges(plan)
     if ranges and ranges[-1].stop != len(blocks.blocks):
         raise PlanError(
@@ -68,7 +68,7 @@ def op_layout(stage: StagePlan, blocks: Blocks, name: str) -> NodeLayout:
 def wanted_layouts(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> dict[Ref, list[Layout]]:
-    """Map each value that a stage uses to the layouts in which the stage's ops read it, in the
+    """Return for each value that a stage uses the layouts in which the stage's ops read it, in the
     order of the ops."""
     stage, wanted = plan.stages[stage_index], dict[Ref, list[Layout]]()
     for position in stage_ranges(plan)[stage_index]:
@@ -83,8 +83,8 @@ def wanted_layouts(
 
 
 def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]:
-    """Return every value that crosses between stages, ordered by its node, then by receiving
-    stage."""
+    """Return every value that is sent between stages, in the order of its node, then of the
+    receiving stage."""
     stage_of = stage_of_node(blocks, plan)
     found: list[Boundary] = []
     for target in range(len(plan.stages)):
@@ -109,8 +109,8 @@ def boundaries(graph: Graph, blocks: Blocks, plan: Plan) -> tuple[Boundary, ...]
 
 
 def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundary, ...]:
-    """Return the boundaries of a pipeline, followed by the same boundaries of its replica, whose
-    stages are numbered from ``num_stages`` on."""
+    """Return the values sent between stages of a pipeline, followed by the values of its replica (a
+    second pipeline with the same weights), whose stages are numbered from ``num_stages`` on."""
     again = (
         replace(
             each,
@@ -123,8 +123,8 @@ def with_replicas(found: tuple[Boundary, ...], num_stages: int) -> tuple[Boundar
 
 
 def uses_by_block(graph: Graph, blocks: Blocks, positions: range) -> dict[Ref, tuple[int, ...]]:
-    """Map each value that ops of the blocks at ``positions`` use to the positions of those
-    blocks."""
+    """Return for each value that ops of the blocks at ``positions`` use the positions of the blocks
+    that use it."""
     uses: dict[Ref, dict[int, None]] = {}
     for position in positions:
         for name in blocks.blocks[position].nodes:

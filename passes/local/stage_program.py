@@ -30,7 +30,8 @@ from .stage_cut import Boundary, boundaries, op_layout, stage_ranges, uses_by_bl
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """Batch input, constant or buffer of a stage: its global spec, and its layout on the ranks."""
+    """Batch input, constant or buffer that a stage holds: global shape and dtype (``spec``), and
+    layout on the stage's mesh."""
 
     spec: TensorSpec
     layout: Layout
@@ -38,9 +39,9 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True)
 class ParameterProgram:
-    """Parameter or buffer of a stage: its global spec, and the layout in which it is held (S or R
-    on each axis of a parameter). ``shared``: several blocks of the stage use it, so the stage holds
-    it and passes its local tensor to them as an input."""
+    """Parameter or buffer of a stage: global shape and dtype (``spec``), and the layout in which it
+    is held. ``shared``: several blocks use it, so the stage holds it and passes it to them as an
+    input."""
 
     spec: TensorSpec
     layout: Layout
@@ -48,9 +49,9 @@ class ParameterProgram:
 
 
 def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
-    """Return whether ZeRO shards a parameter over axis "dp". Frozen parameters are sharded only by
-    ZeRO stage 3: in lower stages every rank holds the whole parameter, so a shard would only take
-    more memory. Complex parameters are never sharded.
+    """Return whether ZeRO stage ``zero`` shards a parameter over mesh axis "dp". Frozen parameters
+    are sharded only by stage 3: in lower stages every rank holds the whole parameter anyway, so a
+    shard would only add memory. Complex parameters are never sharded.
 
     >>> spec, mesh = TensorSpec((4, 4), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
     >>> is_sharded(spec, (REPLICATE, REPLICATE), mesh, zero=1)
@@ -68,9 +69,10 @@ def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
-    """Program of a block on one rank: ``module.forward(*inputs)`` returns the tuple of ``outputs``.
-    ``inputs`` and ``outputs`` are value keys. ``parameters`` and ``buffers`` are the fully
-    qualified names of the tensors that the module itself holds (``meta``, of local shape)."""
+    """Program of a block (layer) on one rank: ``module.forward(*inputs)`` returns the tuple of
+    ``outputs``. ``inputs`` and ``outputs`` are keys of values (``value_key``). ``parameters`` and
+    ``buffers`` are the fully qualified names of the tensors that the module itself holds (``meta``,
+    of local shape)."""
 
     name: str
     kind: str
@@ -84,20 +86,19 @@ class BlockProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """Program of one rank of a stage for a training step.
+    """Program of one rank of a pipeline stage for a training step.
 
-    Blocks take ``inputs`` (of the batch), ``constants`` and shared ``buffers`` besides each other's
-    outputs and received values. ``layouts`` has the layouts of values between blocks. ``loss`` is
-    the key of the loss in the stage that computes it; its layout is P or I, so that no rank waits
-    for its sum within a step. ``draws`` holds the key and micro-batch of the blocks' random ops;
-    the executor keeps it up to date. ``updates`` maps each buffer that a forward changes to the key
-    of its new value, laid out as the buffer is held; such buffers are shared. With ``updates_once``
-    every micro-batch of a step reads the old value and computes the same new value. ``counting``
-    computes those inputs of blocks that depend on all rows of a step. ``kept`` are the keys of
-    values that leave the stage but go to no other stage: inputs of the next slice of the sequences,
-    or outputs that the model's caller differentiates. ``share``: this rank's rows of a micro-batch,
-    if the batch is split unevenly; specs and layouts then belong to an even split of
-    ``share.batch_size`` rows.
+    Blocks (layers) take ``inputs`` of the batch, ``constants``, shared ``buffers``, other blocks'
+    outputs and received values; ``layouts`` has the layouts of values between blocks. Values are
+    named by key (``value_key``). ``loss`` is the key of the loss in the stage that computes it; its
+    layout is P or I, so no rank waits for its sum within a step. ``draws`` is the state of random
+    ops (key and micro-batch), which the executor updates. ``updates`` maps each buffer that a
+    forward changes to its new value, in the buffer's layout; with ``updates_once`` every
+    micro-batch of a step reads the old value and computes the same new one. ``counting`` computes
+    inputs of blocks that depend on all rows of a step. ``kept`` are values that leave the stage but
+    go to no other: inputs of the next slice of the sequences, or outputs that the model's caller
+    differentiates. ``share``: this rank's rows of a micro-batch if the batch is split unevenly;
+    shapes and layouts then belong to an even split of ``share.batch_size`` rows.
     """
 
     index: int
@@ -122,9 +123,9 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class OfSlice:
-    """Context of a program that computes one slice of the sequences: ``whole``, the graph of whole
-    sequences; ``kept``, the keys of the values that the next slice needs; ``draws``, the state of
-    random numbers, which all slices share."""
+    """Context of a stage program that computes one slice of the sequences: ``whole``, the graph of
+    whole sequences; ``kept``, the keys of values that the next slice needs; ``draws``, the state of
+    random ops, which all slices share."""
 
     whole: Graph
     kept: tuple[str, ...]
@@ -133,7 +134,8 @@ class OfSlice:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Data about a stage and a rank of it that are needed to build the programs of its blocks."""
+    """Data about a pipeline stage and one of its ranks from which the programs of its blocks
+    (layers) are built."""
 
     graph: Graph
     blocks: Blocks
@@ -158,9 +160,9 @@ class _Stage:
         return rules.storage_of(self.graph)
 
     def counts(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return the keys of those inputs of these ops that are counts or totals over all rows of a
-        step. There are none if one rank computes all rows at once: its ops count and sum by
-        themselves. Totals are needed only if a step computes its rows in several parts."""
+        """Return the keys of the inputs of these ops that depend on all rows of a step: divisors of
+        losses and sums. There are none if one rank computes all rows of a step at once, as its ops
+        then count and sum by themselves."""
         if not self.is_in_parts and len(self.plan.devices) == 1:
             return ()
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
@@ -185,9 +187,9 @@ def build_stage(
     outputs: Sequence[Ref] = (),
 ) -> StageProgram:
     """Build the program of the rank at ``coordinates`` of a stage's mesh. ``graph`` has the size of
-    one micro-batch on the whole mesh, or of a slice of its sequences; counts are always over whole
-    sequences. ``outputs`` are further values that leave the stage. Raises ``PlanError`` if the plan
-    does not fit the graph."""
+    one micro-batch on the whole mesh, or of a slice of its sequences (``of_slice``); counts are
+    always over whole sequences. ``outputs`` are further values that leave the stage. Raises
+    ``PlanError`` if the plan does not fit the graph."""
     own, positions = plan.stages[stage_index], stage_ranges(plan)[stage_index]
     whole, share = graph, _share(graph, blocks, plan, coordinates)
     if share is not None:
@@ -262,7 +264,7 @@ def _share(
     graph: Graph, blocks: Blocks, plan: Plan, coordinates: tuple[int, ...]
 ) -> RowShare | None:
     """Return a rank's share of the rows if the plan splits the batch unevenly, else None. Raises
-    ``PlanError`` (AP526) if the stages do not allow it."""
+    ``PlanError`` (AP526) if the batch cannot be split as the plan says."""
     if not any(stage.shares for stage in plan.stages):
         return None
     stage = plan.stages[0]
@@ -316,8 +318,9 @@ def _leaves(
 
 
 def _agreed_layout(wanted: list[Layout]) -> Layout:
-    """Return the layout in which all users of a value read it, so that none converts it; a whole
-    layout if they differ. An op can then write a buffer in place."""
+    """Return the layout in which all users of a value read it, given the layouts ``wanted`` by
+    each; if they differ, the layout in which every rank holds it whole. An op can write a buffer in
+    place if no user converts it."""
     first = boundary_layout(wanted[0])
     if all(boundary_layout(layout) == first for layout in wanted):
         return first
@@ -327,7 +330,8 @@ def _agreed_layout(wanted: list[Layout]) -> Layout:
 def _build_block(
     stage: _Stage, position: int, recompute: Recompute, *, made: dict[str, Layout]
 ) -> BlockProgram:
-    """Build one block's program; add its outputs and their layouts to ``made``."""
+    """Build the program of the block at ``position``; add the layouts of its outputs to
+    ``made``."""
     block = stage.blocks.blocks[position]
     layouts = {name: op_layout(stage.plan, stage.blocks, name) for name in block.nodes}
     held = {
@@ -367,7 +371,9 @@ def _build_block(
 def _inputs(
     stage: _Stage, block: Block, held: Mapping[str, Layout], made: Mapping[str, Layout]
 ) -> dict[str, Layout]:
-    """Return the values that a block takes, in order of first use, with their layouts."""
+    """Return the keys of the values that a block takes as inputs, in order of first use, with their
+    layouts. ``held``: parameters and buffers inside the block; ``made``: outputs of earlier
+    blocks."""
     own, inputs = set(block.nodes), dict[str, Layout]()
     for name in block.nodes:
         for ref in stage.graph[name].inputs:
@@ -382,7 +388,8 @@ def _inputs(
 
 
 def _outputs(stage: _Stage, block: Block, position: int) -> tuple[str, ...]:
-    """Return the keys of a block's values that later blocks, other stages or the loss need."""
+    """Return the keys of the values of a block that later blocks, other stages, the loss or buffers
+    need."""
     keys = []
     for name in block.nodes:
         for index in range(len(stage.graph[name].outputs)):

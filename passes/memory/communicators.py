@@ -23,8 +23,8 @@ Lane = tuple[int, int]
 
 
 def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
-    """Return the number of communicators (process groups) of each device; ``crossing`` are the
-    values sent between stages."""
+    """Return the number of communicators (process groups) that each device belongs to.
+    ``crossing``: values sent between stages."""
     stages, world = placed_stages(plan), plan.cluster.num_devices
     if len(stages) > len(plan.stages):
         crossing = with_replicas(tuple(crossing), len(plan.stages))
@@ -51,9 +51,9 @@ def _lanes(
     ends: tuple[StagePlan, StagePlan],
     known: dict[object, tuple[tuple[Lane, ...], ...]],
 ) -> Iterator[Lane]:
-    """Yield the pairs (sender, receiver) of devices that exchange a boundary's value and its
-    gradient. ``ends``: the boundary's source and target stage; ``known`` caches the pairs as
-    positions in the two meshes."""
+    """Yield the (sender, receiver) devices that exchange a value sent between stages, and its
+    gradient. ``ends``: its source and target stage; ``known`` caches the pairs, as positions in the
+    two meshes."""
     layouts, shape = (boundary.source_layout, boundary.target_layout), boundary.spec.shape
     meshes = ends[0].mesh, ends[1].mesh
     orders = (1, -1) if boundary.spec.requires_grad else (1,)
@@ -79,8 +79,8 @@ def _lanes(
 
 
 def _regions(boundary: Boundary, ends: tuple[StagePlan, StagePlan], end: int) -> object:
-    """Return the part of a boundary's value that each device of one stage holds. ``end``: 0 for the
-    source stage of ``ends``, 1 for the target stage."""
+    """Return for each device of one stage the range of indices that it holds of a value sent
+    between stages. ``end``: 0 for the source stage of ``ends``, 1 for the target stage."""
     stage, layout = ends[end], (boundary.source_layout, boundary.target_layout)[end]
     return {
         device: local_region(boundary.spec.shape, layout, stage.mesh, stage.mesh.coordinates(at))

@@ -1,6 +1,6 @@
 """The bytes of a micro-batch on a stage by the rules of its ops, without running it.
 
-In: a stage whose blocks are priced one by one (``planner.evaluate.stage_walk``), and the
+In: a stage whose blocks are priced one by one (``planner.evaluate.evaluate.stage_walk``), and the
 micro-batch's moment in the step. Out: the same figures as ``saved_tensors`` finds by running the
 stage, which takes a millisecond per op and moment; so plans of many ops, plans with compiled
 blocks, and stages that cannot be run on fake tensors use these.
@@ -34,17 +34,17 @@ recomputed in its backward."""
 
 @dataclass(frozen=True)
 class PricedStage:
-    """Stage for which the bytes of activations are computed from the predicted costs of its blocks,
-    ``walk``. ``gathered_bytes``: bytes of parameters that are gathered during the whole step;
-    ``splits``: weight gradients are deferred."""
+    """Stage whose activation bytes are computed from predicted costs of its blocks (``walk``), not
+    by execution. ``gathered_bytes``: bytes of parameters that stay gathered during the whole step;
+    ``splits``: the backward defers weight gradients."""
 
     walk: StageWalk
     gathered_bytes: float
     splits: bool
 
     def run(self, moment: Moment) -> StageActivations:
-        """Return the activation bytes of one micro-batch on the stage, at its moment in the
-        step."""
+        """Return the activation bytes of one micro-batch on one rank of the stage. ``moment``:
+        whether it is the step's first or last."""
         inputs, resting = self._input_bytes, self._resting
         kept = sum(map(_kept, self._blocks))
         late = sum(block.late_bytes for block in self._blocks) if self.splits else 0
@@ -64,7 +64,8 @@ class PricedStage:
 
     @cached_property
     def _resting(self) -> Mapping[str, float]:
-        """Bytes by category of what is held at all times: gathered parameters and buffers."""
+        """Bytes on one rank, by category, that are held during the whole micro-batch: gathered
+        parameters and buffers."""
         return {GATHERED: self.gathered_bytes, BUFFERS: self.walk.leaf_bytes("constant", "buffer")}
 
     @cached_property
@@ -77,11 +78,12 @@ class PricedStage:
 
     @cached_property
     def _input_bytes(self) -> int:
-        """Bytes of the inputs that a micro-batch reads from the batch."""
+        """Bytes on one rank of the batch inputs that a micro-batch reads."""
         return round(self.walk.leaf_bytes("input"))
 
     def _forward(self) -> Iterator[dict[str, float]]:
-        """Yield the micro-batch's bytes by category while each block computes its forward."""
+        """Yield for each block (layer) the bytes by category that the micro-batch takes during the
+        block's forward."""
         kept = 0.0
         for block in self._blocks:
             kept += _kept(block)
@@ -89,8 +91,8 @@ class PricedStage:
             yield {SAVED: kept, WORKING: block.working_bytes, GATHERED: whole, COMMUNICATION: whole}
 
     def _backward(self, moment: Moment) -> Iterator[dict[str, float]]:
-        """Yield the micro-batch's bytes by category at the beginning and end of each block's
-        backward, or of the backward's half for input gradients."""
+        """Yield the bytes by category that the micro-batch takes at the beginning and at the end of
+        each block's backward (only of input gradients, if weight gradients are deferred)."""
         kept, late = sum(map(_kept, self._blocks)), 0.0
         gradients = 0.0 if moment.is_first else self._gradients
         makes = moment.is_first and not self.splits
@@ -118,8 +120,8 @@ class PricedStage:
                 summed = reduced * self._copies if zero else min(reduced, BUCKET_BYTES)
 
     def _weights(self) -> Iterator[dict[str, float]]:
-        """Yield the micro-batch's bytes by category while each block computes its deferred weight
-        gradients."""
+        """Yield for each block (layer) the bytes by category that the micro-batch takes while the
+        block computes its deferred weight gradients."""
         late, own = sum(block.late_bytes for block in self._blocks), 0.0
         for block in reversed(self._blocks):
             own += self._exchanged(block)[0] if self.walk.stage.zero >= 2 else 0.0
@@ -128,7 +130,7 @@ class PricedStage:
             late -= block.late_bytes
 
     def _sums(self, reduced: float) -> Mapping[str, float]:
-        """Return the bytes that a reduce-scatter of ``reduced`` bytes of gradients takes: its whole
+        """Return the bytes that reduce-scattering ``reduced`` bytes of gradients takes: the whole
         input, this rank's shard and, on gloo, a copy of the input."""
         if not self.walk.stage.zero:
             return {}
@@ -137,14 +139,14 @@ class PricedStage:
 
     @property
     def _copies(self) -> int:
-        """Number of buffers, each as large as the summed gradients, that live until the next
-        reduce-scatter: 2 on gloo, which receives as many bytes as it sends, else 1."""
+        """Number of buffers as large as the unsharded gradients that a reduce-scatter keeps until
+        the next: 2 on gloo, which receives as many bytes as it sends, else 1."""
         return 1 if self.walk.prices.device.kind == "cuda" else 2
 
     def _exchanged(self, block: BlockCost) -> tuple[float, float]:
-        """Return the unsharded bytes of a block's parameters that are exchanged over axis "dp":
-        first in the compute dtype, then in the dtype of summed gradients. It inverts
-        ``cost_model.ops.memory.exchange_bytes``."""
+        """Return the unsharded bytes of a block's parameters that ZeRO shards, in the compute dtype
+        and in the dtype in which gradients are summed. They follow from the block's buffer bytes,
+        by the inverse of ``cost_model.ops.memory.exchange_bytes``."""
         rules, shards = self.walk.prices.policy, self.walk.prices.shards
         each = exchange_bytes(2, rules, self.walk.stage.zero, shards) / 2
         numel = block.states.gathered / each if each else 0.0
@@ -152,8 +154,8 @@ class PricedStage:
 
 
 def _kept(block: BlockCost) -> float:
-    """Return the bytes that a block keeps from its forward to its backward, batch inputs
-    excluded."""
+    """Return the bytes that a block keeps from its forward to its backward, without batch
+    inputs."""
     return block.kept_bytes - block.batch_bytes
 
 

@@ -40,11 +40,10 @@ sequences."""
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage on one rank. ``states``: bytes of training states by category, including
-    gradients and the parameters that ZeRO gathers once per step. ``run``: function that returns the
-    bytes of one micro-batch at a ``Moment`` of the step. ``holds_inputs``: the inputs of all
-    micro-batches are copied to the device before the step's first micro-batch, as on GPUs; on a CPU
-    they are read where they are."""
+    """Bytes of a stage on one rank. ``states``: training states by category, including gradients
+    and the parameters that ZeRO gathers once per step. ``run(moment)`` returns the bytes of one
+    micro-batch. ``holds_inputs``: the inputs of all micro-batches are copied to the device before
+    the first one, as on GPUs; on a CPU they are not copied."""
 
     states: Mapping[str, float]
     run: Callable[[Moment], StageActivations]
@@ -58,8 +57,9 @@ def fullest_moment(
     messages: MessageBytes,
     most: int,
 ) -> dict[int, Bytes]:
-    """Return the bytes by category of each stage, as numbered in the schedule, at the rank's peak.
-    ``most``: largest number of sent messages whose buffers are kept, see ``messages_held``."""
+    """Return the bytes by category of each stage of ``rank`` (by number in the schedule) at the
+    moment of the step at which the rank holds most. ``most``: largest number of sent messages whose
+    buffers are kept."""
     found = (held for _, held in action_bytes(schedule, rank, stages, messages, most))
     return max(found, key=lambda held: sum(sum(own.values()) for own in held.values()), default={})
 
@@ -71,8 +71,9 @@ def action_bytes(
     messages: MessageBytes,
     most: int,
 ) -> Iterator[tuple[Action, dict[int, Bytes]]]:
-    """Yield each compute action and optimizer step of the rank, with the bytes by category that
-    each of its stages holds during that action."""
+    """Yield each compute action and weight update of ``rank``, with the bytes by category that each
+    of its stages holds meanwhile. ``most``: largest number of sent messages whose buffers are
+    kept."""
     row = _Row(schedule, stages, last_before_reduce(schedule.table[rank]))
     for action, num_bytes in messages_held(schedule, rank, messages, most):
         if action.kind in COMPUTE:
@@ -83,9 +84,9 @@ def action_bytes(
 
 @dataclass
 class _Row:
-    """State of a rank's memory while its actions in the schedule are followed in order. By stage:
-    ``waiting``, the number of micro-batches between forward and backward, and ``late``, the number
-    between the backward of inputs and that of weights."""
+    """State of a rank's memory while its row of actions in the schedule is followed. By stage:
+    ``waiting`` is the number of micro-batches between forward and backward, ``late`` the number
+    between backward of inputs and backward of weights."""
 
     schedule: Schedule
     stages: Mapping[int, StageBytes]
@@ -96,8 +97,8 @@ class _Row:
     updated: set[int] = field(default_factory=set)
 
     def compute(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """Return the bytes by category of each stage of the rank while it executes a compute
-        action."""
+        """Return the bytes by category of each stage of the rank during a forward or backward.
+        ``message_bytes``: bytes of messages held meanwhile."""
         run = self.stages[action.stage].run(self._moment(action))
         stage, share = action.stage, self._share(action)
         if action.kind == FORWARD:
@@ -118,14 +119,14 @@ class _Row:
         return held
 
     def step(self, action: Action, message_bytes: float) -> dict[int, Bytes]:
-        """Return the bytes by category of each stage while the action updates the weights of its
-        stage."""
+        """Return the bytes by category of each stage of the rank while ``action`` updates
+        weights."""
         self.updated.add(action.stage)
         return self._held(None, {}, message_bytes)
 
     def _moment(self, action: Action) -> Moment:
-        """Return whether the action is the first and whether it is the last of the step to make
-        weight gradients of its stage."""
+        """Return whether the action's micro-batch is the first, or the last, of the step to add to
+        the weight gradients of its stage."""
         stage = action.stage
         is_first = stage not in self.with_gradients
         if action.kind == FORWARD:
@@ -143,8 +144,8 @@ class _Row:
     def _held(
         self, running: int | None, taken: Mapping[str, float], message_bytes: float
     ) -> dict[int, Bytes]:
-        """Return the bytes of each stage by category; bytes ``taken`` by the current computation
-        are added to the ``running`` stage."""
+        """Return the bytes of each stage by category. ``taken``: bytes of the present computation,
+        which are added to stage ``running``; ``message_bytes``: bytes of messages."""
         found = {stage: self._resting(stage, stage == running) for stage in self.stages}
         last = found[next(iter(found)) if running is None else running]
         for name, size in taken.items():
@@ -154,8 +155,8 @@ class _Row:
         return found
 
     def _resting(self, stage: int, runs: bool) -> Bytes:
-        """Return the bytes of a stage except for the micro-batch that it is computing; ``runs``: it
-        is computing one."""
+        """Return a stage's bytes by category without its present computation. ``runs``: there is
+        one."""
         own = self.stages[stage]
         found = {k: size for k, size in own.states.items() if k not in (GRADIENTS, GATHERED)}
         if not runs:
@@ -170,6 +171,6 @@ class _Row:
 
 
 def _of_slice(taken: Mapping[str, int], share: float) -> Mapping[str, float]:
-    """Return the bytes by category that the computation of a sequence slice takes. ``share``:
-    length of the slice as a share of the sequences; ``taken``: bytes for whole sequences."""
+    """Return the bytes by category that the computation of one slice of the sequences takes.
+    ``taken``: bytes for whole sequences; ``share``: length of the slice relative to theirs."""
     return {k: size if k in STATES else size * share for k, size in taken.items()}

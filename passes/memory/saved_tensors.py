@@ -47,11 +47,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """Bytes of one micro-batch on one rank. ``kept``: bytes kept from the forward to the backward;
-    ``inputs``: the bytes of batch inputs among them. ``forward`` and ``backward``: bytes by
-    category at the peak of each, without parameters and other micro-batches. If weight gradients
-    are deferred, ``late`` are the bytes kept until these are computed, ``weights`` the peak while
-    they are computed, and ``backward`` the peak of the backward for input gradients alone."""
+    """Bytes of one micro-batch on one rank. ``kept``: bytes from forward to backward, ``inputs`` of
+    which are batch inputs. ``forward`` and ``backward``: bytes by category at the peak of each,
+    without parameters and other micro-batches. With deferred weight gradients, ``late`` are the
+    bytes kept for them, ``weights`` the peak of computing them, and ``backward`` the peak of the
+    backward of inputs alone."""
 
     kept: int
     inputs: int
@@ -63,8 +63,8 @@ class StageActivations:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Output of a stage at which its backward starts, with shape and dtype of its gradient.
-    ``held``: the output itself if it is the loss."""
+    """Output of a stage at which its backward starts, with the shape and dtype of its gradient.
+    ``held``: the output itself if it is the loss, else None."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -74,8 +74,8 @@ class _End:
 
 @dataclass(frozen=True)
 class FakeRanks:
-    """Communicator that sends nothing: its collectives return tensors of the right shape, allocated
-    as the runtime's collectives allocate them."""
+    """Communicator that sends nothing: its collectives return tensors of the right shape, with the
+    allocations of the runtime's collectives, to measure memory on one process."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -124,9 +124,9 @@ def run_microbatch(
     *,
     splits: bool = False,
 ) -> StageActivations:
-    """Measure the memory of a micro-batch on a rank of the stage: the first of those with the most
-    rows. ``graph`` is at micro-batch size. ``splits``: weight gradients are deferred. Raises the
-    error of the failing op if shapes depend on values, which fake tensors do not have."""
+    """Measure the memory of one micro-batch on that rank of the stage which has most rows, on fake
+    tensors. ``graph`` has micro-batch size; ``splits``: the backward defers weight gradients.
+    Raises the failing op's error if shapes depend on values."""
     stage = plan.stages[stage_index]
     most = stage.shares.index(max(stage.shares)) if stage.shares else 0
     first = (most, *(0,) * (len(stage.mesh.shape) - 1))
@@ -149,8 +149,8 @@ def run_microbatch(
 
 
 class _Run:
-    """Measurement of the memory of one micro-batch, by executing a stage's blocks on fake tensors.
-    An object measures once."""
+    """Measurement of the memory of one micro-batch, by executing a stage's blocks on fake tensors;
+    each object measures once."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class _Run:
         self._watch_gradients()
 
     def _put_off(self, position: int) -> bool:
-        """Make a block defer its weight gradients, if the stage defers them; return whether the
-        block has any to defer."""
+        """Make the block at ``position`` defer its weight gradients if the stage does so; return
+        whether it has any to defer."""
         if self.put_off is None:
             return False
         block, declared = self.program.blocks[position], self.program.parameters
@@ -187,12 +187,12 @@ class _Run:
 
     @property
     def _sums_apart(self) -> bool:
-        """True if gradients are summed in another dtype than the parameters compute in."""
+        """True if gradients are summed in another dtype than the compute dtype of parameters."""
         return self.policy.gradient_bytes != self.policy.gathered_bytes
 
     def _watch_gradients(self) -> None:
-        """Allocate and accumulate parameters' gradients as the runtime does: they exist from the
-        first micro-batch's backward on."""
+        """Make parameters' gradients be allocated and accumulated as in the runtime, where they
+        exist from the first micro-batch's backward on."""
         mesh = self.program.mesh
         for name, parameter in self.parameters.items():
             declared = self.program.parameters[name]
@@ -248,9 +248,8 @@ class _Run:
                 setattr(holder, attribute, buffer)
 
     def _leaves(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors that stay on the rank (parameters shared by blocks, buffers,
-        constants), and the tensors that one micro-batch brings (inputs, values received from other
-        stages)."""
+        """Return, by name, the tensors that stay on the rank (shared parameters, buffers,
+        constants), and the tensors of one micro-batch (inputs, values from other stages)."""
         mesh = self.program.mesh
         stays = dict(self.shared)
         for name, held in self.program.constants.items():
@@ -296,8 +295,8 @@ class _Run:
         return StageActivations(kept, input_bytes, forward, backward, late, weights)
 
     def _num_kept(self) -> int:
-        """Return the bytes that the micro-batch holds after its input gradients are computed, batch
-        inputs excluded."""
+        """Return the bytes that the micro-batch still holds after its input gradients are computed,
+        without batch inputs."""
         names = (SAVED, OTHER, RECOMPUTED)
         return sum(self.live.by_category.get(name, 0) for name in names)
 
@@ -355,8 +354,8 @@ class _Run:
         return tuple(outputs)
 
     def _value(self, known: Mapping[str, Tensor], key: str) -> Tensor:
-        """Return a block's input; counts over all micro-batches, unknown here, are replaced by a
-        scalar 1."""
+        """Return the block input with this key; a count over all micro-batches, which is not known
+        here, is replaced by the scalar 1."""
         found = known.get(key)
         return torch.ones(()) if found is None else found
 
@@ -391,8 +390,8 @@ class _Run:
 
 
 def _last_uses(program: StageProgram, kept: set[str]) -> dict[int, list[str]]:
-    """Map each block's position to the keys of the values that the block is the last to use, except
-    ``kept`` keys."""
+    """Return for each block's position the keys of the values that no later block uses, without the
+    keys in ``kept``."""
     last = {
         key: position
         for position, block in enumerate(program.blocks)

@@ -62,16 +62,15 @@ MOST_OPS_RUN = 1000
 def with_stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> Plan:
-    """Return the plan with ``memory_bytes`` of each stage and the peak, predicted by
-    ``stage_memory``."""
+    """Return the plan with ``memory_bytes`` of each stage and the peak of each rank, predicted as
+    in ``stage_memory``."""
     found = stage_memory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return with_memory(plan, [{k: round(size) for k, size in own.items()} for own in found])
 
 
 def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
     """Return the plan with the bytes ``bytes_of`` each stage by category, and the peak of its
-    ranks. If a pipeline rank has several stages, bytes held only temporarily count for one of
-    them."""
+    ranks. Of several stages on a pipeline rank, only one counts with the bytes held temporarily."""
     ranks = ((bytes_of[stage] for stage in stages) for stages in stages_of_ranks(plan))
     peak = max(sum(combine_bytes(own, TRANSIENT).values()) for own in ranks)
     stages = tuple(
@@ -83,9 +82,8 @@ def with_memory(plan: Plan, bytes_of: Sequence[Mapping[str, int]]) -> Plan:
 
 
 def runs_stages(plan: Plan, blocks: Blocks) -> bool:
-    """Return whether a plan's memory may be measured by executing its stages on fake tensors: there
-    are few enough ops, and no blocks are compiled (the compiler's fusions decide which tensors are
-    kept)."""
+    """Return whether a plan's memory may be measured by executing its stages on fake tensors: it
+    has few enough ops and compiles no blocks (a compiler decides which tensors are kept)."""
     kinds = (blocks.kinds[block.kind] for stage in plan.stages for block in stage.blocks)
     return not plan.compiled and sum(len(kind.nodes) for kind in kinds) <= MOST_OPS_RUN
 
@@ -93,12 +91,12 @@ def runs_stages(plan: Plan, blocks: Blocks) -> bool:
 def stage_memory(
     plan: Plan, graph: Graph, blocks: Blocks, *, is_gpu: bool | None = None, runs: bool = True
 ) -> tuple[Bytes, ...]:
-    """Return for each stage the bytes by category at its rank's peak. In Chimera's schedule two
-    ranks have the same stages; the one with more memory in use counts. Equal stages are executed
-    once. ``runs``: the bytes of a micro-batch come from executing the stage on fake tensors; else,
-    or if that fails (shapes depend on values, or an op has no fake tensors for its dtype), from its
-    ops' rules. ``graph`` may be at any batch size. ``is_gpu``: buffers of sent messages are kept as
-    long as on GPUs; by default if the plan's devices are GPUs."""
+    """Return for each stage of the plan its bytes by category on one device, at the moment at which
+    its pipeline rank holds most. In Chimera's schedule two ranks have the same stages; the rank
+    with more memory in use counts. ``runs``: a micro-batch's bytes come from executing the stage on
+    fake tensors (equal stages once); else, or if that fails, from the memory rules of its ops.
+    ``graph`` may be at any batch size. ``is_gpu``: buffers of sent messages are kept as long as on
+    GPUs; by default if the plan's devices are GPUs."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     found: list[Bytes] = [{}] * len(plan.stages)
     for rank in range(memory.schedule.num_ranks):
@@ -110,9 +108,9 @@ def stage_memory(
 
 
 def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
-    """Map each host to the bytes of its memory that offloaded master parameters and optimizer
-    states of its ranks take. Empty if states are not offloaded, or if the devices are CPUs, whose
-    memory is the host's."""
+    """Return for each host (by index) the bytes of its memory that offloaded master weights and
+    optimizer states of its ranks take. Empty if states are not offloaded, or if devices are
+    CPUs."""
     graph, found = at_microbatch(graph, plan), dict[int, float]()
     for index, stage in enumerate(plan.stages if plan.offload != "none" else ()):
         one = _Stage(plan, graph, blocks, index, (), {}, lambda: (), splits=False, runs=False)
@@ -123,7 +121,8 @@ def host_bytes(plan: Plan, graph: Graph, blocks: Blocks) -> dict[int, float]:
 
 
 def check_host_memory(plan: Plan, graph: Graph, blocks: Blocks) -> None:
-    """Raise InfeasibleError AP301 if a host's memory is too small for the offloaded states."""
+    """Raise InfeasibleError AP301 if a host's memory is too small for its ranks' offloaded
+    states."""
     for number, needed in host_bytes(plan, graph, blocks).items():
         host = plan.cluster.hosts[number]
         limit = host.device.host_memory_bytes * host.num_devices
@@ -148,9 +147,9 @@ def memory_by_action(
     is_gpu: bool | None = None,
     runs: bool = True,
 ) -> list[tuple[Action, Bytes]]:
-    """Return a pipeline rank's bytes by category during each compute action and optimizer step: the
-    course of memory over the step whose peak ``stage_memory`` returns. If the rank has several
-    stages, temporary bytes are those of the stage with the most."""
+    """Return each compute action and weight update of a pipeline rank, with the rank's bytes by
+    category on one device meanwhile; ``stage_memory`` returns their peak. If the rank has several
+    stages, only the stage with most temporary bytes counts with them."""
     memory = _PlanMemory(plan, graph, blocks, is_gpu=is_gpu, runs=runs)
     return [
         (
@@ -164,7 +163,7 @@ def memory_by_action(
 
 
 class _PlanMemory:
-    """Schedule, stages, messages and communicators of a plan, from which the memory of each rank
+    """Schedule, stages, messages and communicators of a plan, from which each rank's memory
     follows."""
 
     def __init__(
@@ -197,13 +196,13 @@ class _PlanMemory:
     def of_rank(
         self, rank: int
     ) -> tuple[Schedule, int, Mapping[int, StageBytes], MessageBytes, int]:
-        """Return the arguments of ``action_bytes`` for a pipeline rank."""
+        """Return the arguments of ``action_bytes`` for pipeline rank ``rank``."""
         held = {each: self._of(each).bytes() for each in self.schedule.stages(rank)}
         return self.schedule, rank, held, self._messages, self._most
 
     def with_reserves(self, stage: int, found: Bytes) -> Bytes:
-        """Return the bytes of a stage, as the schedule numbers it, with the reserves of its device
-        added."""
+        """Return a stage's bytes ``found`` with reserves of its device added (CUDA context,
+        communicators, fragmentation). ``stage``: its number in the schedule."""
         return self._of(stage).with_reserves(found, self._groups)
 
     def _of(self, stage: int) -> _Stage:
@@ -211,8 +210,8 @@ class _PlanMemory:
 
 
 def _message_bytes(plan: Plan, schedule: Schedule, crossing: Sequence[Boundary]) -> MessageBytes:
-    """Return the bytes of a micro-batch's messages between stages, by the schedule's stage
-    numbers."""
+    """Return the bytes per micro-batch of messages between stages, by the stages' numbers in the
+    schedule."""
     sent: dict[tuple[int, int], float] = {}
     taken: dict[tuple[int, int], float] = {}
     if schedule.parts:
@@ -239,9 +238,9 @@ def _local_bytes(spec: TensorSpec, layout: Layout, mesh: Mesh) -> int:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Stage of the plan whose memory is computed. ``known`` caches measurements; ``walks`` returns
+    """Stage of a plan whose memory is computed. ``known`` caches measurements; ``walks`` returns
     the predicted costs of all stages, block by block; ``splits``: the stage's backward is split
-    into input and weight gradients; ``runs``: the stage is executed on fake tensors."""
+    into input and weight gradients; ``runs``: it is executed on fake tensors."""
 
     plan: Plan
     graph: Graph
@@ -262,7 +261,7 @@ class _Stage:
         return self.plan.cluster.device(self.stage.devices[0]).kind
 
     def bytes(self) -> StageBytes:
-        """Return the stage's ``StageBytes``: bytes of its states and of a micro-batch."""
+        """Return the bytes of the stage's training states and of a micro-batch, on one rank."""
         return StageBytes(
             self._states,
             self._run,
@@ -288,8 +287,8 @@ class _Stage:
 
     @cached_property
     def _carried(self) -> float:
-        """Additional bytes that a micro-batch in sequence slices keeps: keys and values of earlier
-        slices."""
+        """Additional bytes that a micro-batch keeps if its sequences are cut into slices: keys and
+        values of earlier slices."""
         mesh, total = self.stage.mesh, 0.0
         positions = stage_ranges(self.plan)[self.index] if self.plan.slices else ()
         for position, decided in zip(positions, self.stage.blocks, strict=False):
@@ -308,7 +307,7 @@ class _Stage:
 
     @cached_property
     def _likeness(self) -> object:
-        """Key that is equal for stages with the same memory when executed on fake tensors."""
+        """Key that is equal for stages that take the same memory when executed on fake tensors."""
         stage = self.stage
         ends = tuple(
             (b.source_stage == self.index, b.spec, b.source_layout, b.target_layout)
@@ -319,8 +318,8 @@ class _Stage:
         return kinds, stage.mesh, stage.shares, stage.zero, frozenset(stage.layouts.items()), ends
 
     def with_reserves(self, found: Bytes, groups: Mapping[int, int]) -> Bytes:
-        """Add the reserves of the device, of its communicators and of its allocator to a stage's
-        bytes. ``groups``: number of communicators by device."""
+        """Return the stage's bytes ``found`` with added reserves: the CUDA context, communicators
+        and fragmentation. ``groups``: number of communicators by device."""
         most = max(groups[device] for device in self.stage.devices)
         found["reserve"] = float(reserve_bytes(self.kind, 0))
         found["communicators"] = float(communicator_bytes(self.kind, most))
@@ -340,7 +339,8 @@ class _Stage:
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of offloaded masters and optimizer states of one rank in the memory of the host."""
+        """Bytes in the host's memory of one rank's offloaded master weights and optimizer
+        states."""
         numels = (self._held(name)[0] for name in self._parameters if self._is_trained(name))
         return float(sum(numels) * self._rules.host_bytes)
 
@@ -362,8 +362,8 @@ class _Stage:
 
     @cached_property
     def _states(self) -> Bytes:
-        """Bytes of parameters, master copies, gathered parameters, gradients and optimizer
-        states."""
+        """Bytes on one rank of parameters, master weights, gathered parameters, gradients and
+        optimizer states."""
         rules = policy_on(self.kind, self._rules)
         categories = ("parameters", "master", GATHERED, GRADIENTS, "optimizer")
         found: Bytes = dict.fromkeys(categories, 0.0)
@@ -374,8 +374,8 @@ class _Stage:
         return found
 
     def _held(self, name: str) -> tuple[int, int]:
-        """Return the number of a parameter's elements on the rank, and the number of ranks over
-        which ZeRO shards it."""
+        """Return the number of elements of parameter ``name`` that one rank holds, and the number
+        of ranks over which ZeRO shards it."""
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)

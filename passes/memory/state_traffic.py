@@ -35,9 +35,9 @@ of a bucket, and the bytes from which on no further block is added to it."""
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Bytes of those parameters of a block that ZeRO shards, padded: ``whole`` in the compute
-    dtype, ``reduced`` in the dtype in which gradients are summed, and ``part``, this rank's shard
-    of ``reduced``."""
+    """Bytes of the parameters of a block that ZeRO shards, padded: ``whole`` in the compute dtype,
+    ``reduced`` in the dtype in which gradients are summed, ``part`` for one rank's shard of
+    ``reduced``."""
 
     whole: int
     reduced: int
@@ -46,8 +46,8 @@ class Shards:
 
 @dataclass
 class Owner:
-    """Block, or all blocks that share parameters, with the parameters that ZeRO shards
-    (``sharded``) and those whose gradients are all-reduced (``reduced``)."""
+    """Parameters of one block, or parameters that several blocks share: ``sharded`` by ZeRO, and
+    ``reduced``, whose gradients are all-reduced."""
 
     sharded: list[nn.Parameter]
     reduced: list[nn.Parameter]
@@ -63,10 +63,10 @@ def is_reduced(layout: Sequence[Placement], mesh: Mesh) -> bool:
 
 
 class StateTraffic:
-    """Simulation of the allocations for gathering a stage's parameters and reducing its gradients
-    in one micro-batch, recorded in ``live``. ``reduces``: the micro-batch's backward is the last of
-    the step. With ``library`` "gloo" a reduce-scatter receives as many bytes as it sends
-    (``runtime.messages.communicator``)."""
+    """Simulation of the allocations that gathering a stage's parameters and reducing its gradients
+    make during one micro-batch; they are recorded in ``live``. ``reduces``: the micro-batch is the
+    step's last, so gradients are reduced. With ``library`` "gloo" a reduce-scatter receives as many
+    bytes as it sends."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class StateTraffic:
         self.bucket: list[nn.Parameter] = []
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Set the stage's parameters, by name, before the micro-batch: unsharded and in the compute
-        dtype."""
+        """Set the stage's parameters, by name, before the micro-batch; they are unsharded and in
+        the compute dtype."""
         self.owners = [self._owner(block.parameters, parameters) for block in self.program.blocks]
         declared = self.program.parameters
         self.shared = self._owner([n for n in declared if declared[n].shared], parameters)
@@ -119,8 +119,8 @@ class StateTraffic:
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:
-        """Begin a micro-batch. Unless it is the step's first, count the gathered parameters and the
-        gradients that exist already."""
+        """Begin a micro-batch. If it is not the step's first, add the bytes of gathered parameters
+        and gradients that exist already."""
         self.is_gathering = self.zero == 3 or (self.zero > 0 and is_first)
         everybody = [*self.owners, self.shared]
         for index, owner in enumerate(everybody):
@@ -158,8 +158,8 @@ class StateTraffic:
             self.live.hold(f"whole {len(self.owners)}", self.shared.shards.whole, GATHERED)
 
     def backward_begins(self, index: int) -> None:
-        """Simulate the begin of block ``index``'s backward: finish the blocks after it, copy its
-        parameters out of their gathered buffer, and gather those of the block before."""
+        """Simulate the begin of the backward of block ``index``: reduce the gradients of the blocks
+        after it, and gather the parameters of this block and the block before."""
         if index >= self.at:
             return
         for later in range(self.at - 1, index, -1):
@@ -200,8 +200,8 @@ class StateTraffic:
             self._bucket(owner.reduced)
 
     def _bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Copy gradients into flat tensors (buckets) that are all-reduced. A bucket that is not
-        full also takes gradients of the next block."""
+        """Add gradients to the flat buckets that are all-reduced. A bucket that is not full also
+        takes gradients of the next block."""
         for parameter in parameters:
             self.bucket.append(parameter)
             if self._bucket_bytes() > BUCKET_BYTES:
@@ -232,8 +232,8 @@ class StateTraffic:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient in the dtype of master parameters; it is not in
-    ``parameter.grad`` if the parameter has another dtype."""
+    """Return a parameter's gradient; if it is summed in another dtype than the parameter's, it is
+    kept outside of ``parameter.grad``. None if there is none."""
     found: Tensor | None = getattr(parameter, MAIN, None)
     return parameter.grad if found is None else found
 
@@ -253,7 +253,7 @@ def forget_gradient(parameter: nn.Parameter) -> None:
 
 
 def padded_numel(shape: Sequence[int], shards: int) -> int:
-    """Return the number of elements of a parameter after its rows are padded to a multiple of
+    """Return the number of elements of a parameter whose rows are padded to a multiple of
     ``shards``.
 
     >>> padded_numel((3, 5), 2), padded_numel((), 1)

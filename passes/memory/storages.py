@@ -23,9 +23,10 @@ SAVED = "activations"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts the storages of every tensor that an op makes or reads inside it.
-    ``step_bytes``: the allocator's granularity. ``resizes``: storages of existing tensors may
-    change in size, as FSDP's gathered parameters do; all sizes are then read again after every op.
+    """Dispatch mode that counts the bytes of the storages of all tensors that ops make or read
+    inside it. ``step_bytes``: storages count as multiples of it, as in an allocator. ``resizes``:
+    existing storages may change in size (FSDP's gathered parameters), so all sizes are read again
+    after every op.
 
     >>> import torch
     >>> with LiveBytes() as live:
@@ -50,12 +51,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes of live storages by category."""
+        """Bytes of the storages that are live now, by category."""
         return self._categories(self._sizes)
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """Bytes by category at the peak; a storage counts under the category that it has now."""
+        """Bytes by category at the peak; each storage counts under its present category."""
         return self._categories(self._peak_sizes)
 
     def _categories(self, sizes: Mapping[int, int]) -> dict[str, int]:
@@ -66,8 +67,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def mark(self, tensors: Iterable[Tensor], category: str, *, over: bool = True) -> None:
-        """Put the storages of ``tensors`` in a category, and count storages not counted before.
-        With ``over`` false, only storages without a category change."""
+        """Assign the storages of ``tensors`` to a category, and count new storages. With ``over``
+        false, storages that have a category keep it."""
         for tensor in tensors:
             for part in _plain(tensor):
                 number = self._add(part)
@@ -77,7 +78,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
-        """Put storages that are new within the ``with`` block in a category."""
+        """Assign storages that are made within a ``with`` block to a category."""
         before, self._label = self._label, category
         try:
             yield
@@ -85,7 +86,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._label = before
 
     def hold(self, name: str, num_bytes: int, category: str) -> None:
-        """Count ``num_bytes`` for memory called ``name`` that is not allocated here; 0 frees it."""
+        """Count ``num_bytes`` of memory called ``name`` that is not really allocated; 0 frees
+        it."""
         if name not in self._reserved:
             self._reserved[name] = len(self._labels)
             self._labels.append(category)
@@ -93,13 +95,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note()
 
     def begin_peak(self) -> None:
-        """Start to measure a new peak, from the bytes live now."""
+        """Forget the peak so far; the next one is at least the bytes that are live now."""
         self.peak_bytes = 0
         self._rescan()
         self._note()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which tensors that autograd saves count as saved
+        """Return a context manager that assigns tensors saved by autograd to the category of saved
         activations."""
 
         def pack(tensor: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class _Function(nn.Module):
 
 
 def describe(owner: nn.Module, function: Callable[[Any], Any]) -> str | None:
-    """Return a JSON text that lists the calls which ``function``, of one tensor, makes; the
-    function may use modules of ``owner``. None if it does more than such calls.
+    """Return a JSON text that lists the torch calls that make up ``function``, of one tensor; it
+    may use modules of ``owner``. None if it does anything besides such calls.
 
     >>> describe(nn.Module(), lambda x: torch.relu(x) * 2)
     '[["torch.relu", [{"at": 0}], {}], ["operator.mul", [{"at": 1}, 2], {}]]'
@@ -100,7 +100,7 @@ def _encoded(value: Any, places: dict[fx.Node, int]) -> Any:
 
 
 def activate(text: str, rows: Tensor) -> Tensor:
-    """Apply the function that ``text`` describes, as ``describe`` returned it, to ``rows``."""
+    """Apply to ``rows`` the function that ``text`` describes, a result of ``describe``."""
     values: list[Any] = [rows]
     for target, args, kwargs in _calls(text):
         options = {key: _decoded(arg, values) for key, arg in kwargs.items()}

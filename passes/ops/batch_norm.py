@@ -38,9 +38,9 @@ Specs = tuple[TensorSpec, ...]
 def batch_norm_call(
     path: str, args: tuple[Any, ...], outputs: Specs, spec_of: Callable[[Ref], TensorSpec]
 ) -> tuple[str, tuple[Any, ...], Specs]:
-    """Return the op path, arguments and outputs of a captured batch normalization in canonical
-    form. With running buffers in training: the functional op and its five outputs. Else
-    ``batch_norm`` and one output."""
+    """Return (op path, arguments, output shapes and dtypes) of a captured batch norm in canonical
+    form. With running buffers in training it is the functional op with five outputs, else
+    ``batch_norm`` with one."""
     if path == "aten._native_batch_norm_legit.no_stats":
         tensor, weight, bias, _, momentum, eps = args
         called = (tensor, weight, bias, None, None, True, momentum, eps, False)
@@ -62,8 +62,8 @@ def batch_norm(
     eps: float,
     axes: tuple[int, ...],
 ) -> Tensor:
-    """Compute a batch normalization in training mode of a batch that is split over the mesh axes
-    ``axes``."""
+    """Compute a batch norm in training mode on one rank, with statistics of the batch sharded over
+    mesh axes ``axes``."""
     return _normalize(rank, tensor, weight, bias, eps=eps, axes=axes)[0]
 
 
@@ -79,9 +79,9 @@ def batch_norm_with_buffers(  # noqa: PLR0913
     eps: float,
     axes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute a batch normalization in training mode that updates running buffers, of a batch split
-    over the mesh axes ``axes``. Return the result, the batch's mean and 1/σ, and the new running
-    mean and variance."""
+    """Compute a batch norm in training mode on one rank, with statistics of the batch sharded over
+    mesh axes ``axes``. Return the result, the batch's mean and 1/σ, and the new running mean and
+    variance."""
     if not axes and tensor.dtype == running_mean.dtype:
         made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _WHOLE(
             tensor, weight, bias, running_mean, running_var, True, momentum, eps
@@ -108,8 +108,8 @@ def _normalize(
     eps: float,
     axes: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalized tensor, and the mean and biased variance by channel of the whole
-    batch."""
+    """Return the normalized tensor (scaled and shifted), and mean and biased variance per channel
+    of the whole batch over all ranks of ``axes``."""
     with torch.no_grad():
         mean, variance = _statistics(rank, tensor, axes)
     normal: Tensor = _Normal.apply(tensor, mean, (variance + eps).rsqrt(), rank, axes)  # type: ignore[no-untyped-call]
@@ -131,8 +131,8 @@ def _statistics(rank: Rank, tensor: Tensor, axes: tuple[int, ...]) -> tuple[Tens
 
 
 class _Normal(torch.autograd.Function):
-    """Autograd function for (x − m) / σ by channel (dimension 1), with m and σ of the whole
-    batch."""
+    """Autograd function for (x − m) / σ per channel (dimension 1), with mean m and deviation σ of
+    the whole batch over all ranks."""
 
     @staticmethod
     def forward(

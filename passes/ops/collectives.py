@@ -1,10 +1,10 @@
 """Conversion of a tensor's layout at run time: the collectives, each with its dual in the backward.
 
 A change of placement on one axis is a pair of moves, one for the value and one for the gradient;
-``MOVES`` lists them for every entry of ``planner.graph.layout.CONVERSIONS``. The duals follow from
-the meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for example,
-leaves the value and divides the gradient by n, because the n equal gradients of I must add up to a
-single gradient.
+``MOVES`` lists them for every entry of ``planner.graph.graph.layout.CONVERSIONS``. The duals follow
+from the meaning of a gradient in each placement (a partial sum in R, whole elsewhere): R→I, for
+example, leaves the value and divides the gradient by n, because the n equal gradients of I must add
+up to a single gradient.
 
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
 """
@@ -25,36 +25,39 @@ from .random_ops import Draws
 
 
 class Communicator(Protocol):
-    """Interface of collectives among the ranks that differ only in their coordinate on one mesh
-    axis. They do not record autograd; each returns a new tensor."""
+    """Interface of one rank's collectives along a mesh axis, that is, among the ranks that differ
+    from it only in their coordinate on this axis. They do not record autograd; each returns a new
+    tensor."""
 
     def size(self, axis: int) -> int:
         """Return the number of ranks along mesh axis ``axis``."""
         ...
 
     def coordinate(self, axis: int) -> int:
-        """Return this rank's position along mesh axis ``axis``."""
+        """Return this rank's coordinate on mesh axis ``axis``."""
         ...
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """Return the sum (or maximum) of the ranks' tensors along the axis, on every rank."""
+        """Return the sum (or maximum) of the tensors of all ranks along mesh axis ``axis``."""
         ...
 
     def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """Return the tensors of the axis's ranks, concatenated along ``dim`` by coordinate."""
+        """Return the tensors of the ranks along mesh axis ``axis``, joined on ``dim`` by rank."""
         ...
 
     def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
-        """Return this rank's part, along ``dim``, of the sum of the tensors of the axis's ranks."""
+        """Return this rank's shard, along ``dim``, of the sum of the tensors of the ranks along
+        mesh axis ``axis``."""
         ...
 
     def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
-        """Send part i along ``split_dim`` to rank i; join received parts along ``concat_dim``."""
+        """Send shard i along ``split_dim`` to rank i of mesh axis ``axis``; return the received
+        shards, concatenated along ``concat_dim``."""
         ...
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
-        """Return the tensor of the rank at the mirrored position on the axis: of n - 1 - i for rank
-        i of n. Both have the same shape and dtype."""
+        """Return the tensor of the mirrored rank along mesh axis ``axis``: of coordinate n - 1 - i
+        for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
 
@@ -85,8 +88,9 @@ class Alone:
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """Rank that executes a program: its position on a mesh, its communicator, its state of random
-    numbers. ``share``: its share of the rows if mesh axis 0 splits the batch unevenly."""
+    """Rank that executes a program: its coordinates on a mesh, its communicator, and its state of
+    random ops (``draws``). ``share``: its part of the rows if mesh axis 0 splits the batch
+    unevenly."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -96,8 +100,8 @@ class Rank:
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with this rank as its first argument, under the same name for
-        generated code."""
+        """Return ``function`` with this rank bound as its first argument, under the same name,
+        which generated code shows."""
         if function not in self._bound:
             call = partial(function, self)
             call.__name__ = function.__name__  # type: ignore[attr-defined]
@@ -189,9 +193,10 @@ class _Conversion(torch.autograd.Function):
 
 
 def convert(tensor: Tensor, steps: tuple[Step, ...], communicator: Communicator) -> Tensor:
-    """Convert a local tensor to another layout, differentiably. ``steps`` come from
-    ``planner.graph.layout.conversion_steps``. Integers and booleans have no gradient and are
-    converted forward only. On an axis of one rank all placements are the same."""
+    """Convert a rank's local tensor to another layout by collectives, differentiably. ``steps``,
+    from ``planner.graph.graph.layout.conversion_steps``, are one change of placement each. Integers
+    and booleans, which have no gradient, are converted forward only; along a mesh axis of one rank
+    nothing is done."""
     for step in steps:
         if communicator.size(step.axis) == 1:
             continue
@@ -214,14 +219,16 @@ class _Swap(torch.autograd.Function):
 
 
 def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> Tensor:
-    """Return the tensor of the rank at the mirrored position on each mesh axis, differentiably."""
+    """Return, differentiably, the tensor of the rank whose coordinate on each of ``axes`` is
+    mirrored (n - 1 - i for i of n)."""
     for axis in axes:
         tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
-    """Format the steps of a layout conversion as text for generated code.
+    """Return the steps of a layout conversion as text for generated code; ``axes`` are the names of
+    mesh axes.
 
     >>> format_steps((Step(1, Placement("P"), Placement("S", 0)),), ("dp", "tp"))
     'tp: P -> S(0)'
@@ -231,7 +238,8 @@ def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:
 
 @cache
 def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
-    """Parse the steps of a layout conversion from the text of ``format_steps``."""
+    """Return the steps of a layout conversion that ``format_steps`` wrote as ``text``; ``axes`` are
+    the names of mesh axes."""
     steps = []
     for part in text.split(", "):
         axis, change = part.split(": ")
@@ -241,12 +249,13 @@ def parse_steps(text: str, axes: tuple[str, ...]) -> tuple[Step, ...]:
 
 
 def apply_steps(rank: Rank, tensor: Tensor, steps: str) -> Tensor:
-    """Convert a tensor to another layout by steps given as text: ``apply_steps(x, "tp: P ->
-    I")``."""
+    """Convert a rank's local tensor to another layout by steps given as text: ``apply_steps(rank,
+    x, "tp: P -> I")``."""
     return convert(tensor, parse_steps(steps, rank.mesh.axes), rank.communicator)
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Return a parameter's local part: the shard of a DTensor, a plain tensor itself."""
+    """Return a parameter's part on this rank: the local shard of a DTensor, or a plain tensor
+    itself."""
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()

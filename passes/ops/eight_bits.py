@@ -31,7 +31,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Torchao:
-    """Functions of torchao that compute 8-bit products, with one configuration."""
+    """Functions of torchao that compute matrix products with 8-bit factors, in one
+    configuration."""
 
     product: Any
     cast: Any
@@ -66,8 +67,8 @@ class _Torchao:
 
 @cache
 def load_torchao(emulate: bool) -> _Torchao:
-    """Return torchao's 8-bit products with one scale per tensor. Raises MachineError AP413 without
-    torchao."""
+    """Return torchao's 8-bit matrix products with one scale per tensor, emulated in higher
+    precision with ``emulate``. Raises MachineError AP413 without torchao."""
     try:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
@@ -99,9 +100,9 @@ def load_torchao(emulate: bool) -> _Torchao:
 
 
 def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the linear op of data ``[..., in]`` and weight ``[out, in]`` with 8-bit factors. If a
-    side of the product is no multiple of ``MULTIPLE``, which the kernels require, the factors are
-    not converted to 8 bits. Raises MachineError AP413 if torchao is not installed."""
+    """Compute a linear layer of data ``[..., in]`` and weight ``[out, in]`` with factors cast to 8
+    bits. If a side of the product is no multiple of ``MULTIPLE``, as kernels require, factors are
+    not cast. Raises MachineError AP413 if torchao is not installed."""
     if not _fits(data, weight):
         plain: Tensor = aten.linear.default(data, weight, bias)
         return plain
@@ -110,8 +111,8 @@ def eight_bit_linear(data: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any]) -> Tensor:
-    """Return the gradient of the data (first argument) of ``eight_bit_linear``; ``rest`` is
-    unused."""
+    """Return the gradient of ``data`` in ``eight_bit_linear``, given the ``gradient`` of its
+    output; ``rest`` is unused."""
     if not _fits(data, weight):
         return gradient @ weight
     eight_bits = _torchao(data)
@@ -122,8 +123,8 @@ def of_data(gradient: Tensor, weight: Tensor, data: Tensor, rest: Sequence[Any])
 def of_weights(
     gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients, of these ``shapes``, of the weight and bias of ``eight_bit_linear``;
-    None for an absent bias."""
+    """Return the gradients, of these ``shapes``, of weight and bias (None if absent) in
+    ``eight_bit_linear``, given the ``gradient`` of its output."""
     rows, own = _rows(gradient), _rows(data)
     bias = rows.sum(0).reshape(shapes[1]) if len(shapes) > 1 and shapes[1] is not None else None
     if _are_multiples(*rows.shape, own.shape[-1]):

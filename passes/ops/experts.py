@@ -42,9 +42,10 @@ def run_experts(
     transposed: bool,
     first: int = 0,
 ) -> Tensor:
-    """Return for each token the sum of its experts' outputs, weighted by ``scores``, over the E
-    experts from number ``first`` on. ``x`` is (T, in), ``ids`` and ``scores`` (T, k), the result
-    (T, out). ``weights`` are up (E, in, width), down (E, width, out) and their biases or None."""
+    """Return for each of T tokens the sum of its experts' outputs, weighted by ``scores``; only
+    experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and ``scores``
+    are (T, k), the result is (T, out). ``weights`` are up (E, in, width), down (E, width, out) and
+    their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
     assert up is not None
     assert down is not None
@@ -64,11 +65,11 @@ def run_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Grouping of N rows sorted by expert: rows of this rank's E experts, then rows of other
-    experts. ``experts`` (N) has each row's expert; it is E - 1 for rows of other ranks' experts
-    ("absent"), which ``absent`` (N, 1) marks. ``ends`` (E, int32) has the end of each expert's
-    rows. The host never reads these tensors, as it would have to wait for the device. Results and
-    gradients of absent rows are unspecified until they are masked."""
+    """Grouping of N rows (token and expert), sorted by expert: rows of this rank's E experts, then
+    rows of other ranks' experts, which ``absent`` (N, 1) marks. ``experts`` (N) has each row's
+    expert, E - 1 for absent rows; ``ends`` (E, int32) the end of each expert's rows. The host never
+    reads these tensors, as it would have to wait for the device. Results and gradients of absent
+    rows are arbitrary until they are masked."""
 
     experts: Tensor
     absent: Tensor
@@ -76,15 +77,15 @@ class _Groups:
 
     @staticmethod
     def of(of_row: Tensor, count: int) -> _Groups:
-        """Build the grouping of rows sorted by expert; ``of_row`` (N) has each row's expert,
+        """Return the grouping of N rows sorted by expert; ``of_row`` (N) has each row's expert, or
         ``count`` for experts of other ranks."""
         every = torch.arange(count, device=of_row.device, dtype=of_row.dtype)
         ends = torch.searchsorted(of_row, every, right=True, out_int32=True)
         return _Groups(of_row.clamp(max=count - 1), (of_row == count).unsqueeze(-1), ends)
 
     def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply each row of ``rows`` (N, in) by its expert's ``weight`` (E, in, out), and add
-        its bias."""
+        """Multiply each row of ``rows`` (N, in) by its expert's ``weight`` (E, in, out) and add its
+        expert's bias; return (N, out)."""
         if _has_kernel(rows, weight):
             made = functional.grouped_mm(rows, weight, offs=self.ends)
         else:
@@ -95,8 +96,8 @@ class _Groups:
 
     def _product_of_blocks(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply each row by its expert's weight, as a batched product of blocks of B = ceil(N /
-        E) rows. Every expert's rows are padded to whole blocks. Any distribution of rows needs at
-        most E + ceil(N / B) <= 2E blocks, so the shapes depend on no value."""
+        E) rows, to which each expert's rows are padded. At most E + ceil(N / B) <= 2E blocks are
+        needed for any distribution of rows, so shapes do not depend on values."""
         num_rows, count = rows.shape[0], weight.shape[0]
         size = max(1, -(-num_rows // count))
         num_blocks = count + -(-num_rows // size)
@@ -114,8 +115,9 @@ class _Groups:
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's ``grouped_mm`` can be used without the host waiting for the sizes of
-    groups: on CUDA for bfloat16, on the CPU for any dtype, if rows are multiples of 16 bytes."""
+    """Return whether torch's ``grouped_mm`` can multiply these tensors without the host waiting for
+    sizes of groups: bfloat16 on CUDA, or bfloat16 and float32 on a CPU, with rows of multiples of
+    16 bytes."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(size * rows.itemsize % 16 == 0 for size in weight.shape[1:])
     return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
@@ -130,8 +132,8 @@ def split_experts(
     axes: tuple[int, ...],
     **options: Any,
 ) -> Tensor:
-    """Compute for each token the weighted sum of the outputs of this rank's experts: a partial sum,
-    as the experts are split over the mesh axes ``axes``."""
+    """Compute for each token the weighted sum of the outputs of this rank's experts. Experts are
+    split over mesh axes ``axes``, so the results are partial sums."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)
@@ -151,7 +153,8 @@ def experts(  # noqa: PLR0913 - the schema
     num_experts: int,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute a layer of experts on whole tensors, as the module describes."""
+    """Compute a mixture-of-experts layer on whole tensors: for each token of ``x`` (T, in) the
+    outputs of experts ``ids`` (T, k), weighted by ``scores`` (T, k)."""
     return run_experts(
         x, ids, scores, up, down, up_bias, down_bias, activation=activation, transposed=transposed
     )
@@ -172,7 +175,7 @@ def _remember(
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of a layer of experts, by computing the layer again."""
+    """Compute the gradients of the op ``experts``, by computing its forward again."""
     copies = [
         None if t is None else t.detach().requires_grad_(needed)
         for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)

@@ -29,8 +29,8 @@ MEAN, SUM = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Classes:
-    """Classes whose logits a rank holds: those from ``start`` on, of ``total`` classes that are
-    split over the mesh axes ``axes``."""
+    """Classes whose logits one rank holds: from ``start`` on, of ``total`` classes that are sharded
+    over mesh axes ``axes``."""
 
     start: int
     total: int
@@ -51,7 +51,8 @@ def cross_entropy(  # noqa: PLR0913
     axes: tuple[tuple[int, ...], tuple[int, ...]],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute the cross entropy of local logits; dimension 1 (or the only one) counts classes.
+    """Compute one rank's cross entropy of sharded logits, whose classes are dimension 1 (or the
+    only dimension).
 
     ``count`` is the divisor of the mean; by default the number of rows over all ranks.
 
@@ -94,8 +95,9 @@ def nll_loss(
     row_axes: tuple[int, ...],
     count: Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean negative log likelihood of rows split over ``row_axes``, as a partial sum:
-    the share of this rank's rows. ``count``: the mean's divisor, if known."""
+    """Compute the mean negative log likelihood of rows sharded over mesh axes ``row_axes``: this
+    rank's rows' share of the mean, so the results are partial sums. ``count``: divisor of the mean,
+    if known."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:
         count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
@@ -110,9 +112,9 @@ def _denominator(
     ignore_index: int,
     row_axes: tuple[int, ...],
 ) -> Tensor:
-    """Return the divisor of a loss's mean: the number of rows of all ranks whose target is not
-    ignored, weighted by class. It is float32 or better: half precision cannot count beyond a few
-    hundred."""
+    """Return the divisor of a loss's mean: the number of rows on all ranks whose target is not
+    ignored, weighted by class. It is float32 or float64, as half precision cannot count beyond some
+    hundreds."""
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     if target.is_floating_point():
         classes = logits.shape[min(1, logits.dim() - 1)]
@@ -129,8 +131,8 @@ def _denominator(
 def count_targets(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the number of targets that are not ignored, each weighted by the ``weight`` of its
-    class."""
+    """Return the number of targets that are not ``ignore_index``, each weighted by ``weight`` of
+    its class."""
     kept = target != ignore_index
     if weight is None:
         return kept.sum().to(dtype)
@@ -148,8 +150,9 @@ def _classes(
 def part_of(
     rank: Rank, local_size: int, axes: tuple[int, ...], *, mirrored: tuple[int, ...] = ()
 ) -> tuple[int, int]:
-    """Return the start of a rank's part of a dimension split over ``axes``, and the dimension's
-    whole size. On the axes ``mirrored`` the part of the rank at the mirrored position is meant."""
+    """Return the start of this rank's shard of a dimension that mesh axes ``axes`` split, and the
+    whole size of that dimension. On the axes in ``mirrored`` the shard of the mirrored rank is
+    meant. ``local_size``: size of each shard."""
     position, parts = 0, 1
     for axis in axes:
         size, own = rank.communicator.size(axis), rank.communicator.coordinate(axis)
@@ -166,8 +169,8 @@ def _split_class_rows(rank: Rank, logits: Tensor, target: Tensor, classes: _Clas
 
 
 class _SplitClassLoss(torch.autograd.Function):
-    """Autograd function for the loss of each row, from this rank's logits (..., C / n) of C classes
-    split over n ranks and targets (...)."""
+    """Autograd function for the loss of each row, from targets (...) and this rank's logits (..., C
+    / n) of C classes that n ranks share."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, classes: _Classes, rank: Rank) -> Tensor:
@@ -206,8 +209,8 @@ class _SplitClassLoss(torch.autograd.Function):
 
 
 def _local_target(target: Tensor, classes: _Classes, size: int) -> tuple[Tensor, Tensor]:
-    """Return the targets relative to this rank's first class (0 for other ranks' classes), and a
-    mask of the targets that are classes of this rank."""
+    """Return the targets relative to this rank's first class (0 for classes of other ranks), and a
+    mask of the targets that are this rank's. ``size``: number of its classes."""
     index = target - classes.start
     held = (index >= 0) & (index < size)
     return torch.where(held, index, 0), held

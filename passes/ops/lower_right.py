@@ -37,7 +37,7 @@ def lower_right_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute causal attention of queries (..., L, D), which are at the last L of S positions, over
+    """Compute causal attention of L queries (..., L, D), which are the last L of S positions, over
     keys and values (..., S, E)."""
     rows, columns = query.shape[-2], key.shape[-2]
     mask: Tensor | None = None
@@ -79,7 +79,7 @@ def balanced_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute causal attention for two halves of the queries, of which the first may have one more:
+    """Compute causal attention for two halves of the queries (the first may have one more), where
     the last query of half i is at position ``ends[i]`` - 1 among the keys."""
     options = {"scale": scale, "enable_gqa": enable_gqa}
     halves = zip(split_in_half(query), ends, strict=True)
@@ -87,14 +87,15 @@ def balanced_attention(
 
 
 def split_in_half(query: Tensor) -> tuple[Tensor, ...]:
-    """Split queries in two halves along their positions; the first is the longer if they differ."""
+    """Split queries into two halves along their positions; the first is longer if the number is
+    odd."""
     length = query.shape[-2]
     return torch.split(query, [length - length // 2, length // 2], -2)
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute causal attention of queries of which the last is at position ``end`` - 1 among the
-    keys. Later keys are cut off, as no query sees them."""
+    """Compute causal attention of queries, the last of which is at position ``end`` - 1 among the
+    keys. Keys from ``end`` on are cut off, as no query sees them."""
     result: Tensor = torch.ops.autoparallel.lower_right_attention(
         query, key.narrow(-2, 0, end), value.narrow(-2, 0, end), **options
     )

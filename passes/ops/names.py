@@ -22,7 +22,7 @@ def base_name(name: str) -> str:
 
 
 class Names:
-    """Generator of unique node names, numbered in the order of requests.
+    """Generator of unique names for a graph's nodes, numbered in the order of requests.
 
     >>> names = Names(["add_1"])
     >>> [names.next(base) for base in ("add", "add", "pow", "add")]
@@ -41,8 +41,8 @@ class Names:
         return name
 
     def next(self, base: str) -> str:
-        """Return the next unused name for an op named ``base``; as in ``torch.fx``, a Python
-        keyword or builtin gets a number from the first time on."""
+        """Return the next unused name for an op named ``base``. As in ``torch.fx``, Python keywords
+        and builtins always get a number."""
         number = self._counts.get(base)
         if number is None:
             number = int(keyword.iskeyword(base) or hasattr(builtins, base))

@@ -28,7 +28,8 @@ def _mixed(value):  # type: ignore[no-untyped-def] # splitmix64
 
 @triton.jit
 def _along(rows, rest, size, start):  # type: ignore[no-untyped-def]
-    """Add the index in the fastest dimension of ``rest`` to the hash of each row."""
+    """Return the hash of each row with the index along the fastest dimension of ``rest`` mixed in.
+    ``size`` and ``start``: this dimension's size, and its first global index."""
     return _mixed(rows ^ (rest % size + start) * -7046029254386353131)
 
 
@@ -59,7 +60,7 @@ def _draw(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel has no tu
     drops: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Compute random numbers or dropout for a box that starts at (f0, f1, …) of a global tensor."""
+    """Compute random numbers or dropout for a box of a global tensor at coordinates (f0, f1, …)."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < numel
     row = at // columns
@@ -107,10 +108,10 @@ def draw(
     drops: bool,
     width: int = 24,
 ) -> Tensor:
-    """Compute dropout of ``like`` (``drops``), or random numbers of its shape in [0, 1), for a box
-    that begins at ``start`` of a global tensor. Random numbers have ``width`` bits. ``like`` is
-    contiguous, of at most ``MAX_DIMS`` dimensions and at most 32 bits per element. ``seeds``: of
-    the hashes of rows and of columns. Dropout keeps elements whose random bits are below
+    """Compute dropout of ``like`` (with ``drops``), or random numbers in [0, 1) of its shape, for a
+    box of a global tensor that begins at coordinates ``start``. Numbers have ``width`` bits.
+    ``like`` is contiguous, of at most ``MAX_DIMS`` dimensions and 32 bits per element. ``seeds``:
+    for the hashes of rows and of columns. Dropout keeps elements whose random bits are below
     ``threshold`` and multiplies them by ``scale``."""
     result, sizes = torch.empty_like(like), list(like.shape) or [1]
     first = list(start or [0] * len(sizes))

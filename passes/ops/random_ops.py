@@ -42,15 +42,15 @@ _UNIFORM_BITS = 24
 
 @dataclass(slots=True)
 class Draws:
-    """State of a rank's random numbers: the key of the step and the number of the micro-batch."""
+    """State of a rank's random ops: key of the training step and number of the micro-batch."""
 
     key: int = 0
     microbatch: int = 0
 
     @contextmanager
     def repeated(self, key: int, microbatch: int) -> Iterator[None]:
-        """Within a ``with`` block, let random ops draw the numbers of another step ``key`` and
-        micro-batch, as in a repetition of that forward."""
+        """Make random ops draw the numbers of step ``key`` and ``microbatch`` within a ``with``
+        block, to repeat that forward."""
         before = self.key, self.microbatch
         self.key, self.microbatch = key, microbatch
         try:
@@ -60,7 +60,7 @@ class Draws:
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the key of a training step, as a signed 64-bit number.
+    """Return the key of a training step's random numbers, as a signed 64-bit integer.
 
     >>> step_key(0, 1) == step_key(0, 2), step_key(0, 1) == step_key(1, 1)
     (False, False)
@@ -69,7 +69,7 @@ def step_key(seed: int, step: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Return the splitmix64 hash of a number, unsigned."""
+    """Return the splitmix64 hash of a 64-bit integer, unsigned."""
     value = (value + _GAMMA) % _WORD
     value = (value ^ value >> 30) * _FIRST % _WORD
     value = (value ^ value >> 27) * _SECOND % _WORD
@@ -81,12 +81,13 @@ def _signed(value: int) -> int:
 
 
 def _shifted(value: Tensor, bits: int, width: int) -> Tensor:
-    """Shift each element right by ``bits`` as an unsigned number of ``width`` bits."""
+    """Shift each element right by ``bits``, as if it were an unsigned integer of ``width`` bits."""
     return (value >> bits).bitwise_and_((1 << width - bits) - 1)
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Compute the splitmix64 hash of each element of a fresh int64 tensor, in place."""
+    """Replace each element of an int64 tensor by its splitmix64 hash, in place; return the
+    tensor."""
     value += _signed(_GAMMA)
     value.bitwise_xor_(_shifted(value, 30, 64)).mul_(_signed(_FIRST))
     value.bitwise_xor_(_shifted(value, 27, 64)).mul_(_signed(_SECOND))
@@ -94,17 +95,16 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _seeds(number: int, key: int) -> tuple[int, int]:
-    """Return the seeds of the hashes of rows and of columns for random call ``number`` of a
-    forward."""
+    """Return the seeds for hashing rows and columns in random call ``number`` of a forward; ``key``
+    is the training step's."""
     seed = _mix(key % _WORD ^ _mix(number))
     return _signed(seed), _signed(_mix(seed))
 
 
 def one_kernel(like: Tensor) -> Callable[..., Tensor] | None:
-    """Return ``random_kernel.draw``, one Triton kernel, if it supports the tensor; None if
-    ``random_bits``, of about 60 kernels, must be used. Triton comes with PyTorch for CUDA and needs
-    a C compiler. Float64, which only verification uses, is not supported: the scale would be
-    rounded to 32 bits."""
+    """Return ``random_kernel.draw``, a single Triton kernel, if it supports the tensor; else None,
+    and ``random_bits`` is used, which takes about 60 kernels. Triton comes with PyTorch for CUDA
+    and needs a C compiler. Float64, used only in verification, is not supported."""
     is_taken = like.is_cuda and like.is_contiguous() and like.dim() <= 6 and like.itemsize <= 4
     return _kernel() if is_taken else None
 
@@ -126,9 +126,9 @@ def random_bits(
     key: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the 32 random bits (int32) of each element of a box of a global tensor. ``shape``:
-    shape of the box; ``start``: coordinates of its first element (default: zeros); ``number``:
-    number of the random call in the forward; ``key``: key of the training step."""
+    """Return 32 random bits (int32) for each element of a box of a global tensor. ``shape``: of the
+    box; ``start``: coordinates of its first element (default: zeros); ``number``: number of the
+    random call in the forward; ``key``: of the training step."""
     sizes, first = list(shape) or [1], list(start or ()) or [0] * max(len(shape), 1)
     row_seed, column_seed = _seeds(number, key)
 
@@ -150,7 +150,9 @@ def random_bits(
 def counter_dropout(
     x: Tensor, p: float, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Apply dropout to a box of a global tensor: set a share ``p`` to zero, scale the others up."""
+    """Apply dropout to ``x``, a box of a global tensor that begins at coordinates ``start``: set a
+    share ``p`` to zero and scale the rest up. ``number``: of the random call; ``key``: of the
+    step."""
     threshold = min(round((1 - p) * (1 << 32)) - (1 << 31), (1 << 31) - 1)
     scale = 1 / (1 - p) if p < 1 else 0.0
     draw = one_kernel(x)
@@ -183,8 +185,9 @@ counter_dropout.register_autograd(_backward, setup_context=_setup)
 def counter_uniform(
     like: Tensor, *, number: int, key: int = 0, start: Sequence[int] | None = None
 ) -> Tensor:
-    """Draw numbers in [0, 1) of the shape and dtype of a box of a global tensor. They have as many
-    bits as the dtype's mantissa, 24 at most: with more, half precision would round some up to 1."""
+    """Draw random numbers in [0, 1) of the shape and dtype of ``like``, a box of a global tensor
+    that begins at coordinates ``start``. They have as many bits as the dtype's mantissa, at most
+    24; more would round some up to 1."""
     width = min(_UNIFORM_BITS, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
     scale, draw = 1 / (1 << width), one_kernel(like)
     if draw is not None:
@@ -208,8 +211,8 @@ def dropout_part(
     start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:
-    """Compute dropout of ``x``, a rank's part of a tensor. ``start``: coordinates of the part;
-    ``batch``: see ``_place``."""
+    """Compute dropout of ``x``, one rank's part of a tensor that begins at coordinates ``start``;
+    ``batch`` is (batch dimension, its size in a micro-batch), if there is one."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, number=number, **options)
     return result
@@ -223,17 +226,17 @@ def uniform_part(
     start: tuple[int, ...],
     batch: tuple[int, int] | None,
 ) -> Tensor:
-    """Draw the random numbers in [0, 1) of a rank's part of a tensor. ``start``: coordinates of the
-    part; ``batch``: see ``_place``."""
+    """Draw the random numbers in [0, 1) of one rank's part of a tensor, which begins at coordinates
+    ``start``; ``batch`` is (batch dimension, its size in a micro-batch), if there is one."""
     options = _place(rank, start, batch)
     result: Tensor = torch.ops.autoparallel.counter_uniform(like, number=number, **options)
     return result
 
 
 def _place(rank: Rank, start: tuple[int, ...], batch: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the step's key, and the coordinates of a rank's part in the whole batch's tensor.
-    ``start`` has the part's coordinates in the micro-batch's tensor; ``batch`` is (dimension that
-    counts the batch, its size in a micro-batch), if there is one."""
+    """Return the step's key, and the coordinates at which a rank's part begins in the whole batch's
+    tensor. ``start`` has its coordinates in the micro-batch's tensor; ``batch`` is (batch
+    dimension, its size in a micro-batch), if there is one."""
     place = list(start)
     if batch is not None:
         dim, rows = batch

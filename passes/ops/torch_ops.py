@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 @cache
 def resolve(path: str) -> OpOverload:
-    """Return the op of ``torch.ops`` that ``path`` names.
+    """Return the op of ``torch.ops`` at ``path``.
 
     >>> resolve("aten.linear.default") is torch.ops.aten.linear.default
     True
@@ -24,13 +24,13 @@ def resolve(path: str) -> OpOverload:
 
 
 def path_of(op: OpOverload) -> str:
-    """Return the path that names an op of ``torch.ops``; the inverse of ``resolve``."""
+    """Return the path of an op in ``torch.ops``; the inverse of ``resolve``."""
     return str(op)
 
 
 @cache
 def mutated_argument(path: str) -> str | None:
-    """Return the name of the argument that the op ``path`` writes to, or None."""
+    """Return the name of the argument that the op at ``path`` writes to; None if there is none."""
     for argument in resolve(path)._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             return str(argument.name)
@@ -55,14 +55,14 @@ def has_argument(path: str, name: str) -> bool:
 
 @cache
 def is_random(path: str) -> bool:
-    """Return whether the op draws random numbers, counter-based ops and any dropout included."""
+    """Return whether the op draws random numbers: torch's, counter-based, or any dropout."""
     op = resolve(path)
     return torch.Tag.nondeterministic_seeded in op.tags or "dropout" in path or "counter_" in path
 
 
 def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws from one of torch's random generators instead of counter-based
-    numbers. Dropout of a rate of 0, or not in training, draws nothing."""
+    """Return whether a call draws from one of torch's random generators, not counter-based numbers.
+    Dropout at a rate of 0 or outside of training draws nothing."""
     schema = resolve(path)._schema
     has_generator = any(str(each.type) == "Optional[Generator]" for each in schema.arguments)
     if "counter_" in path or not (is_random(path) or has_generator):
@@ -77,13 +77,14 @@ def draws_by_itself(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @cache
 def is_pointwise(path: str) -> bool:
-    """Return whether the op computes each element of its broadcast inputs independently."""
+    """Return whether the op computes each output element from the input elements at its position
+    (after broadcasting) alone."""
     op = resolve(path)
     return torch.Tag.pointwise in op.tags or path.startswith("aten.masked_fill.")
 
 
 def forget() -> None:
-    """Clear the caches of this module; called after a user has registered an op again."""
+    """Clear the caches of op properties in this module, after a user has registered an op again."""
     for cached in (resolve, mutated_argument, is_view, has_argument, is_random, is_pointwise):
         cached.cache_clear()
 

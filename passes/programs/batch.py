@@ -36,26 +36,26 @@ LeafPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """Location of a program's input in a batch: its ``path`` in the batch's containers, and the
-    dimension that counts its rows."""
+    """Location in a batch of one input of a program: its ``path`` through the batch's containers,
+    and the dimension ``dim`` that counts its rows."""
 
     path: LeafPath
     dim: int = 0
 
     @property
     def name(self) -> str:
-        """Name of the input in the graph: its path as text; for a batch that is a tuple, it begins
-        with ``input``."""
+        """Name of the input in the graph: its path as text, which begins with ``input`` if the
+        batch is a tuple."""
         path = self.path if isinstance(self.path[0], str) else ("input", *self.path)
         return "_".join(map(str, path))
 
     def read(self, batch: Batch) -> Any:
-        """Return the value at this location of ``batch``, converted as by ``taken``. Raises
-        KeyError, IndexError, TypeError or AttributeError for a batch of another form."""
+        """Return the value at this location of ``batch`` as the program takes it (see ``taken``).
+        Raises KeyError, IndexError, TypeError or AttributeError if ``batch`` has another form."""
         return self.taken(leaf_at(batch, self.path))
 
     def taken(self, value: Any) -> Any:
-        """Return a value of the batch as the program takes it: a tensor that is dense, with its
+        """Return a value of the batch as the program takes it: a tensor is made dense, with its
         rows in the first dimension."""
         if not isinstance(value, Tensor):
             return value
@@ -70,23 +70,23 @@ class InputPlace:
 
 @dataclass(frozen=True)
 class Example:
-    """Example batch of a model's arguments; ``dims`` maps its tensors' paths to their row
-    dimensions."""
+    """Example batch of arguments for a model; ``dims`` maps the path of each tensor with rows to
+    the dimension that counts them."""
 
     batch: Batch
     dims: Mapping[LeafPath, int]
 
     @classmethod
     def of(cls, batch: Batch) -> Example:
-        """Make an example of a batch. Tensors with as many entries in dimension 0 as the first
-        tensor have their rows there."""
+        """Return ``batch`` as an example. All tensors whose dimension 0 is as long as the first
+        tensor's have their rows there."""
         tensors = [(path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor)]
         rows = next((leaf.shape[0] for _, leaf in tensors if leaf.dim()), None)
         return cls(batch, {path: 0 for path, leaf in tensors if leaf.shape[:1] == (rows,)})
 
     @cached_property
     def places(self) -> tuple[InputPlace, ...]:
-        """Places of the batch's tensors."""
+        """Locations of the batch's tensors, in the batch's order."""
         return tuple(
             InputPlace(path, self.dims.get(path, 0))
             for path, leaf in leaves(self.batch)
@@ -95,22 +95,22 @@ class Example:
 
     @cached_property
     def rows(self) -> int | None:
-        """Number of rows of the batch; None if no tensor has rows."""
+        """Number of rows (samples) of the batch; None if no tensor has rows."""
         found = next(iter(self.dims.items()), None)
         return None if found is None else int(leaf_at(self.batch, found[0]).shape[found[1]])
 
     @property
     def fixed(self) -> dict[LeafPath, Any]:
-        """Map from paths to those values in the batch that are not tensors."""
+        """Values in the batch that are not tensors, by path."""
         return {path: leaf for path, leaf in leaves(self.batch) if not isinstance(leaf, Tensor)}
 
     def tensors(self) -> list[Tensor]:
-        """Return the batch's tensors in the order of ``places``, as the program takes them."""
+        """Return the batch's tensors in the order of ``places``, dense and with rows first."""
         return [place.read(self.batch) for place in self.places]
 
     @property
     def inputs(self) -> dict[str, InputPlace]:
-        """Places of the batch's tensors by the names that the inputs have in a graph."""
+        """Locations of the batch's tensors, by the names that they have as inputs of a graph."""
         found: dict[str, InputPlace] = {}
         for place in self.places:
             name = place.name
@@ -120,8 +120,8 @@ class Example:
         return found
 
     def with_inputs(self, inputs: Mapping[str, Tensor]) -> Batch:
-        """Return a batch of the example's form that holds a program's inputs, given by name.
-        Tensors that the program does not read are zeros, of as many rows."""
+        """Return a batch of the example's form with the tensors ``inputs``, by name. Tensors that
+        are not given become zeros, with as many rows."""
         known = [name for name, place in self.inputs.items() if place.path in self.dims]
         rows = next((inputs[name].shape[0] for name in known if name in inputs), None)
         made = {}
@@ -135,8 +135,7 @@ class Example:
         return fill_batch(self.batch, made)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """Return a batch of the example's form that holds ``tensors`` in the order of
-        ``places``."""
+        """Return a batch of the example's form with ``tensors``, in the order of ``places``."""
         flat, structure = self._flat
         given = iter([place.given(each) for place, each in zip(self.places, tensors, strict=True)])
         made = [next(given) if is_tensor else leaf for leaf, is_tensor in flat]
@@ -144,14 +143,14 @@ class Example:
 
     @cached_property
     def _flat(self) -> tuple[list[tuple[Any, bool]], TreeSpec]:
-        """Values in the batch as pairs (value, whether it is a tensor), and the batch's pytree
+        """Leaves of the batch as (value, whether it is a tensor), and the batch's pytree
         structure."""
         flat, structure = tree_flatten(self.batch)
         return [(leaf, isinstance(leaf, Tensor)) for leaf in flat], structure
 
 
 def leaf_at(batch: Batch, path: LeafPath) -> Any:
-    """Return the part of a batch at ``path``."""
+    """Return the value in a batch at ``path`` (keys, indices and attributes)."""
     for step in path:
         if isinstance(step, str) and not isinstance(batch, Mapping):
             batch = getattr(batch, step)
@@ -161,7 +160,7 @@ def leaf_at(batch: Batch, path: LeafPath) -> Any:
 
 
 def leaves(batch: Batch) -> list[tuple[LeafPath, Any]]:
-    """Return all values in a batch with their paths, in the batch's order. Raises UsageError AP110
+    """Return all values in a batch as (path, value), in the batch's order. Raises UsageError AP110
     for a batch that is neither a dict nor a sequence."""
     if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence):
         raise UsageError(
@@ -173,7 +172,8 @@ def leaves(batch: Batch) -> list[tuple[LeafPath, Any]]:
 
 
 def parts(value: Any) -> list[tuple[LeafPath, Any]]:
-    """Return all leaves of a tree of containers with their paths; a bare leaf has an empty path."""
+    """Return all leaves of nested containers as (path, leaf); if ``value`` is a leaf, its path is
+    empty."""
     return [(tuple(map(_step, path)), leaf) for path, leaf in tree_flatten_with_path(value)[0]]
 
 
@@ -187,7 +187,7 @@ def _step(key: Any) -> str | int:
 
 
 def path_text(path: LeafPath) -> str:
-    """Return a path as text, as code would write it: ``hidden[0]`` in a dict, ``[0]`` in a
+    """Return a path in a batch as code would write it: ``hidden[0]`` in a dict, ``[0]`` in a
     tuple."""
     first = path[:1]
     name = str(first[0]) if first and isinstance(first[0], str) else ""
@@ -195,8 +195,8 @@ def path_text(path: LeafPath) -> str:
 
 
 def fill_batch(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
-    """Return a copy of the batch ``template`` in which the leaf at each path of ``found`` is
-    replaced by its value there."""
+    """Return a copy of the batch ``template`` with the values ``found``, by path, in place of its
+    own."""
     pairs, structure = tree_flatten_with_path(template)
     return tree_unflatten(
         [found.get(tuple(map(_step, path)), leaf) for path, leaf in pairs], structure
@@ -204,8 +204,8 @@ def fill_batch(template: Batch, found: Mapping[LeafPath, Any]) -> Any:
 
 
 def row_dims(few: Batch, more: Batch) -> dict[LeafPath, int]:
-    """Return by path the dimension in which each tensor counts rows: the first whose size differs
-    between two batches with different numbers of rows."""
+    """Return by path the dimension that counts rows in each tensor: the first whose size differs
+    between two batches with few and with more rows."""
     larger = dict(leaves(more))
     found = {}
     for path, leaf in leaves(few):
@@ -219,7 +219,7 @@ def row_dims(few: Batch, more: Batch) -> dict[LeafPath, int]:
 
 
 def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
-    """Return, by the path of each tensor, its first dimension of size ``rows``, if there is one."""
+    """Return by path the first dimension of each tensor with size ``rows``, if it has one."""
     return {
         path: list(leaf.shape).index(rows)
         for path, leaf in leaves(batch)
@@ -230,8 +230,8 @@ def dims_of_size(batch: Batch, rows: int) -> dict[LeafPath, int]:
 def resize_batch(
     batch: Batch, dims: Mapping[LeafPath, int], size: Callable[[LeafPath, int], int]
 ) -> Batch:
-    """Return a copy of the batch on ``meta`` in which each tensor of ``dims`` has another size in
-    its dimension there. ``size(path, current size)`` returns the new size."""
+    """Return a copy of the batch on ``meta`` with other sizes: the tensor at each path in ``dims``
+    has ``size(path, current size)`` entries in its dimension there."""
     made = {}
     for path, dim in dims.items():
         leaf = leaf_at(batch, path)
@@ -243,7 +243,7 @@ def resize_batch(
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values of a batch that are not tensors are equal."""
+    """Return whether two values of a batch, neither of which is a tensor, are equal."""
     try:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):
@@ -251,14 +251,14 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def register_dataclasses(tree: Any) -> None:
-    """Register the dataclasses in ``tree`` that hold tensors as containers of torch's pytrees."""
+    """Make torch's pytrees treat the dataclasses in ``tree`` that hold tensors as containers."""
     while kinds := {type(leaf) for leaf in tree_leaves(tree) if _is_structure(leaf)}:
         for kind in kinds:
             register_dataclass(kind)
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether some attribute of an object is a tensor, or a container with tensors."""
+    """Return whether an attribute of an object is a tensor, or a container that has tensors."""
     if is_dataclass(value):
         held = [getattr(value, field.name, None) for field in fields(value)]
     else:

@@ -19,9 +19,9 @@ def evaluate(
     device: str = "cpu",
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the values of a program's constants ``names``, at the program's batch size.
-    ``buffers`` has the values of the buffers that the constants read, in the model's dtypes (cast
-    to float64 for a program in float64)."""
+    """Compute the constants ``names`` of a program at its batch size; return their values by name.
+    ``buffers`` has the values of the buffers that they read, in the model's dtypes (cast to float64
+    for a float64 program)."""
     given = {name: value.to(device) for name, value in program.literals.items()}
     given.update({name: value.to(device) for name, value in (buffers or {}).items()})
     return evaluate_constants(program.graph, names, device=device, buffers=given)
@@ -30,8 +30,8 @@ def evaluate(
 def evaluate_constants(
     graph: Graph, names: Iterable[str], *, device: str, buffers: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Compute the values of a graph's constants ``names``; ``buffers`` has every buffer that they
-    read, on ``device``."""
+    """Compute the constants ``names`` of a graph on ``device``; return their values by name.
+    ``buffers`` has every buffer that they read, on that device."""
     wanted = tuple(names)
     order = ancestors(graph, wanted)
     nodes = [node for node in graph.nodes if node.name in order and node.kind == "constant"]
@@ -53,9 +53,9 @@ def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
 
 
 def _at_batch(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a constant that was captured at one batch size in ``shape``, its shape at another: a
-    dimension that grows with the batch is a repetition of equal parts, which is shortened or
-    continued."""
+    """Return a constant's ``value``, captured at one batch size, in ``shape``, which it has at
+    another: a dimension that grows with the batch repeats equal parts, of which there are now more
+    or fewer."""
     for dim, size in enumerate(shape):
         if value.shape[dim] != size:
             part = value.narrow(dim, 0, gcd(value.shape[dim], size))

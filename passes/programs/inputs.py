@@ -16,7 +16,8 @@ _INDEX_DTYPES = ("int64", "int32", "int16", "uint8")
 
 
 def integer_bounds(graph: Graph) -> dict[str, int]:
-    """Map each integer input to the exclusive upper bound of its values, if there is any."""
+    """Return the exclusive upper bound of the values of each integer input that is used as an
+    index, by the input's name."""
     bounds: dict[str, int] = {}
     reached: dict[Ref, set[str]] = {
         Ref(node.name): {node.name} for node in graph.inputs if node.spec.dtype in _INDEX_DTYPES
@@ -36,8 +37,8 @@ def integer_bounds(graph: Graph) -> dict[str, int]:
 
 
 def _bound(graph: Graph, node: Node, position: int) -> int | None:
-    """Return the exclusive upper bound of the integers in ``node``'s tensor argument number
-    ``position``; None if there is no bound."""
+    """Return the exclusive upper bound of the integers in input number ``position`` of ``node``;
+    None if it is not used as an index."""
     bound = spec_of(node).largest_index
     is_index = position >= 1 or len(node.inputs) == 1
     if bound is None or not is_index:
@@ -46,7 +47,7 @@ def _bound(graph: Graph, node: Node, position: int) -> int | None:
 
 
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
-    """Return a random batch by input name, of the graph's shapes, equal for equal seeds. ``dtype``
+    """Return random tensors for the graph's inputs by name, equal for equal seeds. ``dtype``
     replaces the dtype of floating inputs."""
     generator = torch.Generator().manual_seed(seed)
     bounds = integer_bounds(graph)

@@ -23,8 +23,9 @@ _SIZED = frozenset(
 
 
 def run(graph: Graph, values: Mapping[str, Tensor], *, device: str = "cpu") -> Tensor:
-    """Compute the loss of ``graph``, differentiable by autograd. ``values`` holds the inputs,
-    parameters and buffers by name, and any known constants; other constants are computed."""
+    """Execute ``graph`` and return its loss, differentiable by autograd. ``values`` holds inputs,
+    parameters and buffers by name, and any constants that are known; other constants are
+    computed."""
     loss = graph.loss
     outputs = run_nodes(graph, graph.nodes, values, keep=(loss.name,), device=device)
     return outputs[loss.name][loss.index]
@@ -38,9 +39,8 @@ def run_nodes(
     keep: Iterable[str],
     device: str = "cpu",
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Execute ``nodes`` (in topological order) and return the outputs of the nodes named in
-    ``keep``. ``values`` has known values by name. A value is freed after its last use, except in
-    ``keep``."""
+    """Execute ``nodes`` (in topological order); return the outputs of the nodes named in ``keep``.
+    ``values`` has the known values by name. Other values are freed after their last use."""
     order = list(nodes)
     last_use = {ref.name: position for position, node in enumerate(order) for ref in node.inputs}
     kept = set(keep)
@@ -58,8 +58,8 @@ def run_nodes(
 def run_node(
     node: Node, held: Mapping[str, tuple[Tensor, ...]], *, device: str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """Execute one node; return its outputs. Devices among its literal arguments are replaced by
-    ``device``."""
+    """Execute one node; return its outputs. ``held`` has the outputs of earlier nodes by name.
+    ``device`` replaces devices among the node's literal arguments."""
     if node.op == LITERAL:
         return (torch.tensor(node.args[0], device=device, **node.kwargs),)
 
@@ -81,8 +81,8 @@ def _on(device: str, value: Any) -> Any:
 
 
 def _sized(node: Node) -> tuple[Any, ...]:
-    """Return a node's arguments with size arguments replaced by the shape of its output, so that
-    they fit the graph's batch size."""
+    """Return a node's arguments with arguments for sizes replaced by the shape of its output, so
+    that they fit the graph's batch size."""
     if node.op not in _SIZED:
         return node.args
     return (node.args[0], list(node.outputs[0].shape), *node.args[2:])

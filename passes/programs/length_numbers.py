@@ -20,9 +20,8 @@ from .program import Program
 
 
 def find_length_number(program: Program, shorter: Program) -> Node | None:
-    """Return the first node of ``program`` that depends on the sequence length in more than its
-    sizes, by comparison with ``shorter``, the program at a shorter length; None if there is
-    none."""
+    """Return the first node of ``program`` that depends on the sequence length in more than sizes
+    of tensors; None if there is none. ``shorter``: the program captured at a shorter length."""
     nodes, others = program.graph.nodes, shorter.graph.nodes
     for node, twin in zip(nodes, others, strict=False):
         if (node.name, node.op) != (twin.name, twin.op):
@@ -40,8 +39,8 @@ def find_length_number(program: Program, shorter: Program) -> Node | None:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Return those arguments of an op that its schema types as numbers to compute with (sizes and
-    positions are integers)."""
+    """Return the arguments of an op that are numbers to compute with, by its schema; sizes and
+    positions, which are integers there, are left out."""
     if not node.op.startswith("aten."):
         return []
     arguments = resolve(node.op)._schema.arguments
@@ -55,7 +54,7 @@ def _numbers(node: Node) -> list[Any]:
 
 
 def _is_known(program: Program, node: Node) -> bool:
-    """Return whether a constant depends on no buffer of the model."""
+    """Return whether a constant depends on no buffer of the model (literals are allowed)."""
     graph: Graph = program.graph
     return all(
         graph[name].kind != "buffer" or name in program.literals
@@ -64,7 +63,8 @@ def _is_known(program: Program, node: Node) -> bool:
 
 
 def _begins(value: Tensor, shorter: Tensor) -> bool:
-    """Return whether ``value`` begins with the entries of ``shorter`` in every dimension."""
+    """Return whether ``value`` and ``shorter`` are equal where they overlap, from the first index
+    on."""
     if value.dim() != shorter.dim():
         return False
     sizes = [min(pair) for pair in zip(value.shape, shorter.shape, strict=True)]

@@ -24,9 +24,9 @@ LeafKind = Literal["loss", "tensor", "value"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Leaf of a model's outputs. ``kind``: the loss, another tensor, or a plain value. ``value``:
-    of a plain value the value itself (None for an object of the model's own class, such as a cache
-    of keys); of the loss its shape."""
+    """Leaf of a model's outputs. ``kind``: the loss, another tensor, or a plain value. ``value`` is
+    the plain value itself (None for an object of the model's own class, such as a cache of keys),
+    or the shape of the loss."""
 
     kind: LeafKind
     value: Any = None
@@ -35,18 +35,19 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Tree structure of a model's outputs, with the kind of each leaf."""
+    """Pytree structure of a model's outputs, with the kind of each leaf (loss, tensor, plain
+    value)."""
 
     structure: TreeSpec
     leaves: tuple[Leaf, ...]
 
     @property
     def num_tensors(self) -> int:
-        """Number of the outputs' tensors besides the loss."""
+        """Number of tensors among the outputs, without the loss."""
         return sum(leaf.kind == "tensor" for leaf in self.leaves)
 
     def build(self, loss: Tensor | None, tensor: Callable[[int], Tensor]) -> Any:
-        """Build outputs of this structure from ``loss``, and from ``tensor(i)`` for the i-th other
+        """Return outputs of this structure, made of ``loss`` and of ``tensor(i)`` as the i-th other
         tensor."""
         made: list[Any] = []
         position = 0
@@ -61,20 +62,20 @@ class OutputForm:
 
 
 def _shaped(loss: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the loss in the shape that the model returns it in."""
+    """Return ``loss`` reshaped to ``shape``, in which the model returns it."""
     return loss if loss.shape == shape else loss.reshape(shape)
 
 
 def output_form(outputs: Any, loss: Tensor | None) -> OutputForm:
-    """Return the structure of ``outputs``; ``loss`` is the output that training minimizes, if
-    any."""
+    """Return the structure of a model's ``outputs``; ``loss`` is the tensor among them that
+    training minimizes, if any."""
     flat, structure = tree_flatten(with_dataclasses(outputs))
     return OutputForm(structure, tuple(_leaf(value, loss) for value in flat))
 
 
 def with_dataclasses(outputs: Any) -> Any:
-    """Register the dataclasses in ``outputs`` as containers of torch's pytrees; return the outputs.
-    Raises CaptureError AP209 for outputs in an object that cannot be rebuilt."""
+    """Register the dataclasses in ``outputs`` as containers of torch's pytrees; return ``outputs``.
+    Raises CaptureError AP209 if tensors are in an object that cannot be rebuilt."""
     register_dataclasses(outputs)
     if tree_is_leaf(outputs) and not isinstance(outputs, Tensor) and holds_tensors(outputs):
         raise CaptureError(
@@ -96,15 +97,15 @@ def _leaf(value: Any, loss: Tensor | None) -> Leaf:
 
 
 def output_tensors(outputs: Any, form: OutputForm) -> list[Tensor]:
-    """Return the tensors of ``outputs`` besides the loss, in the order of ``form``."""
+    """Return the tensors in ``outputs``, without the loss, in the order of ``form``."""
     flat, _ = tree_flatten(outputs)
     return [value for value, leaf in zip(flat, form.leaves, strict=True) if leaf.kind == "tensor"]
 
 
 def scalar_losses(outputs: Any) -> list[Tensor]:
-    """Return the differentiable scalars in a tuple or list of outputs: the candidates for the loss.
-    If gradients are off, return the floating tensors without dimensions, else those of one
-    element."""
+    """Return the differentiable scalars in a tuple or list of outputs, which are candidates for the
+    loss. If gradients are off, return floating tensors without dimensions or, if there are none,
+    floating tensors of one element."""
     scalars = [
         value
         for value in tree_flatten(outputs)[0]
@@ -120,14 +121,14 @@ def _is_differentiable(value: Tensor) -> bool:
 
 
 def differentiable_outputs(outputs: Any) -> list[Tensor]:
-    """Return the outputs that a loss can be differentiated through, in their order."""
+    """Return the tensors in ``outputs`` that have a gradient, in their order."""
     flat = tree_flatten(with_dataclasses(outputs))[0]
     return [each for each in flat if isinstance(each, Tensor) and _is_differentiable(each)]
 
 
 def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
     """Return a scalar that depends on every differentiable output: the sum of their means. Raises
-    CaptureError AP203 if no output can be differentiated."""
+    CaptureError AP203 if there are none. ``batch`` is unused."""
     found = differentiable_outputs(outputs)
     if not found:
         raise CaptureError(
@@ -143,8 +144,8 @@ def mean_of_outputs(outputs: Any, batch: Any) -> Tensor:
 
 
 def mean_inputs(graph: Graph, count: int) -> tuple[Ref, ...]:
-    """Return the outputs whose means a graph's loss sums, in the order of the outputs. The loss
-    must come from ``mean_of_outputs`` of ``count`` outputs."""
+    """Return the model's outputs, in order, from whose means a graph's loss is summed. The loss
+    must be ``mean_of_outputs`` of ``count`` outputs."""
     found: list[Ref] = []
     ref = graph.loss
     for _ in range(count - 1):

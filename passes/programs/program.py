@@ -19,14 +19,14 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 class Program:
     """Captured model: its forward and loss as a graph cut into blocks.
 
-    ``model`` is the model that was captured, on the ``meta`` device. ``inputs`` maps each input's
-    name to its place in the batch; inputs of floating dtype must be cast to their nodes' dtypes.
-    ``example`` is a batch of its capture. ``literals`` are the small tensors that the model's code
-    makes from Python numbers; the graph reads them as buffers of these names. ``unused`` are the
-    parameters that the loss does not depend on. ``outputs`` is the structure of the model's
-    outputs, None if unknown; ``returned`` are the values that the caller of the model
-    differentiates, if the model returns no loss. ``recapture(rows, change)`` captures the model
-    again, for a global batch of ``rows`` rows, at examples that ``change`` returns.
+    ``model`` is the captured model, on the ``meta`` device. ``inputs`` maps each input's name to
+    its location in the batch; floating inputs must be cast to their nodes' dtypes. ``example`` is a
+    batch with which it was captured. ``literals`` are small tensors that the model's code makes of
+    Python numbers; the graph reads them as buffers of these names. ``unused`` are the parameters
+    that the loss does not depend on. ``outputs`` is the structure of the model's outputs, None if
+    unknown; ``returned`` are the values whose gradients the model's caller computes, if the model
+    returns no loss. ``recapture(rows, change)`` captures the model again, for a global batch of
+    ``rows`` rows, at examples that ``change`` returns.
     """
 
     graph: Graph
@@ -43,7 +43,7 @@ class Program:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Names of the buffers that the graph reads, without the literals."""
+        """Names of the buffers of the model that the graph reads (literals are left out)."""
         return tuple(
             node.name
             for node in self.graph.nodes
@@ -51,14 +51,14 @@ class Program:
         )
 
     def batch(self, inputs: Mapping[str, Tensor]) -> Batch:
-        """Return a batch that holds ``inputs``, by name, in the form of the example batch."""
+        """Return a batch in the form of the example batch, with the tensors ``inputs`` by name."""
         assert self.example is not None
         return self.example.with_inputs(inputs)
 
     def of_global_batch(self, rows: int) -> Program | None:
-        """Capture the model for a global batch of ``rows``, on which numbers in its graph may
-        depend. Returns None if the model's code branches differently for ``rows`` than for the
-        planned batch."""
+        """Return the program captured for a global batch of ``rows`` rows, as numbers in the graph
+        may depend on it. None if the model's code then takes other branches than for the planned
+        batch."""
         if self.recapture is None:
             return self
         found, planned = self.recapture(rows), self.graph
@@ -67,6 +67,6 @@ class Program:
         return replace(found, recapture=self.recapture) if is_same else None
 
     def with_batch_size(self, batch_size: int) -> Program:
-        """Rescale the program to micro-batches of ``batch_size`` rows; numbers in its graph that
-        depend on the global batch are kept."""
+        """Return the program rescaled to micro-batches of ``batch_size`` rows; numbers in its graph
+        that depend on the global batch stay."""
         return replace(self, graph=self.graph.with_batch_size(batch_size))

@@ -59,9 +59,9 @@ _NUMBER, _TENSOR = "a number", "a tensor"
 
 @dataclass
 class CallTrace:
-    """Trace of the calls of torch in a forward. ``calls`` has each function with everything that
-    its result depends on, except for ``numbers`` of the model's Python code (by ``Place``) and the
-    values of ``tensors`` that this code makes. ``outputs`` is the structure of the model's
+    """Trace of a forward's calls of torch functions. ``calls`` has each call with everything that
+    its result depends on, except for ``numbers`` of the model's Python code (by place in the trace)
+    and values of ``tensors`` that this code makes. ``outputs`` is the structure of the model's
     outputs."""
 
     calls: list[Any] = field(default_factory=list)
@@ -72,7 +72,7 @@ class CallTrace:
     """Line of the user's code of the call that ``tracing_calls`` watches."""
 
     def is_like(self, other: CallTrace) -> bool:
-        """Return whether two traces differ at most in numbers and in the values of tensors."""
+        """Return whether two traces are equal but for numbers and values of tensors."""
         return (
             self.calls == other.calls
             and self.numbers.keys() == other.numbers.keys()
@@ -81,19 +81,20 @@ class CallTrace:
         )
 
     def changed_numbers(self, other: CallTrace) -> set[Place]:
-        """Return the places of the numbers that differ from those of an equivalent trace."""
+        """Return the places in the trace at which ``other``, an equivalent trace, has other
+        numbers."""
         return {place for place, value in self.numbers.items() if other.numbers[place] != value}
 
     def changed_tensors(self, other: CallTrace) -> set[int]:
-        """Return the positions of the tensors whose values differ from those of an equivalent
+        """Return the indices of the tensors that have other values in ``other``, an equivalent
         trace."""
         pairs = enumerate(zip(self.tensors, other.tensors, strict=True))
         return {at for at, (one, another) in pairs if one.tobytes() != another.tobytes()}
 
 
 def _kinds(trace: CallTrace) -> tuple[Any, ...]:
-    """Return the structure of a trace's outputs and the kind of each leaf (loss, tensor, plain
-    value), for a comparison of two traces; plain values are not compared."""
+    """Return the structure of a trace's outputs with the kind of each leaf (loss, tensor, plain
+    value), to compare traces; plain values are left out."""
     assert trace.outputs is not None
     leaves = [(leaf.kind, leaf.is_differentiable) for leaf in trace.outputs.leaves]
     return trace.outputs.structure, leaves
@@ -105,8 +106,8 @@ def _form(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _TraceRequest:
-    """Request for a trace: ``trace`` is filled by the next forward, which computes with ``numbers``
-    and ``tensors`` in place of its own arguments."""
+    """Request to trace the next forward into ``trace``, with ``numbers`` and ``tensors`` in place
+    of values of the model's code."""
 
     trace: CallTrace
     numbers: Mapping[Place, float]
@@ -125,10 +126,10 @@ def tracing_calls(
     before: Callable[[], None] = lambda: None,
     watched: int | None = None,
 ) -> Iterator[CallTrace]:
-    """Trace each forward within a ``with`` block; every forward overwrites the yielded trace.
-    Replace some values of the forward: ``numbers`` by place and ``tensors`` by position in the
-    trace. ``before`` is called before each forward. The user's source line of call number
-    ``watched`` is recorded."""
+    """Trace each forward within a ``with`` block; each overwrites the trace that is yielded. In the
+    forward, ``numbers`` (by place in the trace) and ``tensors`` (by index there) replace values of
+    the model's code. ``before`` is called before each forward. The user's source line of call
+    number ``watched`` is recorded."""
     trace = CallTrace()
     token = _WANTED.set(_TraceRequest(trace, numbers or {}, tensors or {}, before, watched))
     try:
@@ -139,7 +140,7 @@ def tracing_calls(
 
 @contextmanager
 def traced_if_wanted() -> Iterator[None]:
-    """Trace the forward in the ``with`` block if ``tracing_calls`` is active."""
+    """Trace the forward in a ``with`` block if it is inside of ``tracing_calls``."""
     wanted = _WANTED.get()
     if wanted is None:
         yield
@@ -153,14 +154,14 @@ def traced_if_wanted() -> Iterator[None]:
 
 
 def replaces_values() -> bool:
-    """Return whether forwards compute with values replaced by ``tracing_calls``."""
+    """Return whether ``tracing_calls`` is active and replaces values of the model's code."""
     wanted = _WANTED.get()
     return wanted is not None and bool(wanted.numbers or wanted.tensors)
 
 
 class _Recorder(TorchFunctionMode):
-    """Mode that records a forward's calls of torch in a trace, and replaces the values that the
-    request asks for."""
+    """Mode that records a forward's calls of torch functions in a trace, and replaces values of the
+    model's code as requested."""
 
     def __init__(self, wanted: _TraceRequest) -> None:
         super().__init__()
@@ -202,7 +203,8 @@ class _Recorder(TorchFunctionMode):
     def _make(
         self, func: Callable[..., Any], data: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Make a tensor of numbers in the model's code, replaced if requested, and record it."""
+        """Call ``func``, which makes a tensor of numbers (``data``) in the model's code, and record
+        the tensor; its numbers are replaced if requested."""
         position = len(self._trace.tensors)
         value = np.asarray(data)
         if position in self._wanted.tensors:
@@ -220,8 +222,8 @@ class _Recorder(TorchFunctionMode):
         self._trace.tensors.append(value.copy())
 
     def _form(self, value: Any, takes_any: bool) -> Any:
-        """Return an argument in a form that can be compared; floats that may change are recorded
-        separately as the call's numbers."""
+        """Return an argument of a call in a form that can be compared; floats that may change are
+        stored apart. ``takes_any``: the function has no special path for any number."""
         kind = type(value)
         if kind is float:
             if not _is_free(value, takes_any):
@@ -243,7 +245,8 @@ class _Recorder(TorchFunctionMode):
         return kind, value
 
     def _hold_real(self, tensor: Tensor) -> None:
-        """Record a real tensor that belongs neither to the batch nor to the model's state."""
+        """Record the values of a real tensor that is neither in the batch nor in the model's
+        state."""
         if tensor.is_meta or tensor.layout != torch.strided:
             return
         position = len(self._trace.tensors)
@@ -257,14 +260,15 @@ class _Recorder(TorchFunctionMode):
 
 
 def _data(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the data argument from which a call such as ``torch.tensor`` makes a tensor; None if
-    it contains tensors."""
+    """Return the argument from which a call such as ``torch.tensor`` makes a tensor; None if it is
+    or contains a tensor."""
     data = args[0] if args else next((kwargs[key] for key in _DATA if key in kwargs), None)
     return None if isinstance(data, Tensor) or _holds_tensors(data) else data
 
 
 def _is_free(value: float, takes_any: bool) -> bool:
-    """Return whether a number may be replaced without a torch function branching differently."""
+    """Return whether a float may be replaced without other branches inside torch. ``takes_any``:
+    the function has no special path for any number."""
     return math.isfinite(value) and (takes_any or value not in _OWN_PATHS)
 
 
@@ -275,7 +279,7 @@ def _holds_tensors(data: Any) -> bool:
 
 
 def _with_numbers(value: Any, numbers: Iterator[float], takes_any: bool) -> Any:
-    """Return an argument with its numbers replaced by ``numbers``, in the order of ``_form``."""
+    """Return an argument with its floats that may change replaced by the next of ``numbers``."""
     kind = type(value)
     if kind is float and _is_free(value, takes_any):
         return next(numbers)

@@ -30,10 +30,9 @@ _ATTENTION = functional.scaled_dot_product_attention
 
 
 class counter_random(TorchFunctionMode):  # noqa: N801
-    """Mode that replaces random calls of torch by counter-based ones, numbered from 0, for a step's
-    ``key`` (``step_key``). ``microbatch`` is the number of the forward's micro-batch;
-    ``batch_dims`` maps numbers of random calls to the dimension that counts the batch (see the
-    function ``batch_dims``)."""
+    """Mode that replaces torch's random calls by counter-based ones, numbered from 0 in a forward.
+    ``key`` is the training step's (``step_key``), ``microbatch`` the number of the forward's
+    micro-batch. ``batch_dims`` maps the number of a random call to its tensor's batch dimension."""
 
     def __init__(
         self, key: int = 0, *, microbatch: int = 0, batch_dims: Mapping[int, int] | None = None
@@ -62,13 +61,12 @@ class counter_random(TorchFunctionMode):  # noqa: N801
         return replacement(self, *args, **kwargs)
 
     def dropped(self, x: Tensor, p: float) -> Tensor:
-        """Return the dropout of ``x`` with rate ``p`` as the forward's next random call."""
+        """Return the dropout of ``x`` at rate ``p``, as the forward's next random call."""
         result: Tensor = torch.ops.autoparallel.counter_dropout(x, p, **self._next(x))
         return result
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Return random numbers in [0, 1) of the shape and dtype of ``like`` as the next random
-        call."""
+        """Return random numbers in [0, 1) like ``like``, as the forward's next random call."""
         if like.is_complex():
             raise _refused("a function of complex numbers")
         options = self._next(like)
@@ -86,14 +84,13 @@ class counter_random(TorchFunctionMode):  # noqa: N801
 
 
 def _refused(function: str) -> CaptureError:
-    """Return error AP211 for a random call that cannot be counter-based, at the user's current
-    line."""
+    """Return error AP211 for a random ``function`` that cannot be made counter-based, at the user's
+    current line."""
     return uncounted_error(function, user_source("".join(traceback.format_stack())))
 
 
 def batch_dims(graph: Graph) -> dict[int, int]:
-    """Map the number of each random call of a graph to the dimension that counts the batch, if
-    any."""
+    """Return the batch dimension of each random call of a graph, by the call's number."""
     return {
         node.kwargs["number"]: dim
         for node in graph
@@ -118,8 +115,8 @@ def _dropout(
 
 
 def _channels(batched_dims: int | None) -> Callable[..., Tensor]:
-    """Return the function for dropout of whole channels; an input with fewer dimensions than
-    ``batched_dims`` is one row without a batch dimension."""
+    """Return a function for dropout of whole channels; an input with fewer dimensions than
+    ``batched_dims`` is a single row without batch dimension."""
 
     def drop(
         mode: counter_random,
@@ -150,8 +147,8 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute attention; if it has dropout, by separate ops, so that counter-based dropout can be
-    applied to the attention weights."""
+    """Compute attention; if it has dropout, by separate ops, with counter-based dropout of the
+    attention weights."""
     if not dropout_p:
         return _ATTENTION(query, key, value, attn_mask, 0.0, is_causal, **options)
     if options.get("enable_gqa"):
@@ -171,8 +168,8 @@ def _attention(
 
 
 def _multihead(mode: counter_random, *args: Any, **kwargs: Any) -> Any:
-    """Call the function of ``nn.MultiheadAttention`` with replacements of the dropout and attention
-    that it calls: no mode sees these inner calls."""
+    """Call the function behind ``nn.MultiheadAttention`` with counter-based replacements of the
+    dropout and attention that it calls, as no mode sees these inner calls."""
     with _patched(
         functional,
         dropout=lambda *a, **k: _dropout(mode, *a, **k),

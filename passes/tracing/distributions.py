@@ -23,8 +23,7 @@ all are equally likely."""
 
 
 class Source(Protocol):
-    """Source of random numbers in [0, 1) of the shape and dtype of a tensor, different at each
-    call."""
+    """Function that draws new random numbers in [0, 1) of the shape and dtype of a tensor."""
 
     def uniform(self, like: Tensor) -> Tensor: ...
 
@@ -34,8 +33,8 @@ def _uniform(source: Source, like: Tensor, low: float = 0.0, high: float = 1.0) 
 
 
 def normal(source: Source, like: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
-    """Draw normal random numbers of the shape of ``like``, each from two uniform ones (Box and
-    Muller 1958)."""
+    """Draw normal random numbers of the shape of ``like``, each from two uniform numbers of
+    ``source`` (Box and Muller 1958)."""
     floats = _floats(like)
     radius = (-2 * torch.log1p(-source.uniform(floats))).sqrt()
     standard = radius * torch.cos(2 * math.pi * source.uniform(floats))
@@ -73,7 +72,7 @@ def _integers(source: Source, like: Tensor, low: Any, high: Any = None) -> Tenso
 
 
 def _floats(like: Tensor) -> Tensor:
-    """Return zeros of the shape of ``like`` in the dtype in which random numbers are computed."""
+    """Return zeros of the shape of ``like``, in the dtype in which random numbers are computed."""
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -89,8 +88,8 @@ def _without_generator(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_(source: Source, input: Tensor, *bounds: Any, **options: Any) -> Tensor:
-    """Fill ``input`` as ``Tensor.random_(from, to)``; the full range of a dtype is not
-    supported."""
+    """Fill ``input`` with random integers as ``Tensor.random_(from, to)`` does; without bounds, in
+    the full range of a dtype, it is not supported."""
     named = [options[name] for name in ("from", "to") if name in options]
     if not bounds and not named:
         return input.random_()
@@ -116,7 +115,7 @@ def _randn_like(source: Source, input: Tensor, **options: Any) -> Tensor:
 
 
 def _randint(source: Source, *args: Any, **options: Any) -> Tensor:
-    """Draw random integers as ``randint(low=0, high, size)``."""
+    """Draw random integers as ``torch.randint(low=0, high, size)`` does."""
     given, named = list(args), _without_generator(options)
     size = named.pop("size") if "size" in named else given.pop()
     high = named.pop("high") if "high" in named else given.pop()
@@ -167,8 +166,8 @@ def _multinomial(
     source: Source, input: Tensor, num_samples: int, replacement: bool = False, **options: Any
 ) -> Tensor:
     """Draw random indices along the last dimension, with probabilities in proportion to ``input``.
-    Without replacement, an exponential random number is divided by each weight; the indices of the
-    smallest quotients are returned, in order (Efraimidis and Spirakis 2006, "Weighted random
+    Without replacement: an exponential random number is divided by each weight, and the indices of
+    the smallest quotients are returned, in order (Efraimidis and Spirakis 2006, "Weighted random
     sampling with a reservoir")."""
     weights = input.detach().to(torch.float64)
     if not replacement or num_samples == 1:

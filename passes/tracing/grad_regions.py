@@ -47,14 +47,10 @@ WITHOUT_GRADIENT: OpOverload = torch.ops.autoparallel.without_gradient.default
 
 
 def inline_regions(exported: ExportedProgram) -> None:
-    """Replace nested regions of the program that turn gradients on or off (``no_grad``), or
-    autocast off, by their ops, in place.
-
-    Regions of other kinds stay (autocast that is on, conditions); ``lower`` refuses them.
-
-    Raises CaptureError AP212 for a write to a value that has a gradient where gradients are off, or
-    through ``detach()``.
-    """
+    """Replace, in place, nested graph regions that turn gradients on or off (``no_grad``), or turn
+    autocast off, by the ops inside. Other regions stay (autocast that is on, conditions); ``lower``
+    refuses them. Raises CaptureError AP212 for a write to a value with a gradient while gradients
+    are off, or through ``detach()``."""
     if not any(is_region(node) or node.target is _DETACH for node in exported.graph.nodes):
         return
     state = _Inlining(exported)
@@ -67,18 +63,18 @@ def inline_regions(exported: ExportedProgram) -> None:
 
 
 def is_region(node: fx.Node) -> bool:
-    """Return whether a node is a nested region whose ops are to be inlined: it turns gradients on
-    or off, or autocast off."""
+    """Return whether a node is a nested graph region that turns gradients on or off, or turns
+    autocast off, and so is replaced by its ops."""
     name = str(node.target)
     return name == SWITCH or (name == AUTOCAST and node.args[2] is False)
 
 
 class _Inlining:
-    """Inliner of a program's regions, which tracks the values with a gradient. ``_base`` maps a
-    view to its base tensor, and an element of a list of new tensors to the list. A view made while
-    gradients are off has no gradient, even if its base has one: ops read it through
+    """Inliner of a program's nested regions, which tracks values that have a gradient. ``_base``
+    maps a view to its base tensor, and an element of a list of new tensors to the list. A view made
+    while gradients are off has no gradient even if its base has one: ops read it through
     ``without_gradient``. If an op returns its argument itself, as ``x.float()`` may, the result
-    keeps the argument's gradient. ``_shown`` has the base tensors of a list's elements."""
+    keeps the gradient. ``_shown`` has the base tensors of the elements of lists."""
 
     def __init__(self, exported: ExportedProgram) -> None:
         self._graph = exported.graph
@@ -93,7 +89,8 @@ class _Inlining:
         }
 
     def inline(self, region: fx.Node, owner: fx.GraphModule, *, is_enabled: bool) -> None:
-        """Replace a region of the graph by its ops. ``owner``: the module that holds its body."""
+        """Replace the nested region ``region`` by its ops; ``owner`` is the module that holds its
+        body. ``is_enabled``: gradients are on around the region."""
         with self._graph.inserting_before(region):
             results = self._copied(region, list(region.args), owner, is_enabled=is_enabled)
         for user in list(region.users):
@@ -104,7 +101,8 @@ class _Inlining:
     def _copied(
         self, region: fx.Node, args: list[Any], owner: fx.GraphModule, *, is_enabled: bool
     ) -> Sequence[Any]:
-        """Copy a region's ops to the graph's insertion point; return the region's results."""
+        """Copy the ops of a nested region to the graph's insertion point; return the region's
+        results. ``is_enabled``: gradients are on around the region."""
         if str(region.target) == SWITCH:
             is_enabled, body, given = bool(args[0]), args[1], args[2:]
         else:
@@ -131,8 +129,8 @@ class _Inlining:
         raise AssertionError("a region without an output")
 
     def see(self, node: fx.Node, *, is_enabled: bool) -> None:
-        """Record whether a node's value has a gradient. If gradients are off, let the node read its
-        inputs through ``without_gradient``."""
+        """Record whether a node's value has a gradient. If gradients are off (``is_enabled``
+        false), make the node read its inputs through ``without_gradient``."""
         if node.op != "call_function":
             return
         path = path_of(node.target) if isinstance(node.target, OpOverload) else ""
@@ -168,8 +166,8 @@ class _Inlining:
             self._has_gradient.add(self._base_of(written))
 
     def _note_shown(self, node: fx.Node, shown: SharedArg, *, is_enabled: bool) -> None:
-        """Record the base of a view; a view of a value that is read through ``without_gradient`` is
-        read so, too."""
+        """Record that ``node`` is a view of the argument ``shown``; if that is read through
+        ``without_gradient``, so is the view."""
         self._base[node] = self._base_of(shown.argument)
         if node.target is _DETACH or shown.argument in self._detached:
             self._detached.add(node)
@@ -177,7 +175,8 @@ class _Inlining:
             self._cut_views.add(node)
 
     def has_gradient(self, node: fx.Node) -> bool:
-        """Return whether a value, or the base of a view, has a gradient."""
+        """Return whether a node's value, or the base tensor of which it is a view, has a
+        gradient."""
         value = node.meta.get("val")
         is_float = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
         return is_float and self._base_of(node) in self._has_gradient
@@ -192,7 +191,7 @@ class _Inlining:
         return cut
 
     def _check_written(self, value: fx.Node) -> None:
-        """Raise AP212 for a write to a value with a gradient, unless it is a parameter (AP213)."""
+        """Raise AP212 for a write to a value with a gradient; parameters are left to AP213."""
         if self._base_of(value).op != "placeholder":
             raise CaptureError(
                 "AP212",
@@ -206,18 +205,17 @@ class _Inlining:
 
 @dataclass(frozen=True, slots=True)
 class SharedArg:
-    """Argument whose memory an op's output shares; ``is_itself``: the output is the argument
-    itself."""
+    """Argument of an op whose memory an output shares; ``is_itself``: the output is the
+    argument."""
 
     argument: fx.Node
     is_itself: bool
 
 
 def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
-    """Return, for each output of an op, the argument whose memory it shares; None if some output
-    has memory of its own. The op is executed on fake tensors: whether ``x.reshape(...)`` copies and
-    whether ``x.contiguous()`` is ``x`` itself depends on the strides and the dtype, not on the op's
-    schema."""
+    """Return for each output of an op the argument whose memory it shares; None if some output has
+    its own memory. The op is executed on fake tensors, as strides and dtypes decide whether
+    ``x.reshape(...)`` copies or ``x.contiguous()`` is ``x``, not the op's schema."""
     if not _may_show(node.target):
         return None
     values = {value: value.meta.get("val") for value in node.all_input_nodes}
@@ -238,8 +236,8 @@ def shown_arguments(node: fx.Node) -> list[SharedArg] | None:
 
 @cache
 def _may_show(op: OpOverload) -> bool:
-    """Return whether an op's output may share an argument's memory, by its schema or as a composite
-    op."""
+    """Return whether an op's output may share memory with an argument: its schema says so, or it is
+    composed of other ops."""
     is_said = any(made.alias_info is not None for made in op._schema.returns)
     return is_said or op is _CAST or op.has_kernel_for_dispatch_key(_COMPOSITE)
 

@@ -24,8 +24,8 @@ _MODULE = "transformers.integrations.moe"
 
 @contextmanager
 def capturable_experts() -> Iterator[None]:
-    """Replace experts modules of transformers by the op ``autoparallel::experts`` in a ``with``
-    block."""
+    """Replace mixture-of-experts modules of transformers by the op ``autoparallel::experts`` within
+    a ``with`` block."""
     library = sys.modules.get(_MODULE)
     interface: Any = getattr(library, "ExpertsInterface", None)
     if library is None or interface is None:
@@ -49,8 +49,8 @@ def capturable_experts() -> Iterator[None]:
 
 
 def _forward(library: Any, module: Any, x: Tensor, ids: Tensor, scores: Tensor) -> Any:
-    """Call the op ``autoparallel::experts``, or transformers' own forward if the module computes
-    something that the op cannot."""
+    """Compute a mixture-of-experts module of transformers by the op ``autoparallel::experts``, or
+    by its own forward if the op cannot compute the same."""
     gated = module.has_gate
     activation = describe(module, module._apply_gate if gated else module.act_fn)
     if activation is None or module.has_post_expert_norm or x.dim() != 2 or ids.dim() != 2:

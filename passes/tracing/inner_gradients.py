@@ -26,18 +26,19 @@ _BACKWARDS = (torch.autograd.backward, Tensor.backward)
 
 
 class InnerGradientError(Exception):
-    """Error of a forward that takes a gradient outside of ``inner_gradients``."""
+    """Error of a forward that computes a gradient where ``inner_gradients`` is not active."""
 
 
 def _is_differentiating() -> bool:
-    """Return whether the current op is called inside of a derivative of ``torch.func``."""
+    """Return whether the current op is called inside of a derivative (grad, jvp) of
+    ``torch.func``."""
     interpreter = functorch.peek_interpreter_stack()
     kinds = functorch.TransformType
     return interpreter is not None and interpreter.key() in (kinds.Grad, kinds.Jvp)
 
 
 class _Watched(TorchFunctionMode):
-    """Mode that lets a forward compute gradients if ``is_ready``; otherwise the first such call
+    """Mode that lets a forward compute gradients if ``is_ready``; otherwise the first computation
     raises InnerGradientError, which ends the export."""
 
     def __init__(self, *, is_ready: bool) -> None:
@@ -78,14 +79,14 @@ class _Watched(TorchFunctionMode):
 
 @contextmanager
 def watched_gradients() -> Iterator[None]:
-    """Raise InnerGradientError if a forward in the ``with`` block takes a gradient."""
+    """Raise InnerGradientError if a forward in the ``with`` block computes a gradient."""
     with _Watched(is_ready=False):
         yield
 
 
 @contextmanager
 def inner_gradients() -> Iterator[None]:
-    """Record the gradients that a forward takes in the ``with`` block as ops of the traced
+    """Record the gradients that a forward in the ``with`` block computes as ops of the traced
     graph."""
     mode = get_proxy_mode()
     if mode is None:  # nothing is recorded
@@ -96,9 +97,9 @@ def inner_gradients() -> Iterator[None]:
 
 
 class _Recorded(dict[Any, Any]):
-    """Table of decompositions that contains every op: the entry of an op calls the op under
-    ``mode``, which records it. While an op is being recorded, it is reported as not in the table,
-    so that it is not decomposed again."""
+    """Table of decompositions with an entry for every op: it calls the op under ``mode``, which
+    records it. While an op is recorded, it is reported as missing from the table, so that it is not
+    decomposed again."""
 
     def __init__(self, mode: Any) -> None:
         super().__init__({None: None})  # an empty table is replaced by another
@@ -128,7 +129,8 @@ class _Recorded(dict[Any, Any]):
         return self._made.setdefault(_memory(tensor), tensor)
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """Return the recorded tensor with the memory of ``tensor``, if there is one."""
+        """Return the recorded tensor that has the memory of ``tensor``, or ``tensor`` itself if
+        there is none."""
         if get_proxy_slot(tensor, self._mode.tracer, None) is not None:
             return tensor
         return self._made.get(_memory(tensor), tensor)

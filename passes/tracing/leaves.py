@@ -17,15 +17,16 @@ LARGEST_SHARE = 0.5
 
 
 class LeafError(Exception):
-    """Error of a model in which no further submodule can be an opaque leaf (single op)."""
+    """Error of an export that fails although no further submodule can be exported as a single
+    op."""
 
 
 def widen(
     model: nn.Module, leaves: Mapping[str, nn.Module], error: BaseException
 ) -> dict[str, nn.Module]:
-    """Add the submodule that raised ``error`` to the opaque ``leaves``; if it is one already, its
-    parent module. Raises LeafError if that module is the model itself, or has most of its
-    parameters."""
+    """Add the submodule that raised ``error`` to ``leaves``, the submodules exported as single ops;
+    if it is there already, add its parent. Raises LeafError if that is the model itself, or has
+    most of its parameters."""
     path = failing_module(error, model)
     while path and any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
         path = path.rpartition(".")[0]

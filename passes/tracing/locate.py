@@ -48,7 +48,8 @@ _OTHER_FIX = (
 
 
 def user_source(stack_trace: str | None) -> str:
-    """Return the ``file:line`` of the innermost frame of the user's code in a stack trace, or "".
+    """Return the ``file:line`` of the innermost frame of the user's code in a stack trace; "" if
+    there is none.
 
     >>> user_source('  File "model.py", line 12, in forward')
     'model.py:12'
@@ -66,10 +67,9 @@ def _is_users(file: str) -> bool:
 
 
 class _UserFrames:
-    """Replacement of torch's ``CapturedTraceback``, which records the call stack of an op. Of the
-    frames within the outermost ``forward``, it keeps only those in users' files or in a
-    ``forward``. torch keeps all frames with their source text, which takes a seventh of a capture's
-    time."""
+    """Replacement of torch's ``CapturedTraceback``, which records the call stack of each op. Within
+    the outermost ``forward``, it keeps only frames in users' files or in a ``forward``. torch
+    itself keeps all frames with their source text, which takes a seventh of a capture's time."""
 
     def __init__(self, frames: list[FrameSummary]) -> None:
         self._frames = frames
@@ -91,7 +91,7 @@ class _UserFrames:
 
 @contextmanager
 def noting_user_frames() -> Iterator[None]:
-    """Let tracers record for each op only the frames that ``user_source`` reads, in a ``with``
+    """Make tracers record for each op only the frames that ``user_source`` reads, within a ``with``
     block."""
     tracers: Any = proxy
     before, tracers.CapturedTraceback = tracers.CapturedTraceback, _UserFrames
@@ -102,8 +102,8 @@ def noting_user_frames() -> Iterator[None]:
 
 
 def capture_error(error: BaseException, model: nn.Module, prefix: str) -> CaptureError:
-    """Convert an exception of ``torch.export`` to an error for the user. ``prefix`` is the
-    attribute under which ``model`` wraps the user's model."""
+    """Convert an exception of ``torch.export`` to an error for the user. ``model`` is the exported
+    wrapper, which holds the user's model under the attribute ``prefix``."""
     text = _first_lines(str(error))
     where = _where(error, model, prefix)
     if any(mark in f"{type(error).__name__} {error}" for mark in _DATA_DEPENDENT):
@@ -124,8 +124,8 @@ def capture_error(error: BaseException, model: nn.Module, prefix: str) -> Captur
 
 
 def uncounted_error(function: str, where: str) -> CaptureError:
-    """Return the error for a random function that cannot be made counter-based (see
-    ``random_ops``)."""
+    """Return the error for a random ``function`` that cannot be made counter-based (see
+    ``random_ops``), called at the user's line ``where``."""
     return CaptureError(
         "AP211",
         f"the model draws random numbers with {function}, which is not supported",
@@ -138,7 +138,8 @@ def uncounted_error(function: str, where: str) -> CaptureError:
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:
-    """Return the path of the innermost submodule in whose forward an error was raised, or ""."""
+    """Return the path of the innermost submodule in whose forward ``error`` was raised; "" if
+    none."""
     paths = {id(module): name for name, module in model.named_modules()}
     found = ""
     for frame, _ in _frames(error):
@@ -172,7 +173,8 @@ def _where(error: BaseException, model: nn.Module, prefix: str) -> str:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield every frame of an error with its line, after those of its causes, outermost first."""
+    """Yield every stack frame of an error with its line, outermost first, after the frames of the
+    errors that caused it."""
     chain: list[BaseException] = []
     current: Any = error
     while current is not None and current not in chain:

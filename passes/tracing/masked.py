@@ -51,8 +51,9 @@ equal."""
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Result of ``values[mask]``, kept as the two tensors: the selected elements (or rows) of
-    ``values`` are those where ``mask``, over its first dimensions, is true."""
+    """Result of ``values[mask]``, whose size is unknown in a capture, kept as both tensors: it
+    consists of the elements (or rows) of ``values`` for which ``mask``, over the first dimensions,
+    is true."""
 
     values: Tensor
     mask: Tensor
@@ -150,7 +151,7 @@ def _computed(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two masks are equal: the same tensor, or made by the same ops on the same
+    """Return whether two masks are equal: the same tensor, or made by the same ops of the same
     tensors."""
     mode = get_proxy_mode()
     if one is other or mode is None:  # without a recording, a capture has checked
@@ -171,20 +172,20 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _is_inner(dim: int, values: Tensor, mask: Tensor) -> bool:
-    """Return whether dimension ``dim`` of the selection lies within each selected row, and is not
-    the one that counts rows."""
+    """Return whether dimension ``dim`` of ``values[mask]`` lies within each selected row, and does
+    not count the rows."""
     inner = values.dim() - mask.dim()
     return 0 < dim <= inner if dim >= 0 else -dim <= inner
 
 
 def _count(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the number of elements that ``mask`` selects."""
+    """Return the number of elements of ``values[mask]``."""
     return mask.sum() * math.prod(values.shape[mask.dim() :])
 
 
 def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
-    """Reduce the selected elements by ``how``: ``sum`` or ``mean``; return the selection itself for
-    ``none``."""
+    """Reduce ``values[mask]`` by ``how``, "sum" or "mean"; for "none" return the selection
+    itself."""
     if how == "none":
         return Masked(values, mask)
     inner = (1,) * (values.dim() - mask.dim())
@@ -195,7 +196,8 @@ def _reduced(values: Tensor, mask: Tensor, how: str) -> Any:
 def _cross_entropy(
     logits: Tensor, target: Tensor, mask: Tensor, ignore_index: int = -100, **options: Any
 ) -> Any:
-    """Compute the cross entropy of the selected rows, by ignoring the targets of the others."""
+    """Compute the cross entropy of the rows that ``mask`` selects, by ignoring the targets of all
+    other rows."""
     if logits.dim() != mask.dim() + 1 or target.shape != mask.shape or target.is_floating_point():
         _refuse("cross_entropy of x[mask], of these shapes,")
     targets = torch.where(mask, target, ignore_index).flatten()

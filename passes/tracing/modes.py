@@ -39,9 +39,9 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Promote(TorchFunctionMode):
-    """Mode that turns every floating dtype that a call asks for into float64. It also casts tensors
-    that the model's code holds outside of parameters and buffers. A capture records none of these
-    casts (but one of its own per tensor), so the graph is the same as in any other dtype."""
+    """Mode that turns every floating dtype that a call requests into float64, and casts tensors
+    that the model's code holds outside of parameters and buffers. A capture records no such casts
+    (but one per tensor held), so that its graph is the same as in any other dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class _Promote(TorchFunctionMode):
 
 @contextmanager
 def promote_to_float64() -> Iterator[None]:
-    """Compute in float64 within a ``with`` block, whatever floating dtype the model's code asks
-    for. The model's parameters and buffers and the batch's floating tensors must be float64
-    already. Rounding then can neither hide nor fake a difference between two executions."""
+    """Compute in float64 within a ``with`` block, even if the model's code requests another
+    floating dtype. The model's parameters and buffers and the batch's floating tensors must be
+    float64 already. Rounding then cannot hide or fake a difference between two executions."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -88,7 +88,8 @@ def promote_to_float64() -> Iterator[None]:
 
 
 class explicit_ops(TorchFunctionMode):  # noqa: N801
-    """Mode that turns effects of calls that ``torch.export`` does not record into ops.
+    """Mode that makes explicit ops of those effects of calls that ``torch.export`` would not
+    record:
 
     - A cast is an op even where it changes nothing. ``x.to(x.dtype)`` returns ``x`` itself, so the
       wiring of a captured graph would depend on the dtype that it was captured in.
@@ -157,9 +158,9 @@ def inference_without_gradients() -> Iterator[None]:
 
 @contextmanager
 def undetected_causal_masks() -> Iterator[None]:
-    """Let ``nn.TransformerEncoder`` apply its mask without reading mask values, in a ``with``
-    block. It looks for a causal mask, for which there are faster kernels; a capture has no values.
-    """
+    """Make ``nn.TransformerEncoder`` apply its mask without reading the mask's values, in a
+    ``with`` block: it would look for causal masks, which have faster kernels, but a capture has no
+    values."""
     library: Any = torch.nn.modules.transformer
     detect = library._detect_is_causal_mask
 
@@ -204,8 +205,8 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute ``instance_norm``, and update its running statistics with the samples' statistics,
-    averaged over the samples."""
+    """Compute ``instance_norm``, and update its running statistics with the mean over samples of
+    each sample's statistics."""
     mean, variance = running_mean, running_var
     if mean is not None and variance is not None and use_input_stats:
         with torch.no_grad():
@@ -226,8 +227,8 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute ``gaussian_nll_loss``, whose gradient ignores the clamp of variances to ``eps`` (Nix
-    and Weigend 1994)."""
+    """Compute ``gaussian_nll_loss``. Its gradient ignores that variances are clamped to ``eps``
+    (Nix and Weigend 1994)."""
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
     elif var.shape == input.shape[:-1] != input.shape:
@@ -239,7 +240,7 @@ def _gaussian_nll_loss(
 
 
 def _asks_for_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of ``Tensor.to`` has ``copy=True``, by name or after non_blocking."""
+    """Return whether a call of ``Tensor.to`` has ``copy=True``, by name or by position."""
     flags = [arg for arg in args if isinstance(arg, bool)]
     return bool(kwargs.get("copy", len(flags) > 1 and flags[1]))
 
@@ -255,7 +256,7 @@ def _asked_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype |
 
 @contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Let ``torch.distributions`` skip the validation of their parameters in a ``with`` block."""
+    """Make ``torch.distributions`` skip the validation of parameters within a ``with`` block."""
     held = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -266,8 +267,8 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextmanager
 def unmoved_modules(within: nn.Module | None = None) -> Iterator[None]:
-    """Keep modules of ``within``, or all modules, from being moved to other devices in a ``with``
-    block."""
+    """Prevent modules of ``within`` (None: all modules) from being moved to other devices within a
+    ``with`` block."""
     apply = nn.Module._apply
     known = None if within is None else {*within.modules()}
 

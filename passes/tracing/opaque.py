@@ -44,10 +44,10 @@ def opaque_call(
     example: bool,
     made: dict[str, Any],
 ) -> tuple[Any, str]:
-    """Call ``function`` as one op named after ``name``; return the result, and the op's path.
-    ``made`` holds the ops of this capture: equal calls share one. ``example``: shapes come from a
-    real execution on random values; else from fake tensors. Raises ValueError if values decide
-    shapes."""
+    """Call ``function`` as a single op named after ``name``; return the result and the op's path.
+    ``made`` holds the ops of this capture, which equal calls share. ``example``: output shapes come
+    from a real execution on random values, else from fake tensors. Raises ValueError if shapes
+    depend on values."""
     flat, structure = tree_flatten((args, dict(kwargs)))
     tensors = [value for value in flat if isinstance(value, Tensor)]
     runner = _Runner(function, structure, flat)
@@ -62,8 +62,9 @@ def opaque_call(
 
 
 def _made(runner: _Runner, tensors: Sequence[Tensor], *, example: bool) -> tuple[list[Any], Any]:
-    """Call the function outside of all tracing modes; return its result, flat, and the result's
-    structure. With ``example`` it is executed on two sets of values, whose shapes must agree."""
+    """Call the function outside of all tracing modes; return the leaves of its result, and the
+    result's pytree structure. With ``example`` it is executed on two sets of values, for which
+    shapes must agree."""
     found: list[Any] = []
 
     def work() -> None:
@@ -110,7 +111,7 @@ def _writing(function: Any) -> CaptureError:
 
 
 class _Runner:
-    """Call of a function, recorded so that it can be executed again on other tensors."""
+    """Recorded call of a function, which can be executed again on other tensors."""
 
     def __init__(self, function: Callable[..., Any], structure: Any, flat: list[Any]) -> None:
         self.is_tensor = [isinstance(value, Tensor) for value in flat]
@@ -118,7 +119,8 @@ class _Runner:
         self.function, self.structure = function, structure
 
     def whole(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """Call the function on ``tensors``; return its whole result, flat, and its structure."""
+        """Call the function on ``tensors``; return the leaves of its result, and its pytree
+        structure."""
         feed = iter(tensors)
         flat = [
             next(feed) if is_tensor else value
@@ -143,7 +145,8 @@ def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _make_op(name: str, runner: _Runner, shapes: Sequence[Tensor]) -> Any:
-    """Register the op ``Tensor[] -> Tensor[]`` that calls ``runner``, with its backward."""
+    """Register an op ``Tensor[] -> Tensor[]`` that calls ``runner``, with its backward. ``shapes``:
+    tensors of the shapes of its outputs."""
 
     def forward(tensors: list[Tensor]) -> list[Tensor]:
         return _fresh(runner(tensors), tensors)
@@ -194,8 +197,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> str:
-    """Return a unique name for an op, from its function and arguments; the same in all processes
-    and precisions."""
+    """Return a unique name for an op, made from ``name``, its function and its arguments; it is
+    equal in all processes and precisions."""
     facts = [name, function.__module__, *_settings(getattr(function, "module", None))]
     facts += [
         f"{tuple(value.shape)} {_number(value)}" if isinstance(value, Tensor) else str(value)[:200]
@@ -207,13 +210,14 @@ def _unique(name: str, function: Callable[..., Any], arguments: list[Any]) -> st
 
 
 def _number(tensor: Tensor) -> str:
-    """Return the dtype's name; all floating dtypes have one name, so that an op has the same name
-    in a plan at any precision."""
+    """Return the name of a tensor's dtype, with one name for all floating dtypes, so that an op has
+    the same name in plans of any precision."""
     return "float" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def _settings(module: nn.Module | None) -> list[str]:
-    """Describe how a module differs from others of its class: submodules and plain attributes."""
+    """Return texts that tell a module apart from others of its class: its submodules and plain
+    attributes."""
     if module is None:
         return []
     return [
@@ -225,7 +229,7 @@ def _settings(module: nn.Module | None) -> list[str]:
 
 
 class _ModuleCall:
-    """Callable for a submodule's forward as a function of parameters, buffers and arguments."""
+    """Callable that computes a submodule's forward from its parameters, buffers and arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -241,8 +245,8 @@ class _ModuleCall:
 
 @contextmanager
 def opaque_modules(modules: Mapping[str, nn.Module], rules: dict[str, OpRule]) -> Iterator[None]:
-    """Make each call of ``modules`` (by path) a single op, in a ``with`` block. The rules of
-    modules with an annotated class are added to ``rules``."""
+    """Make each call of ``modules`` (by path) a single op within a ``with`` block. Sharding rules
+    of modules whose class the user has annotated are added to ``rules``."""
     made: dict[str, Any] = {}
     for module in modules.values():
         module.forward = _as_op(module, rules, made)
@@ -254,7 +258,7 @@ def opaque_modules(modules: Mapping[str, nn.Module], rules: dict[str, OpRule]) -
 
 
 def annotated_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules whose class the user registered with an annotation, by path."""
+    """Return, by path, the submodules whose class the user has annotated with a sharding rule."""
     return {path: m for path, m in model.named_modules() if hasattr(type(m), ANNOTATION)}
 
 
@@ -275,7 +279,8 @@ def _as_op(module: nn.Module, rules: dict[str, OpRule], made: dict[str, Any]) ->
 
 @contextmanager
 def whole_functions() -> Iterator[None]:
-    """Make each ``autograd.Function`` a single op with its own backward, in a ``with`` block."""
+    """Make each call of an ``autograd.Function`` a single op with its own backward within a
+    ``with`` block."""
     original = torch.autograd.Function.__dict__["apply"]
     made: dict[str, Any] = {}
 

@@ -39,8 +39,8 @@ _ABSENT: Any = object()
 
 @dataclass(slots=True)
 class _Place:
-    """Container (dict, list, closure or object) with the ``keys`` of values in it. A value is named
-    to the user by ``before``, its key and ``after``."""
+    """Container (dict, list, closure or object) with the ``keys`` of values in it that the model's
+    code uses. A value's name for the user is ``before``, its key and ``after``."""
 
     before: str
     held: Any
@@ -48,7 +48,7 @@ class _Place:
     after: str = ""
 
     def read(self) -> list[Any]:
-        """Return the present values in the order of the keys; ``_ABSENT`` for a missing key."""
+        """Return the present values in the order of ``keys``; ``_ABSENT`` for a missing key."""
         held = self.held
         if isinstance(held, dict | types.MappingProxyType):
             return [held.get(key, _ABSENT) for key in self.keys]
@@ -83,7 +83,7 @@ Reading = list[tuple[list[Any], list[Any]]]
 
 
 class PythonState:
-    """Reader of the Python values that the code of ``model`` and ``loss_fn`` uses; the containers
+    """Reader of the Python values that the code of ``model`` and ``loss_fn`` uses. The containers
     that hold them are searched once."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -99,15 +99,15 @@ class PythonState:
         self._places = walk.places
 
     def read(self) -> Reading:
-        """Return the present values in each container, each value with a mark that differs once the
-        value is modified in place."""
+        """Return the present values in each container, each with a mark that changes when the value
+        is modified in place."""
         return [
             (values, [_mark(each) for each in values])
             for values in (place.read() for place in self._places)
         ]
 
     def changes(self, before: Reading, now: Reading) -> list[str]:
-        """Return the names of the values that differ between two readings."""
+        """Return the names, as shown to the user, of values that differ between two readings."""
         return [
             place.name(place.keys[at])
             for place, (values, marks), (new, new_marks) in zip(
@@ -119,7 +119,7 @@ class PythonState:
         ]
 
     def restore(self, reading: Reading) -> None:
-        """Put back the values of ``reading`` that have been replaced since."""
+        """Put back the values of ``reading`` that have been replaced since then."""
         for place, (values, _), current in zip(
             self._places, reading, (place.read() for place in self._places), strict=True
         ):
@@ -129,8 +129,8 @@ class PythonState:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Let every forward that is traced or captured in the ``with`` block begin with the same
-        values and random states; afterwards both are as if there had been no forward."""
+        """Make every forward traced or captured in a ``with`` block begin with the same Python
+        values and random states; afterwards these are as if there had been no forward."""
         reading, generators = self.read(), Generators.now()
 
         def begin() -> None:
@@ -144,8 +144,8 @@ class PythonState:
             begin()
 
     def forget_fakes(self, reading: Reading) -> list[Replaced]:
-        """Restore values that a forward has replaced by fake tensors since ``reading``; return the
-        changes."""
+        """Restore the values that a forward has replaced by fake tensors since ``reading``; return
+        these replacements."""
         replaced = [each for each in self._replaced(reading) if isinstance(each.now, FakeTensor)]
         for each in replaced:
             each.take_away()
@@ -160,8 +160,8 @@ class PythonState:
         return [*replaced, *made]
 
     def new_tensors(self, before: Reading) -> list[Replaced]:
-        """Return the values that were no tensors in the reading ``before`` and have been replaced
-        by tensors since."""
+        """Return the replacements of values that were no tensors in the reading ``before`` by
+        tensors."""
         return [
             each
             for each in self._replaced(before)
@@ -177,8 +177,8 @@ class PythonState:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Record of a value that a forward has replaced: its container and key, the old value
-    ``before``, and the new value ``now``."""
+    """Record of a value that a forward has replaced: its container and key, the value ``before``
+    and the value ``now``."""
 
     place: _Place
     key: Any
@@ -186,19 +186,19 @@ class Replaced:
     now: Any
 
     def is_there(self) -> bool:
-        """Return whether the container still holds the new value."""
+        """Return whether the container holds the new value at present."""
         return any(each is self.now for each in self.place.read())
 
     def is_free(self) -> bool:
-        """Return whether the container holds the old value."""
+        """Return whether the container holds the old value at present."""
         return any(each is self.before for each in self.place.read())
 
     def take_away(self) -> None:
-        """Replace the new value by the old in the container."""
+        """Put the old value into the container in place of the new value."""
         self.place.write(self.key, self.before)
 
     def put_back(self) -> None:
-        """Replace the old value by the new in the container."""
+        """Put the new value into the container in place of the old value."""
         self.place.write(self.key, self.now)
 
 
@@ -227,8 +227,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Walk:
-    """Search of all Python values that can be reached from the model through ``known`` names;
-    ``names`` collects the names that the visited code reads."""
+    """Search for the Python values that can be reached from a model through attributes, globals and
+    keys whose names are in ``known``; ``names`` collects the names that visited code reads."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -293,7 +293,7 @@ class _Walk:
         self._place(path + ".", held, [*held, *_methods(type(value), held)])
 
     def _class(self, cls: type, methods: Iterable[str]) -> None:
-        """Visit those attributes and methods of a class whose names occur in the visited code."""
+        """Visit the attributes of a class, and ``methods``, whose names occur in visited code."""
         self.names.update(methods)
         for base in cls.__mro__:
             if base in (nn.Module, object) or _is_library(base.__module__):
@@ -331,8 +331,9 @@ class _Walk:
     def _place(
         self, before: str, held: Any, keys: list[Any], after: str = "", *, by_name: bool = True
     ) -> None:
-        """Record the values under ``keys`` of ``held``; with ``by_name``, only keys whose names
-        occur in the visited code."""
+        """Record the values under ``keys`` of the container ``held``; with ``by_name``, only keys
+        that occur as names in visited code. ``before`` and ``after`` frame the key in a value's
+        name."""
         known = [key for key in keys if not by_name or key in self._known]
         self._add(_Place(before, held, known, after))
 
@@ -352,14 +353,14 @@ class _Walk:
 
 
 def _methods(cls: type, held: Mapping[str, Any]) -> list[str]:
-    """Return the names that a class defines, except those that attributes of the object itself
-    hide."""
+    """Return the names that class ``cls`` defines, without names hidden by attributes (``held``) of
+    the object itself."""
     bases = [base for base in cls.__mro__ if not _is_library(base.__module__)]
     return [*{name: None for base in bases for name in vars(base) if name not in held}]
 
 
 def _unbound(value: Any) -> Any:
-    """Return the function of a class method, a static method or a property."""
+    """Return the plain function behind a class method, a static method or a property."""
     if isinstance(value, classmethod | staticmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
@@ -370,7 +371,8 @@ def _is_library(module: str) -> bool:
 
 
 def _is_installed(names: Mapping[str, Any]) -> bool:
-    """Return whether the module with the globals ``names`` belongs to an installed distribution."""
+    """Return whether the module whose globals are ``names`` belongs to an installed distribution,
+    so that it is not the user's own code."""
     return "site-packages" in str(names.get("__file__", ""))
 
 
@@ -379,7 +381,7 @@ def _is_namespace(value: Any) -> bool:
 
 
 def function_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code and the code of functions inside of it."""
+    """Yield the code object of a function, and of each function defined inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -388,14 +390,14 @@ def function_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @dataclass(frozen=True)
 class Generators:
-    """States of Python's and NumPy's random generators."""
+    """States of Python's and NumPy's global random generators at one time."""
 
     python: Any
     numpy: dict[str, Any]
 
     @classmethod
     def now(cls) -> Generators:
-        """Return the present states of both generators."""
+        """Return the states of both generators at present."""
         return cls(random.getstate(), np.random.get_state(legacy=False))
 
     def restore(self) -> None:
@@ -404,7 +406,7 @@ class Generators:
         np.random.set_state(self.numpy)
 
     def is_same(self, other: Generators) -> bool:
-        """Return whether no random number was drawn between two readings."""
+        """Return whether no random number was drawn between these two states."""
         if self.python != other.python:
             return False
         one, another = self.numpy["state"], other.numpy["state"]

@@ -30,16 +30,16 @@ class Configuration:
     """Parallel degrees and options of a training run, as the user writes them.
 
     ``dp`` ranks split the batch. ``ep`` ranks hold different experts: data-parallel ranks if ``dp``
-    is a multiple of ``ep``, else tensor- and context-parallel ranks too (``folded``). ``etp``
-    instead sets the number of tensor-parallel ranks that share each expert: 1, or all ``tp``.
-    ``microbatch_size`` rows make a micro-batch over all data-parallel ranks. ``num_chunks`` stages
-    share a pipeline rank. ``num_slices``: slices of sequences, for TeraPipe. ``layers``: number of
-    layers of each stage (default: even). ``recompute`` applies to every block, as in a plan, or to
-    layers alone unless ``recomputes_ends``. ``selective_share`` below 1: this fraction of a stage's
-    layers is recomputed selectively, the others fully. ``recompute_share`` below 1: this fraction
-    of a stage's layers is recomputed, the others keep their activations. ``compiled``: blocks run
-    compiled, or layers alone unless ``compiles_ends``; ``fuses_products``: with kernels over
-    products, such as written-out attention. ``gradient_dtype`` and ``offload`` are as in a plan.
+    is a multiple of ``ep``, else tensor- and context-parallel ranks too (``folded``). ``etp`` sets
+    the number of tensor-parallel ranks that share each expert instead: 1, or all ``tp``.
+    ``microbatch_size``: rows of a micro-batch over all data-parallel ranks. ``num_chunks``: stages
+    per pipeline rank. ``num_slices``: slices of sequences, for TeraPipe. ``layers``: number of
+    layers of each stage (default: even). ``recompute`` applies to every block, or to layers alone
+    unless ``recomputes_ends``. ``selective_share`` below 1: this fraction of a stage's layers is
+    recomputed selectively, the others fully. ``recompute_share`` below 1: this fraction of a
+    stage's layers is recomputed, the others are not. ``compiled``: blocks run compiled, or layers
+    alone unless ``compiles_ends``; ``fuses_products``: with kernels over matrix products, such as
+    written-out attention. ``gradient_dtype`` and ``offload`` are as in a plan.
     """
 
     dp: int = 1
@@ -70,9 +70,8 @@ class Configuration:
 
     @classmethod
     def completed(cls, choices: Forced, num_devices: int, **others: Any) -> Configuration:
-        """Complete ``choices``: ``dp`` takes the remaining devices, other degrees default to 1.
-
-        ``others`` are fields that ``choices`` does not have, or that override it.
+        """Return the configuration of ``choices``, with ``dp`` from the remaining devices and other
+        degrees 1 by default. ``others``: fields that ``choices`` lacks, or that override it.
 
         >>> Configuration.completed(Forced(tp=2, zero=1), 8, precision="bf16").dp
         4
@@ -85,12 +84,12 @@ class Configuration:
 
     @property
     def form(self) -> tuple[str, bool, bool, bool]:
-        """Options that determine which graph is priced."""
+        """Options on which the priced graph depends: precision, compilation, fusion."""
         return self.precision, self.compiled, self.compiles_ends, self.fuses_products
 
     @property
     def states(self) -> StateOptions:
-        """Format and place of gradients and optimizer states."""
+        """Format of summed gradients, and whether optimizer states are in host memory."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
@@ -122,7 +121,7 @@ class Configuration:
 
     @property
     def _foldable(self) -> tuple[tuple[str, int], ...]:
-        """Return the axes besides "dp" that experts may be spread over, with their sizes."""
+        """Return the axes besides "dp" over which experts may be spread, with their sizes."""
         if self.etp is None and self.dp % self.ep == 0:
             return ()
         others = (("cp", self.cp),)
@@ -135,7 +134,7 @@ class Configuration:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of a stage; its axis "ep" has the data-parallel ranks that split experts."""
+        """Mesh of each stage. Its axis "ep" has the data-parallel ranks that split experts."""
         return mesh_of(self.dp // self.data_ep, self.tp, self.cp, self.data_ep)
 
 
@@ -144,9 +143,9 @@ _NUMBER = re.compile(r"\.\d+(\+\d+)?$")
 
 
 def find_layers(blocks: Blocks) -> range:
-    """Return the positions of the layers: the longest run of equal blocks or, if longer, of
-    numbered members of one list. A member whose kind no other block has does not count as a
-    layer."""
+    """Return the positions of the model's layers among its blocks: the longest row of equal blocks
+    or, if longer, of numbered members of one module list. A member whose kind no other block has is
+    not counted as a layer."""
     kinds = [plain_kind(block.kind) for block in blocks.blocks]
     counts, numbers = Counter(kinds), [_NUMBER.search(block.name) for block in blocks.blocks]
     lists = [
@@ -157,19 +156,20 @@ def find_layers(blocks: Blocks) -> range:
 
 
 def find_equal(blocks: Blocks) -> range:
-    """Return the positions of the longest run of equal blocks, whatever their pinned layouts."""
+    """Return the positions of the longest row of equal blocks; pinned layouts may differ."""
     return _longest_run([plain_kind(block.kind) for block in blocks.blocks])
 
 
 def _longest_run(values: Sequence[str]) -> range:
-    """Return the positions of the longest run of equal, non-empty values."""
+    """Return the positions of the longest row of equal, non-empty values."""
     starts = [at for at, each in enumerate(values) if at == 0 or each != values[at - 1]]
     runs = (range(a, b) for a, b in pairwise([*starts, len(values)]))
     return max((run for run in runs if values[run.start]), key=len, default=range(0))
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the layers per stage. Extra layers go to inner stages, then the first, then the last.
+    """Return the number of layers of each stage, as equal as possible. Extra layers go to inner
+    stages, then the first, then the last.
 
     >>> even_layers(8, 4), even_layers(10, 4), even_layers(3, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (1, 1, 1, 0))
@@ -185,7 +185,8 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def stage_bounds(
     blocks: Blocks, layers: tuple[int, ...] | None, num_stages: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return (first block, block after the last) of each stage, as positions.
+    """Return the positions (first block, block after the last) of each stage. ``layers``: number of
+    layers of each stage, even by default.
 
     Raises ``UsageError`` AP128 if ``layers`` does not match the model.
     """

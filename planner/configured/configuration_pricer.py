@@ -69,9 +69,9 @@ ONCE = ("transient", "buffers", "reserve")
 
 @dataclass(frozen=True, slots=True)
 class PricedStep:
-    """Predicted step of a configuration: plan with stage costs, timeline, bytes by pipeline rank.
+    """Predicted step of a configuration: its plan with stage costs, timeline, and memory.
 
-    ``memory_bytes`` has the categories of ``StagePrediction``, a mapping per pipeline rank.
+    ``memory_bytes``: for each pipeline rank, bytes per device by category.
     """
 
     configuration: Configuration
@@ -106,7 +106,8 @@ class PricedStep:
 
 @dataclass
 class ConfigurationPricer:
-    """Pricer of configurations of one model; it caches results that several configurations need.
+    """Predictor of steps of hand-written configurations of one model, with caches for common
+    results.
 
     ``basis`` holds measured times; ``pins`` are the layouts that the user requires.
     """
@@ -124,7 +125,7 @@ class ConfigurationPricer:
         self.blocks = pinned_blocks(self.graph, self.blocks, self.pins)
 
     def price(self, cluster: Cluster, configuration: Configuration) -> PricedStep:
-        """Return the priced step. Raises ``UsageError`` if model or cluster do not allow it."""
+        """Return the predicted step. Raises UsageError if model or cluster do not allow it."""
         return self.step(configuration, self.staged(cluster, configuration))
 
     def staged(self, cluster: Cluster, configuration: Configuration) -> Staged:
@@ -158,7 +159,7 @@ class ConfigurationPricer:
         return PricedStep(own, staged, timeline, memory)
 
     def plan(self, cluster: Cluster, configuration: Configuration) -> Plan:
-        """Return the plan of a configuration, without predictions."""
+        """Return the plan of a configuration, with the best layouts but without predictions."""
         own = configuration
         _check(own, cluster, self.graph, sends_tokens=self.basis.assumptions.sends_tokens)
         structure = self._structure(own, own.microbatch_size)
@@ -249,8 +250,8 @@ class ConfigurationPricer:
         firsts: tuple[int, int],
         bounds: tuple[int, int],
     ) -> Mapping[str, NodeLayout]:
-        """Return the best layouts of a stage; ``firsts`` are the first ranks of the previous stage
-        and of this stage."""
+        """Return the best layouts of a stage, by node. ``firsts``: first ranks of the previous
+        stage and of this stage; ``bounds``: the stage's blocks."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
@@ -305,8 +306,8 @@ class ConfigurationPricer:
         return self.solvers[key]
 
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
-        """Return the layout restriction ``given``, with the axes that tokens are sent over if the
-        priced program sends tokens to experts."""
+        """Return ``given`` with the mesh axes over which tokens are sent to experts, if the priced
+        program sends them."""
         if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
@@ -321,7 +322,8 @@ class ConfigurationPricer:
         )
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
-        """Return the graph of a configuration, by its precision and fusion, at ``rows`` rows."""
+        """Return the graph and blocks, in the configuration's precision and fused as it compiles,
+        at a micro-batch of ``rows`` rows."""
         key = own.form
         if key not in self._structures:
             graph = with_precision(self.graph, own.precision)
@@ -345,7 +347,7 @@ def _bounds(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage; the first replica's rank if it is replicated."""
+    """Return the pipeline rank of each stage; in Chimera the rank of the stage's first replica."""
     found: dict[int, int] = {}
     for chunk in zip(*parts_of_ranks(own.schedule, own.pp, own.num_chunks), strict=True):
         for rank, part in enumerate(chunk):
@@ -390,9 +392,9 @@ def _check(
 def stage_bytes(
     schedule: str, num_ranks: int, num_chunks: int, costs: Sequence[StageCost], timeline: Timeline
 ) -> list[dict[str, float]]:
-    """Return the bytes of the stages of every pipeline rank, by memory category.
+    """Return the bytes per device of each pipeline rank's stages, by memory category.
 
-    With several stages per rank, the peak of their activations is taken from the timeline.
+    With several stages per rank, the peak of their activations is taken from ``timeline``.
     """
     found = []
     for rank, parts in enumerate(parts_of_ranks(schedule, num_ranks, num_chunks)):
@@ -404,7 +406,8 @@ def stage_bytes(
 
 
 def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
-    """Return the bytes per micro-batch that each of a stage's ``parts`` devices sends on."""
+    """Return the bytes per micro-batch that each device of a stage sends to later stages; the
+    stage's blocks are ``run``, its values are split among ``parts`` devices."""
     specs = ((graph.spec(Ref(name, index)), count) for (name, index), count in run.sent.items())
     return sum(spec.num_bytes * count for spec, count in specs) / parts
 
@@ -412,7 +415,8 @@ def sent_bytes(graph: Graph, run: Run, parts: int) -> float:
 def beside_stages(
     schedule: Schedule, sent: Sequence[float], mesh: Mesh, kind: Literal["cuda", "cpu"]
 ) -> tuple[Mapping[str, float], ...]:
-    """Return, for each pipeline rank, the bytes by category that do not belong to its stages.
+    """Return, for each pipeline rank, the bytes per device by category that belong to no stage:
+    messages, communicators, CUDA context. ``sent``: bytes that each stage sends per micro-batch.
 
     >>> from ..schedules.schedules import build_schedule
     >>> mesh = Mesh(("dp", "tp"), (4, 2))

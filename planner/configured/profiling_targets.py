@@ -31,7 +31,8 @@ OTHERS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class ProfilingTargets:
-    """Ops and transfers to measure, in order; ``num_asked`` also counts ops already measured."""
+    """Ops and transfers to measure, most important first; ``num_asked``: number of ops whose prices
+    were queried, measured or not."""
 
     ops: tuple[QueriedOp, ...]
     transfers: tuple[QueriedTransfer, ...]
@@ -47,7 +48,8 @@ def asked_cases(
     basis: Basis = DEFAULT,
     observe: Observe = ignore,
 ) -> ProfilingTargets:
-    """Return the ops and transfers that a search for the request prices and that were not measured.
+    """Return the ops and transfers that planning the request prices and that were not measured,
+    most important first.
 
     Raises the errors of ``find_plan.plan``.
     """
@@ -84,7 +86,8 @@ def _seconds(asked: CostQueries) -> dict[object, float]:
 def _weigh(
     weights: dict[object, float], own: CostQueries, candidate: Candidate, fastest: float
 ) -> None:
-    """Weigh each queried op by its fraction of the candidate's step, times relative speed."""
+    """Raise the weight of each op and transfer in ``own`` to its fraction of the candidate's step,
+    times the candidate's speed relative to the fastest."""
     factor = fastest / candidate.step_seconds**2 if candidate.step_seconds else 0.0
     for key, seconds in _seconds(own).items():
         weights[key] = max(weights.get(key, 0.0), seconds * factor)

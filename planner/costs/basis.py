@@ -29,7 +29,8 @@ Partition = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class QueriedOp:
-    """An op whose price was queried: predicted ``seconds`` of all uses, relative ``error``."""
+    """An op whose price was queried. ``seconds``: predicted, of all its uses in a step; ``error``:
+    relative error of an interpolated price."""
 
     case: OpCase
     source: Source
@@ -39,7 +40,8 @@ class QueriedOp:
 
 @dataclass(slots=True)
 class QueriedTransfer:
-    """A collective or message whose price was queried on a group, with its least and most bytes."""
+    """A collective or message whose price was queried on a group of ranks. ``least_bytes`` to
+    ``most_bytes``: sizes queried; ``seconds``: summed over queries."""
 
     kind: Kind
     group: Group
@@ -52,7 +54,8 @@ class QueriedTransfer:
 
 @dataclass
 class CostQueries:
-    """Record of all price queries. ``uses`` maps a node to its number of uses in the model."""
+    """Record of all queries of prices. ``uses`` maps a node of the first block of each kind to the
+    number of blocks of the kind."""
 
     uses: Mapping[str, int] = field(default_factory=dict)
     num_microbatches: int = 1
@@ -62,18 +65,19 @@ class CostQueries:
     """Ops with work that a profile cannot measure alone, as it cannot express an argument."""
 
     def of(self, num_microbatches: int) -> CostQueries:
-        """Return the same record, for prices of one of ``num_microbatches`` micro-batches."""
+        """Return the same record, which counts further queries ``num_microbatches`` times."""
         return CostQueries(self.uses, num_microbatches, self.ops, self.transfers, self.unwritten)
 
     def op(self, name: str, found: QueriedOp, seconds: float) -> None:
-        """Record a query of node ``name``'s op; ``seconds`` is the time of one use."""
+        """Record a query of the op of node ``name``; ``seconds`` is the time of one use."""
         found = self.ops.setdefault(found.case, found)
         found.seconds += seconds * self.uses.get(name, 1) * self.num_microbatches
 
     def transfer(
         self, what: tuple[Kind, Group, Partition], num_bytes: float, seconds: float, source: Source
     ) -> None:
-        """Record a query of a collective or message, (kind, group, partition), of ``num_bytes``."""
+        """Record a query of a collective or message of ``num_bytes``: its kind, its group of ranks,
+        and all groups that run it at the same time."""
         kind, group, partition = what
         entry = self.transfers.get((kind, group))
         if entry is None:
@@ -108,7 +112,7 @@ class CostQueries:
 
 
 def uses_of(blocks: Blocks) -> dict[str, int]:
-    """Map each template node to the number of blocks of its kind."""
+    """Map each node of the first block of a kind to the number of blocks of the kind."""
     counts: dict[str, int] = {}
     for block in blocks.blocks:
         counts[block.kind] = counts.get(block.kind, 0) + 1
@@ -136,26 +140,24 @@ class CostAssumptions:
     """Assumptions about the training program whose cost is predicted.
 
     ``policy``: bytes per parameter, if precision and optimizer do not determine them.
-    ``recomputed``: the parts of a layer that selective recomputation reruns
+    ``recomputed``: parts of a layer that selective recomputation reruns
     (``costs.recomputed_parts``); by default this package's own selection. ``joint_states``: one
     collective shards a parameter's states, or sums its gradient, over all data-, expert- and
-    context-parallel ranks that hold it whole, as in Megatron-LM's distributed optimizer and
-    torchtitan's FSDP. ``slowdown``: factor of compute beside collectives of states, if not the
-    device's; infinite if they do not overlap compute. ``cast_bytes``: memory traffic of casting an
-    element of a product's factor to 8 bits: the largest value is found (2 bytes read) to scale by,
-    then the tensor is cast in both layouts (2 read, 1 written twice), as torchao does with one
-    scale per tensor. ``scaling``: the scaling of 8-bit products, from ``SCALINGS``.
-    ``keeps_casts``: an 8-bit product keeps the cast of its input for its backward instead of the
-    input, as in TransformerEngine. ``regathers``: a linear layer whose weight is split by rows
-    keeps the rank's part of its input from before the gather, and gathers it again beside the
-    gradient of the input (Megatron-LM's sequence parallelism: arXiv:2205.05198, section 4.2.2).
-    ``casts_experts``: in fp8 the products of experts are 8-bit, too. ``expert_kernels``: the
-    kernels of experts (``planner.ops.experts``); unless separate, experts keep only the
-    inputs of their products and activations. ``dispatcher``: transport of tokens to experts.
-    ``imbalance``: tokens of the fullest rank of experts divided by the mean; ``routing``: the
-    experts that a token may visit. ``copies_states``: parameters and gradients pass through buffers
-    in ZeRO 2 and 3; XLA exchanges the tensors themselves. ``attention``: the kernel of fused
-    attention, if a device has an efficiency for it.
+    context-parallel ranks that hold it whole (Megatron-LM's distributed optimizer, torchtitan's
+    FSDP). ``slowdown``: factor of compute beside collectives of states, if not the device's;
+    infinite if they do not overlap compute. ``cast_bytes``: memory traffic of casting an element to
+    8 bits: 2 bytes read to find the largest value, 2 read and 1 written for each of two layouts, as
+    torchao does with one scale per tensor. ``scaling``: scaling of 8-bit products, from
+    ``SCALINGS``. ``keeps_casts``: an 8-bit product keeps its cast input for the backward instead of
+    the input (TransformerEngine). ``regathers``: a linear layer whose weight is split by rows keeps
+    its input as split before the gather, and gathers it again in the backward (Megatron-LM's
+    sequence parallelism: arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of
+    experts are 8-bit, too. ``expert_kernels``: kernels of experts
+    (``planner.ops.experts``); unless separate, experts keep only inputs of products and
+    activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
+    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
+    ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
+    ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
 
     policy: PrecisionPolicy | None = None
@@ -176,9 +178,9 @@ class CostAssumptions:
 
     @property
     def keeps_sent(self) -> bool:
-        """Return whether the backward repeats collectives only of ops that it reruns.
+        """Return whether the backward repeats an op's collectives only if it reruns the op.
 
-        This package's own backward may repeat them: it reruns the kernels of attention over several
+        This package's own backward repeats more: it reruns the kernels of attention over several
         ranks, with their collectives, for the tensors that autograd keeps.
         """
         return bool(self.recomputed)
@@ -195,10 +197,11 @@ RUNTIME = CostAssumptions()
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """Measurements and their use in prices. ``asked`` records every query.
+    """Source of prices beside the cluster's figures: measurements (``profile``, used as ``mode``
+    says).
 
-    With ``only``, seconds from other sources count as zero. ``assumptions``: facts about the
-    program that trains.
+    ``asked`` records every query. With ``only``, seconds from other sources count as zero.
+    ``assumptions``: facts about the training program.
     """
 
     profile: Profile | None = None
@@ -209,7 +212,7 @@ class Basis:
 
     @property
     def used(self) -> Profile | None:
-        """Profile that prices are taken from; None if there is none, or in mode "analytic"."""
+        """Profile that prices are taken from; None without one, or in mode "analytic"."""
         return None if self.mode == "analytic" else self.profile
 
 

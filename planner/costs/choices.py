@@ -47,10 +47,9 @@ Inner = tuple[tuple[int, InnerCollective], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeStrategy:
-    """Strategy of a node on a mesh: its layouts, and its strategy's number on each mesh axis.
-
-    ``num_inner`` is the number of collectives inside the node: see ``inner_of``.
-    """
+    """Strategy of an op on a mesh: layouts of its inputs and outputs. ``strategies``: the number,
+    for each mesh axis, among the op's strategies on this axis. ``num_inner``: number of collectives
+    inside the op."""
 
     layout: NodeLayout
     strategies: tuple[int, ...] = ()
@@ -59,21 +58,20 @@ class NodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """Permitted uses of the axes of a mesh.
+    """Permitted uses of the axes of a mesh. Fields other than ``sequence_parallel``, ``pins`` and
+    ``features`` list axes by number.
 
-    On axes of ``split_batch`` every value that counts the batch is split along it, and parameters
-    are replicated. On axes of ``split_parameters`` no value is split along the batch; every
-    parameter of two or more dimensions that the axis divides is split, and used split if the op
-    can; ``sequence_parallel`` says whether values outside such ops are split along positions there,
-    as in Megatron-LM with and without sequence parallelism (None: the solver decides). On axes of
-    ``split_positions`` every value that counts positions is split along them, and parameters are
-    replicated (context parallelism); on axes of ``split_experts`` the weights of experts are split
-    by expert and all other values as on ``split_batch`` (expert parallelism). ``pins`` are the
-    layouts that the user requires, by template node, ``features`` the allowed features. On axes of
-    ``gathers`` a parameter that is used whole may be stored split along its first dimension, and
-    gathered. On axes of ``tokens`` each rank has its own tokens at layers of experts; the ranks
-    have different experts if the axis is in ``folded``, and slices of the same experts if it is in
-    ``sliced``.
+    Axes of ``split_batch``: every value with a batch dimension is split along it, and parameters
+    are replicated. ``split_parameters``: no value is split along the batch; every parameter of two
+    or more dimensions that the axis divides is split, and used split if the op can;
+    ``sequence_parallel`` says whether other values are split along positions there, as in
+    Megatron-LM (None: the solver decides). ``split_positions``: every value with positions is split
+    along them, and parameters are replicated (context parallelism). ``split_experts``: weights of
+    experts are split by expert, all else as in ``split_batch``. ``pins``: layouts that the user
+    requires, by node; ``features``: allowed features. ``gathers``: a parameter used whole may be
+    stored split along its first dimension, and gathered. ``tokens``: each rank has its own tokens
+    at expert layers, with different experts if the axis is in ``folded``, with slices of the same
+    experts if in ``sliced``.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -107,18 +105,18 @@ class Restriction:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Return the axes whose use is fixed for every value."""
+        """Return the mesh axes on which every value is split by batch, positions or experts."""
         return (*self.split_batch, *self.split_positions, *self.split_experts)
 
 
 def node_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[NodeStrategy, ...]:
-    """Return every strategy of an op on the mesh.
+    """Return every permitted strategy of an op on the mesh.
 
-    Each of two axes may divide an op but not both together: of 6 flattened samples, one axis splits
-    off 3, which the other cannot split by 2. Then the restriction is lifted on the axes of
-    positions; if this is not enough, on all axes.
+    Two axes may each divide an op but not both together: of 6 samples, one axis splits off 3, which
+    the other cannot split by 2. Then the restriction is lifted on the axes of positions; if this is
+    not enough, on all axes.
     """
     every_axis = range(len(prices.mesh.shape))
     for free in ((), restriction.split_positions, every_axis):
@@ -131,7 +129,7 @@ def node_strategies(
 def _matching_strategies(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction, free: Sequence[int]
 ) -> tuple[NodeStrategy, ...]:
-    """Return the strategies of an op if mesh axes ``free`` have no restriction."""
+    """Return the permitted strategies of an op on the mesh, with no limits on axes ``free``."""
     specs, sizes = input_specs(node, graph), prices.mesh.shape
     loose = Restriction(features=restriction.features)
     per_axis = [
@@ -158,7 +156,8 @@ def _matching_strategies(
 def _numbered(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> list[tuple[int, AxisStrategy]]:
-    """Return an axis's allowed strategies, with their numbers in all strategies of the node."""
+    """Return (number, strategy) of the permitted strategies of an op on one axis; numbers count all
+    its strategies."""
     allowed_here = _axis_strategies(node, graph, axis, prices, restriction)
     if prices.mesh.shape[axis] == 1:
         return list(enumerate(allowed_here))
@@ -168,7 +167,7 @@ def _numbered(
 
 
 def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -> Inner:
-    """Return (axis, collective) for all collectives inside a node under ``strategy``."""
+    """Return (axis, collective) for all collectives that an op itself runs under ``strategy``."""
     return tuple(
         (axis, item)
         for axis, (number, size) in enumerate(
@@ -182,7 +181,7 @@ def inner_of(node: Node, graph: Graph, prices: Prices, strategy: NodeStrategy) -
 def _as_pinned(
     node: Node, found: tuple[NodeStrategy, ...], prices: Prices, restriction: Restriction
 ) -> tuple[NodeStrategy, ...]:
-    """Return the strategies that satisfy the node's pins, or all if none does."""
+    """Return the strategies whose output layout the node's pins allow; all if none does."""
     pins = restriction.pins.get(node.name, ())
     if not pins:
         return found
@@ -196,7 +195,7 @@ def input_specs(node: Node, graph: Graph) -> tuple[TensorSpec, ...]:
 
 
 def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayout) -> Inner:
-    """Return (axis, collective) for all collectives inside a node with layout ``layout``."""
+    """Return (axis, collective) for all collectives that an op runs itself with this layout."""
     found: list[tuple[int, InnerCollective]] = []
     balanced = balanced_axes(layout)
     for axis, size in enumerate(prices.mesh.shape):
@@ -215,7 +214,7 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Return every strategy of a node on an axis of ``size`` ranks, shared by equal nodes."""
+    """Return every strategy of an op on an axis of ``size`` ranks. Cached for equal ops."""
     form, sends = _form(node, graph, prices), prices.assumptions.sends_tokens
     limit = group_limit(node, graph) if sends else (1, 1)
 
@@ -229,7 +228,7 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
-    """Return the number of the node's form, from 1; nodes of one form have equal strategies."""
+    """Return a number (from 1) that is equal for ops with equal strategies."""
     numbers = prices.cache.form_numbers
     return find(
         prices.cache.forms,
@@ -273,8 +272,8 @@ def _axis_strategies(
 def _tokens_split(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of a node that split tokens on an axis: for an expert layer, with whole
-    experts per rank or slices of the same experts, as the restriction says."""
+    """Return the strategies of an op that split tokens on an axis. Those of an expert layer give
+    each rank whole experts, or slices of the same experts, as the restriction says."""
     strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label in (label, TOKENS))
@@ -283,19 +282,20 @@ def _tokens_split(
 
 
 def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
-    """Return the names of nodes on tokens (rows and positions joined). Cached per batch size."""
+    """Return the names of ops on tokens (rows and positions joined to one dimension). Cached."""
     return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
 
 
 def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
-    """Return the batch dimensions by node, as far as rows are not mixed."""
+    """Return, by node, each output's batch dimension, as far as rows are not mixed."""
     if graph.batch_dims:
         return graph.batch_dims
     return find(prices.cache.rows_apart, graph.batch_size, lambda: rows_apart(graph))
 
 
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
-    """Return each value's dimensions of rows and positions. Cached by batch and axis size."""
+    """Return, for each value, its dimensions of rows and positions, found with the strategies on an
+    axis of ``size`` ranks. Cached."""
     return find(
         prices.cache.position_dims,
         (size, graph.batch_size),
@@ -304,8 +304,8 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Return the strategies by which dimensions of positions are followed from input to output.
-    Views that join rows and positions are followed only around expert layers."""
+    """Return the strategies that show which output dimension an op's dimension of positions
+    becomes. Views that join rows and positions count only around expert layers."""
     strategies = strategies_of(node, graph, size, prices)
     if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
         return strategies
@@ -313,7 +313,7 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
-    """Return the dimensions that index experts, for an axis of ``size`` ranks. Cached."""
+    """Return the dimensions that index experts, found with strategies on ``size`` ranks. Cached."""
     return find(
         prices.cache.expert_dims,
         (size, graph.batch_size),
@@ -328,9 +328,9 @@ def _as_megatron(
     dims: Dims,
     restriction: Restriction,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that Megatron-LM's tensor parallelism has: split parameters are
-    computed with as split, embedding tables are split by entries, and other values are split along
-    positions if ``restriction.sequence_parallel``."""
+    """Return the strategies of Megatron-LM's tensor parallelism: ops compute with split parameters,
+    embedding tables are split by entries, and other values along positions if
+    ``restriction.sequence_parallel``."""
     if restriction.sequence_parallel:
         fitting = positions_where_whole(node, strategies, dims)
     else:
@@ -353,10 +353,10 @@ def _divides(
 def held_layouts(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[Layout, ...]:
-    """Return the layouts that a parameter may be stored in: split or replicated on each axis.
+    """Return the layouts in which a parameter may be stored: split or replicated on each axis.
 
     If positions stay whole (``sequence_parallel`` False) its gradient is the same on all ranks of
-    the axis, so it may be ``I``.
+    the axis, so it may be ``I`` (replicated with equal gradients).
     """
     shape = node.spec.shape
     same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
@@ -385,7 +385,7 @@ def held_layouts(
 def _split_weights(
     graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> Mapping[str, int]:
-    """Map the expert weights that an axis must split by expert to their number of experts."""
+    """Return the expert weights that an axis must split by expert, with numbers of experts."""
     size = prices.mesh.shape[axis]
     is_split = axis in restriction.split_experts or axis in restriction.folded
     if not is_split or axis in restriction.gathers or size == 1:
@@ -394,10 +394,11 @@ def _split_weights(
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:
-    """Return the layouts that are worth storing a parameter in for one use with layout ``wanted``.
+    """Return the layouts of ``held`` that are worth storing a parameter in that is used as
+    ``wanted``.
 
-    A parameter used split is stored split; one used whole is stored whole or, on any axis, split
-    along the first possible dimension and gathered. Other layouts cost more time and bytes.
+    A parameter used split is stored split. A parameter used whole is stored whole or, on any axis,
+    split along the first possible dimension and gathered. Other layouts cost more time and bytes.
     """
     serving = [layout for layout in held if _serves(wanted, layout)]
     if not serving:
@@ -416,11 +417,9 @@ def _serves(wanted: Layout, held: Layout) -> bool:
 def unsharded_ops(
     graph: Graph, nodes: Iterable[str], layouts: Mapping[str, NodeLayout], prices: Prices
 ) -> tuple[str, ...]:
-    """Describe matrix products and attention ops that every rank of an axis computes whole, because
-    the axis size does not divide their dimensions.
-
-    There is a line per op and axis; ``nodes`` are names of template nodes.
-    """
+    """Return a line for each matrix product or attention op and mesh axis for which every rank
+    computes the whole op, as the axis size does not divide its dimensions. ``nodes``: names of
+    ops."""
     found = []
     for name in nodes:
         node = graph[name]
@@ -439,7 +438,7 @@ def _is_whole_on(layout: NodeLayout, axis: int) -> bool:
 
 
 def _is_kept_whole_by(node: Node, graph: Graph, size: int, prices: Prices) -> bool:
-    """Return whether an op could be split if the axis size divided its dimensions."""
+    """Return whether an op could be split on ``size`` ranks if that divided its dimensions."""
     work = prices.rules.work(node, input_specs(node, graph), node.outputs)
     if not work.flops_forward or work.family not in ("matmul", "attention", "conv"):
         return False

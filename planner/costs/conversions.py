@@ -37,9 +37,9 @@ _Steps = tuple[tuple[int, int], ...]
 class Changes:
     """Collectives of all layout conversions queried so far, on meshes with the same number of axes.
 
-    ``pairs[source, target]`` is the number of a pair of layouts, -1 if unknown; ``there`` and
-    ``back`` have the numbers of a pair's collectives in forward and backward, ``[step, pair]``;
-    ``steps`` is its number of steps.
+    ``pairs[source, target]``: number of a pair of layouts, -1 if unknown. ``there``, ``back``:
+    numbers of a pair's collectives in forward and backward, ``[step, pair]``. ``steps``: number of
+    steps of each pair.
     """
 
     sent: dict[Sent, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Changes:
     _found: list[_Steps] = field(default_factory=list)
 
     def number(self, layouts: Sequence[Layout]) -> Ints:
-        """Return the numbers of ``layouts``; a new layout gets the next number."""
+        """Return the number of each of ``layouts``; a new layout gets the next number."""
         for layout in layouts:
             if layout not in self.numbers:
                 self.numbers[layout] = len(self.layouts)
@@ -60,7 +60,7 @@ class Changes:
         return np.array([self.numbers[layout] for layout in layouts], dtype=np.int64)
 
     def between(self, sources: Ints, targets: Ints) -> Ints:
-        """Return ``[source, target]``: the number of each pair of layouts."""
+        """Return ``[source, target]``: the number of each pair of the numbered layouts."""
         missing = len(self.layouts) - len(self.pairs)
         if missing:
             self.pairs = np.pad(self.pairs, (0, missing), constant_values=-1)
@@ -107,14 +107,14 @@ class Changes:
 
 
 def changes_of(prices: Prices) -> Changes:
-    """Return the layout conversions shared by all meshes with the same number of axes."""
+    """Return the cache of conversions shared by all meshes with as many axes as this."""
     return find(prices.cache.changes, len(prices.mesh.shape), Changes)
 
 
 def conversion_seconds(
     prices: Prices, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of layout conversions, forward and backward, each ``[source, target]``.
+    """Return the seconds of converting a tensor, forward and backward, each ``[source, target]``.
 
     The lists must not change afterwards, as the numbers of their layouts are cached by identity.
     """
@@ -143,7 +143,7 @@ def conversion_seconds(
 
 
 def _seconds(prices: Prices, spec: TensorSpec, changes: Changes, used: Ints) -> Floats:
-    """Return the seconds of the collectives with the numbers ``used``, by number."""
+    """Return the seconds of each collective of ``changes``, by number; 0 unless in ``used``."""
     found = np.zeros(len(changes.sent) + 1)
     every: list[Any] = [None, *changes.sent]
     sizes = prices.mesh.shape

@@ -46,7 +46,8 @@ Part = tuple[str, int]
 
 
 def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """Return (storage, bytes per rank) of the tensors that autograd keeps for an op's backward."""
+    """Return (storage, bytes per rank) of the tensors that autograd keeps for an op's backward. A
+    storage is the memory of a tensor and its views."""
     if not any(spec.requires_grad for spec in node.outputs):
         return ()
     found: dict[Part, None] = {}
@@ -72,8 +73,8 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
 
 
 def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Prices) -> float:
-    """Return the bytes that experts in fused kernels keep: for each (token, expert) pair, the token
-    and the activation's input and result."""
+    """Return the bytes that experts in fused kernels keep for the backward: for each (token,
+    expert) pair the token, and the activation function's input and result."""
     tokens, up, down = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
     per_expert = [weight.numel // weight.shape[0] for weight in (up, down)]
     read, made = (numel // tokens.shape[-1] for numel in per_expert)
@@ -84,7 +85,8 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:
-    """Return the number of ranks that gather a linear's input if they split its weight by rows."""
+    """Return the number of ranks over which a linear layer's input is gathered, if they split its
+    weight by rows; else 1."""
     if packet(node.op) != "linear" or ref != node.inputs[0]:
         return 1
     data, weight = layout.inputs[:2]
@@ -93,10 +95,10 @@ def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> 
 
 
 def _is_kept(ref: Ref, root: Ref, node: Node, layout: NodeLayout, graph: Graph) -> bool:
-    """Return whether a kept value needs memory of its own.
+    """Return whether keeping ``ref`` for the backward takes memory beside its base ``root``.
 
     A parameter and its views are in memory anyway; but a part of a parameter that is used split
-    (one of several fused projections) is a copy, as the parameter's own split cuts it elsewhere.
+    (one of several fused projections) is a copy, as the parameter is split elsewhere.
     """
     kind = graph[root.name].kind
     if kind == "parameter" and ref != root:
@@ -113,8 +115,8 @@ def layout_of(ref: Ref, node: Node, layout: NodeLayout) -> Layout:
 
 
 def memory_of(ref: Ref, node: Node, graph: Graph, prices: Prices) -> tuple[Ref, TensorSpec]:
-    """Return the value whose memory holds a kept input or output of an op, and its spec: the op's
-    own copy, or the base of a view."""
+    """Return the value that owns the memory of an op's input or output, and its spec: a copy that
+    the op makes itself, or the base of a view."""
     if ref.name != node.name:
         copied = copy_of(node.name, node.inputs.index(ref))
         if copied in storages(graph, prices):
@@ -129,12 +131,14 @@ def storage(ref: Ref, graph: Graph, prices: Prices) -> Ref:
 
 
 def storages(graph: Graph, prices: Prices) -> Mapping[tuple[str, int], tuple[str, int]]:
-    """Map each value to the value that owns its memory, per batch size (one row may be a view)."""
-    return find(prices.cache.storages, graph.batch_size, lambda: prices.rules.storage_of(graph))
+    """Map each value to the value that owns its memory. Cached for one sample, whose values may be
+    views where others are copies, and for all larger micro-batches."""
+    key = min(graph.batch_size, 2)
+    return find(prices.cache.storages, key, lambda: prices.rules.storage_of(graph))
 
 
 def working_bytes(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> int:
-    """Return the bytes on a rank of an op's distinct inputs and its outputs.
+    """Return the bytes per rank of an op's distinct inputs and its outputs.
 
     Values that a fused kernel keeps in registers do not count.
     """
@@ -162,7 +166,7 @@ def _local_specs(
 
 
 def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
-    """Return the ops that the backward of a recomputed block reruns. Cached."""
+    """Return the ops that the backward of a recomputed block reruns, by mode. Cached."""
     given, parts = (block, graph), prices.assumptions.recomputed
 
     def make() -> Replay:
@@ -175,9 +179,11 @@ def replay(block: Block, graph: Graph, prices: Prices) -> Replay:
 def kept_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices, *, of: Replay
 ) -> tuple[Part, ...]:
-    """Return (storage, bytes per rank) of the tensors that selective recomputation keeps of an op.
+    """Return (storage, bytes per rank) of an op's tensors that selective recomputation keeps.
+    ``of``: the ops that the block's backward reruns.
 
-    If parts of a layer are recomputed, these are the values that autograd keeps of the other parts.
+    If ``recomputed`` parts of a layer are given, it keeps the tensors that autograd keeps of
+    others.
     """
     batch = read_parts(node, layout, graph, prices)
     if prices.assumptions.recomputed:
@@ -196,7 +202,7 @@ def kept_parts(
 
 
 def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> tuple[Part, ...]:
-    """Return (input, bytes per rank) of the batch inputs that recomputation keeps for an op."""
+    """Return (input, bytes per rank) of batch inputs that an op reads, kept by recomputation."""
     pairs = zip(node.inputs, layout.inputs, strict=True)
     found = {
         (f"{ref.name}:{ref.index}", prices.local_bytes(graph.spec(ref), each)): None
@@ -209,7 +215,7 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
 def weight_grad_seconds(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[float, float]:
-    """Return the seconds (device, host) of a node's weight gradients, which can be deferred."""
+    """Return (device, host) seconds of an op's weight gradients that a split backward defers."""
     share = weight_grad_share(node, graph, prices)
     if not share:
         return 0.0, 0.0
@@ -220,7 +226,7 @@ def weight_grad_seconds(
 def weight_grad_parts(
     node: Node, layout: NodeLayout, graph: Graph, prices: Prices
 ) -> tuple[Part, ...]:
-    """Return (storage, bytes per rank) of the tensors kept for deferred weight gradients."""
+    """Return (storage, bytes per rank) of tensors kept for an op's deferred weight gradients."""
     if not weight_grad_share(node, graph, prices):
         return ()
     late = spec_of(node).weight_gradient
@@ -236,7 +242,7 @@ def weight_grad_parts(
 
 
 def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
-    """Return the fraction of a node's backward that computes weight gradients: 0, 0.5 or 1."""
+    """Return the fraction of an op's backward that computes weight gradients: 0, 0.5 or 1."""
     late = spec_of(node).weight_gradient if node.kind == "op" else None
     if late is None or node.kwargs:
         return 0.0

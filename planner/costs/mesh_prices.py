@@ -53,7 +53,7 @@ STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 
 @dataclass(frozen=True)
 class MeshPrices:
-    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order.
+    """Prices of collectives and states on ``mesh``, on the cluster's ``ranks`` in row-major order.
 
     ``cache`` may be shared by all uses with one cluster and one graph. ``asked`` records every new
     query. With ``only``, seconds from other sources count as zero. ``own``: the ranks that compute,
@@ -94,7 +94,7 @@ class MeshPrices:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return a key of all prices, except of transfers between stages, within one ``cache``."""
+        """Return a key of all facts that prices depend on, except links between stages."""
         return (
             type(self),
             self.mesh,
@@ -109,11 +109,11 @@ class MeshPrices:
         )
 
     def group(self, *axes: int) -> Group:
-        """Return the slowest group of ranks that differ only in their coordinates on ``axes``."""
+        """Return the slowest of the groups of ranks along the mesh axes ``axes``."""
         return self.groups[axes[0]] if len(axes) == 1 else self._slowest_group(*axes)
 
     def _slowest_group(self, *axes: int) -> Group:
-        """Find the slowest group, once per cluster and ranks, as a large mesh has many groups."""
+        """Return the slowest group of ranks along ``axes``. Cached, as a mesh has many groups."""
 
         def find_slowest() -> tuple[Cluster, Group]:
             groups = [
@@ -130,10 +130,10 @@ class MeshPrices:
         return find(self.cache.groups, key, find_slowest)[1]
 
     def collective(self, kind: Any, num_bytes: float, *axes: int, measured_as: Any = None) -> float:
-        """Return the seconds of a collective over all ranks of ``axes``.
+        """Return the seconds of a collective over all ranks of the mesh axes ``axes``.
 
-        ``num_bytes`` is the size of the whole tensor. ``measured_as`` is the kind's name in a
-        profile, if it differs.
+        ``num_bytes`` is the size of the whole tensor. ``measured_as``: name of the collective in a
+        profile, if it differs from ``kind``.
         """
         group, name = self.group(*axes), measured_as or kind
         key = (name, num_bytes, group, self.profile)
@@ -158,11 +158,11 @@ class MeshPrices:
 
     @property
     def has_spec(self) -> bool:
-        """Return whether prices computed from device specifications count (see ``only``)."""
+        """Return whether prices from device specifications count (``only`` may exclude them)."""
         return self.only in (None, "spec")
 
     def num_parts(self, layout: Layout) -> int:
-        """Return the number of different parts that a layout splits a tensor into."""
+        """Return the number of different parts into which a layout splits a tensor."""
         return prod(
             size
             for placement, size in zip(layout, self.mesh.shape, strict=True)
@@ -186,10 +186,11 @@ class MeshPrices:
         return prod(self.mesh.shape[axis] for axis in axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
-        """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes.
+        """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes per rank.
+        ``held``: layout in which it is stored; ``zero``: ZeRO stage.
 
-        Over ``state_axes`` the latency of collectives is not included, as a block's parameters
-        travel together; ``block_sync`` has it once per block.
+        Latencies of collectives over the ranks that shard states are not included, as a block's
+        parameters travel together; ``block_sync`` has them once per block.
         """
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes
@@ -217,7 +218,8 @@ class MeshPrices:
         return seconds, StateBytes(states.parameters, states.gradients, states.optimizer, gathered)
 
     def _states_of(self, zero: int, gather: float, sync: float) -> Seconds:
-        """Return the seconds of gathers and gradient sums, repeated as the ZeRO stage requires."""
+        """Return the seconds of ``gather`` (parameters) and ``sync`` (gradients), each given as the
+        seconds of one collective, as often as the ZeRO stage runs them."""
         summed = self._slowed_share("reduce_scatter" if zero else "all_reduce") * sync
         if zero == 0:
             return Seconds(gradient_sync=sync, sync_slowed=summed)
@@ -237,9 +239,9 @@ class MeshPrices:
     def _copies(self, zero: int, gathered: int, reduced: int) -> Seconds:
         """Return the seconds that copies around ZeRO's collectives add to them and to compute.
 
-        Parameters are copied out of the buffer they were gathered in, and gradients are cast into
-        the buffer that is reduced (``fully_shard``). The device moves these bytes while it
-        computes. A profile measures the collectives with their copies.
+        Parameters are copied out of the buffer in which they are gathered, and gradients are cast
+        into the buffer that is reduced (``fully_shard``), while the device computes. ``gathered``,
+        ``reduced``: elements per rank. 0 if measured, as a profile includes the copies.
         """
         is_measured = self.profile is not None or not self.has_spec
         if zero < 2 or is_measured or not self.assumptions.copies_states:
@@ -253,8 +255,7 @@ class MeshPrices:
         )
 
     def _slowed_share(self, kind: CollectiveKind) -> float:
-        """Return the fraction of compute that a device loses during a collective of ZeRO's
-        states."""
+        """Return the fraction of compute that is lost during a collective of ZeRO's states."""
         given = self.assumptions.slowdown
         if given is not None:
             return 1 - 1 / given
@@ -269,7 +270,7 @@ class MeshPrices:
 
     @property
     def shares_links(self) -> bool:
-        """Return whether collectives of states share links with the stage's other collectives.
+        """Return whether collectives of states use the same links as the stage's others.
 
         Collectives over several hosts are limited by the links between hosts.
         """
@@ -297,7 +298,8 @@ class MeshPrices:
         return Priced(numel * step_bytes(self.policy) / rate, 0.0, "spec")
 
     def _frozen(self, numel: int, zero: int, axes: tuple[int, ...]) -> tuple[Seconds, StateBytes]:
-        """Return the price of a frozen parameter: whole on every rank, or gathered under ZeRO 3."""
+        """Return seconds and bytes of a frozen parameter of ``numel`` elements: whole on every
+        rank, or sharded over ``axes`` and gathered under ZeRO 3."""
         gathered_bytes = numel * self.policy.gathered_bytes
         if zero < 3:
             return Seconds(), StateBytes(parameters=gathered_bytes)
@@ -314,8 +316,8 @@ class MeshPrices:
         return self.collective(kind, num_bytes, *axes, measured_as=STATE_KINDS.get(kind))
 
     def block_sync(self, zero: int) -> Seconds:
-        """Return the latencies of a block's gradient and parameter collectives, which ``parameter``
-        leaves out."""
+        """Return the latencies of a block's parameter gathers and gradient sums, which
+        ``parameter`` leaves out."""
         axes = self.state_axes
         if not axes:
             return Seconds()

@@ -28,12 +28,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def op_case(
     node: Node, inputs: Specs, outputs: Specs, work: Work, *, in_tf32: bool = False
 ) -> OpCase | None:
-    """Return the case (op, shapes, arguments) by which a profile stores a node at local shapes;
-    None if there is nothing to measure.
+    """Return the op, shapes and arguments by which a profile stores a node at local shapes; None if
+    there is nothing to measure.
 
     There is nothing for an op without forward and backward work, or with an argument that a profile
-    cannot express. ``work`` is the op's work at the same shapes. ``in_tf32``: its products run in
-    TF32.
+    cannot express. ``work``: FLOPs and bytes at these shapes. ``in_tf32``: products run in TF32.
     """
     if not (work.flops_forward or work.bytes_forward or work.flops_backward or work.bytes_backward):
         return None
@@ -70,7 +69,7 @@ _LOWER_RIGHT = "autoparallel.lower_right_attention.default"
 
 
 def _canonical(arguments: Arguments) -> str:
-    """Format ``[args, kwargs]`` as text, with tensors numbered in call order."""
+    """Return the arguments as text, with tensors numbered in call order."""
     numbers = itertools.count()
     args, kwargs = map_refs(arguments, lambda _: {"tensor": next(numbers)})
     return canonical(args, kwargs)

@@ -15,7 +15,7 @@ EIGHT_BITS = "float8_e4m3fn"
 
 
 def with_precision(graph: Graph, precision: Precision) -> Graph:
-    """Return the graph with float32 values in the compute format of ``precision``.
+    """Return the graph with float32 values replaced by values in the format of ``precision``.
 
     A model captured in that format stays unchanged, including its float32 values. In fp8 values are
     bfloat16, and linear layers cast the factors of their products to 8 bits.
@@ -40,7 +40,7 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
 
 def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes with all linear layers but the last marked for 8-bit products. The last is
-    the head, which torchtitan and Megatron-LM also exclude."""
+    the language-model head, which torchtitan and Megatron-LM also exclude."""
     linear = [node.name for node in nodes if node.op == "aten.linear.default"]
     cast = frozenset(linear[:-1])
     return tuple(
@@ -49,8 +49,8 @@ def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def check_precision(cluster: Cluster, precision: Precision) -> None:
-    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device states no peak FLOPs for
-    the format: it has no units for it (bfloat16: before compute capability 8.0; 8 bits: before
+    """Raise UsageError AP126 for fp8, or for bf16 on a GPU, if a device has no peak FLOPs for the
+    format, as it lacks units for it (bfloat16: before compute capability 8.0; 8 bits: before
     8.9)."""
     if precision == "fp8":
         _check_eight_bits(cluster)

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
-    """Return the value of ``key`` in ``table``, made on first use."""
+    """Return the value of ``key`` in ``table``; ``make`` it on first use."""
     value = table.get(key)
     if value is None:
         value = table[key] = make()
@@ -45,7 +45,7 @@ def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
 
 @dataclass
 class ByIdentity(Generic[T]):
-    """Cache keyed by the identity of objects that are slow to compare.
+    """Cache keyed by the identity of objects that are slow to compare or hash.
 
     The objects are kept with the value, so that their ids stay unique.
     """
@@ -53,7 +53,7 @@ class ByIdentity(Generic[T]):
     _values: dict[tuple[object, ...], tuple[tuple[Any, ...], T]] = field(default_factory=dict)
 
     def find(self, key: tuple[object, ...], given: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """Return the value for ``key`` and the objects ``given``, made on first use."""
+        """Return the value for ``key`` and the objects ``given``; ``make`` it on first use."""
         own = (*key, *map(id, given))
         kept = self._values.get(own)
         if kept is None:
@@ -63,7 +63,7 @@ class ByIdentity(Generic[T]):
 
 @dataclass
 class ConversionCache:
-    """Cache of layout conversions for meshes with equal axes and rank groups."""
+    """Cache of the seconds of layout conversions, for meshes with equal axes and rank groups."""
 
     seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
         default_factory=dict

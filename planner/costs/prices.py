@@ -49,7 +49,7 @@ CONVERSION_SECONDS = 1e-8
 
 
 class Prices(MeshPrices):
-    """Prices on ``mesh``, whose devices are the cluster's ``ranks`` in row-major order."""
+    """Prices of ops, conversions, collectives and states on ``mesh``, on the cluster's ranks."""
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
         """Return the seconds, forward and backward, of converting a value between two layouts."""
@@ -82,7 +82,7 @@ class Prices(MeshPrices):
         return forward, backward
 
     def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
-        """Return the spec of a rank's part of a tensor."""
+        """Return the spec of a rank's part of a tensor that has a layout."""
         shape = local_shape(spec.shape, layout, self.mesh.shape)
         return TensorSpec(shape, spec.dtype, spec.requires_grad)
 
@@ -92,7 +92,8 @@ class Prices(MeshPrices):
     def compute(
         self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
     ) -> tuple[float, float]:
-        """Return the seconds (forward, backward) of local work; ``inputs`` are global specs."""
+        """Return the seconds (forward, backward) of an op's compute on a rank. ``inputs``: specs of
+        the whole tensors."""
         return self._priced(node, inputs, layout)[:2]
 
     def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
@@ -168,7 +169,7 @@ class Prices(MeshPrices):
 
     @property
     def cast_element_bytes(self) -> float:
-        """Return the bytes per element cast for an 8-bit product, with its share of scales."""
+        """Return the bytes of an element cast for an 8-bit product, with its share of scales."""
         return SCALINGS[self.assumptions.scaling][1]
 
     def _analytic(self, node: Node, work: OpWork) -> tuple[float, float]:
@@ -184,7 +185,7 @@ class Prices(MeshPrices):
     def _around_experts(
         self, node: Node, inputs: Sequence[TensorSpec], *, is_sent: bool
     ) -> tuple[float, float]:
-        """Return the seconds (forward, backward) of memory traffic around the experts' products."""
+        """Return (forward, backward) seconds of an expert layer's memory traffic beside matmuls."""
         own = self.assumptions
         copies = ROW_COPIES[own.dispatcher if is_sent else "gather"]
         per_byte = rate(self.device, "copy", node.spec.dtype).seconds_per_byte
@@ -198,7 +199,7 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         inner: Sequence[tuple[int, InnerCollective]] = (),
     ) -> Seconds:
-        """Return the seconds of an op; ``inner`` are the collectives inside it, with their axes."""
+        """Return the seconds of an op; ``inner``: (axis, collective) that the op runs itself."""
         own = self._priced(node, inputs, layout)
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
@@ -235,7 +236,7 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         axes: Sequence[int],
     ) -> float:
-        """Return the seconds of sending tokens to their experts over ``axes``, or back."""
+        """Return the seconds of sending tokens to their experts over mesh axes, or back."""
         own = self.assumptions
         parts = self.num_parts(layout.inputs[0])
         num_experts = inputs[FIRST_WEIGHT].shape[0]
@@ -251,7 +252,8 @@ class Prices(MeshPrices):
         return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
-        """Return the seconds, forward and backward, for a rank to receive its part of a value."""
+        """Return the seconds in which a rank receives its part of a value over ``link``: forward,
+        and for the gradient backward."""
         forward = self._message(self.local_bytes(spec, layout), link)
         return forward, forward if spec.requires_grad else 0.0
 
@@ -280,8 +282,8 @@ class Prices(MeshPrices):
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:
-    """Scale an op's seconds by its block's factor (seconds of the whole block / sum over its ops),
-    if the block was measured as a whole.
+    """Return an op's price times the factor of its block: seconds measured for the whole block /
+    sum over its ops. Without a factor of its own, an unmeasured op gets the profile's mean factor.
 
     If the op has as many bytes as in the measured block, the result counts as measured.
     """

@@ -30,7 +30,8 @@ LATENT = "_b_proj"
 def of_parts(
     found: Replay, block: Block, graph: Graph, prices: Prices, parts: Sequence[RecomputedPart]
 ) -> Replay:
-    """Return ``found`` with a selective recomputation that reruns exactly these layer parts."""
+    """Return the block's rerun ops ``found``, changed so that selective recomputation reruns
+    exactly these parts of a layer."""
     nodes = [graph[name] for name in block.nodes]
     again: set[str] = set()
     for part in parts:
@@ -46,7 +47,8 @@ def of_parts(
 
 
 def _core(nodes: Sequence[Node], graph: Graph, prices: Prices) -> set[str]:
-    """Return the attention ops, or else the ops on scores (values with two position dimensions)."""
+    """Return the names of the attention ops and of the ops on attention scores (values with two
+    dimensions of positions)."""
     dims = dims_on(graph, SMALLEST_AXIS, prices)
 
     def is_square(ref: Ref) -> bool:
@@ -91,7 +93,7 @@ def _up_projections(nodes: Sequence[Node]) -> set[str]:
 
 
 def _experts_module(nodes: Sequence[Node]) -> str:
-    """Return the path of the module with router and experts; "" if there is none."""
+    """Return the path of the module that holds router and experts; "" if there is none."""
     return next((n.module.rpartition(".")[0] for n in nodes if is_expert_layer(n)), "")
 
 
@@ -112,7 +114,8 @@ def _shared_experts(nodes: Sequence[Node]) -> set[str]:
 
 
 def _scan(nodes: Sequence[Node]) -> set[str]:
-    """Return the convolution, the scan and the gated norm of a state-space layer."""
+    """Return the names of a state-space layer's ops from convolution to gated norm, except linear
+    layers; empty in other layers."""
     names = {packet(node.op) for node in nodes}
     module = next((node.module for node in nodes if packet(node.op) == "conv1d"), "")
     if not module or "cumsum" not in names:

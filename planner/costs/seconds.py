@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Resource(IntEnum):
-    """Index into the last axis of arrays of seconds: the fields of ``Seconds`` in order."""
+    """Index into the last axis of arrays of seconds, for the fields of ``Seconds`` in order."""
 
     FORWARD_COMPUTE = 0
     FORWARD_COMMUNICATION = 1
@@ -48,7 +48,7 @@ STEP = slice(Resource.PARAMETER_GATHER, Resource.FORWARD_ISSUE)
 
 
 class State(IntEnum):
-    """Index into the last axis of arrays of state bytes: the fields of ``StateBytes`` in order."""
+    """Index into the last axis of arrays of bytes, for the fields of ``StateBytes`` in order."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -61,16 +61,16 @@ HELD = slice(State.PARAMETERS, State.GATHERED)
 
 
 class Seconds(NamedTuple):
-    """Seconds of a micro-batch by direction and resource; ``parameter_gather`` to ``optimizer`` are
-    seconds of a step.
+    """Seconds per micro-batch by direction and resource; ``parameter_gather`` to ``optimizer`` are
+    per step.
 
     ``forward_states``/``backward_states``: gathering parameters and scattering gradients in every
     micro-batch (ZeRO 2 and 3), which recomputation does not repeat. ``parameter_gather``: gathering
-    parameters once per step (ZeRO 1 and 2), ``gradient_sync``: summing gradients once. All four
-    overlap compute (``seconds_of_passes``): ``*_slowed`` is the time that compute loses if it
-    covers the whole collectives, at most their own time. ``forward_issue``/``backward_issue``: time
-    of the host to issue the kernels, beside compute; for a stage, until each block is both issued
-    and computed. They bound a block, not an op, and are in no sum of the solvers.
+    parameters once per step (ZeRO 1 and 2); ``gradient_sync``: summing gradients once. All four
+    overlap compute; ``*_slowed`` is the time that compute loses if it covers the whole collectives.
+    ``forward_issue``/``backward_issue``: time of the host to launch the kernels, beside compute;
+    for a stage, until each block is both launched and computed. They bound a block, not an op, and
+    solvers do not add them.
     """
 
     forward_compute: float = 0.0
@@ -94,7 +94,7 @@ class Seconds(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """Price of an op: seconds forward and backward, their source, the host's seconds to issue."""
+    """Price of an op: seconds forward and backward, their source, the host's seconds to launch."""
 
     forward: float
     backward: float
@@ -104,7 +104,8 @@ class Priced(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes of a parameter that a device holds all the time, and of its whole copy while in use."""
+    """Bytes on a rank of a parameter, its gradient and its optimizer states, and ``gathered``:
+    bytes of its whole copy while in use."""
 
     parameters: float = 0.0
     gradients: float = 0.0
@@ -124,11 +125,12 @@ COLLECTIVES_OF_STATES = (
 def objective_weights(
     num_microbatches: int, *, exposed: float = 0.0, shares_links: bool = True
 ) -> Floats:
-    """Return the weight of a second of each resource in the solvers' objective per micro-batch.
+    """Return the weight of a second of each resource in the solvers' objective, seconds per
+    micro-batch.
 
-    Collectives that take S seconds beside C seconds of compute, and lengthen this compute by s
-    seconds, add at least max(s, S - C) to the objective (``seconds_of_passes``). The weights count
-    (1 - e)·s + e·(S - C) for them, where e is ``exposed``: a lower bound for any e from 0 to 1.
+    Collectives that take S seconds beside C seconds of compute, and slow this compute by s seconds,
+    add at least max(s, S - C) to the objective. The weights count (1 - e)·s + e·(S - C) for them,
+    where e is ``exposed``: a lower bound for any e from 0 to 1.
 
     >>> weights = objective_weights(4)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()
@@ -147,19 +149,18 @@ def objective_weights(
 
 
 def _times_per_microbatch(resource: Resource, num_microbatches: int) -> float:
-    """Return 1 for a resource that counts per micro-batch, 1/N for one that counts per step."""
+    """Return how often a resource counts per micro-batch: once, or 1/N if it counts per step."""
     is_of_step = resource in range(*STEP.indices(len(Resource)))
     return 1 / num_microbatches if is_of_step else 1.0
 
 
 def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
-    """Return weights to add to ``objective_weights`` for a stage's first block, and for its last
-    block.
+    """Return weights to add to ``objective_weights`` for a stage's first block, and for its last.
 
-    Collectives that overlap compute count there only with the seconds by which they slow it. No
-    compute hides the gathers of the first block before the forward and of the last block before the
-    backward, nor the first block's gradient sums after the backward: with the added weights, they
-    count with their whole time.
+    Collectives that overlap compute count in ``objective_weights`` only by the seconds by which
+    they slow it. But no compute hides the gathers of the first block before the forward and of the
+    last before the backward, nor the first block's gradient sums after the backward; with the added
+    weights they count with their whole time.
     """
     first, last = np.zeros((2, len(Resource)))
     for collective, slowed in COLLECTIVES_OF_STATES[1:]:
@@ -170,10 +171,10 @@ def wait_weights(num_microbatches: int) -> tuple[Floats, Floats]:
 
 
 class Groups(NamedTuple):
-    """Seconds of a stage's blocks in order; runs of equal blocks are stored once.
+    """Seconds of a stage's blocks in order, with consecutive equal blocks stored once.
 
-    Entry i stands for ``counts[i]`` consecutive blocks, each of ``seconds[..., i, RESOURCE]``.
-    If it stands for several, the entries before and after it have the same seconds.
+    Entry i stands for ``counts[i]`` consecutive blocks, each of ``seconds[..., i, RESOURCE]``. If
+    it stands for several, the entries before and after it have the same seconds.
     """
 
     seconds: Floats
@@ -181,10 +182,10 @@ class Groups(NamedTuple):
 
 
 def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
-    """Return the entries and counts of ``Groups``, which store runs of equal blocks once.
+    """Return the entries and counts of ``Groups`` for a sequence of blocks.
 
-    A run of three or more equal blocks becomes three entries: its first block, the blocks between,
-    and its last block.
+    Three or more equal blocks in a row become three entries: the first block, the blocks between,
+    and the last block.
 
     >>> entries, counts = group_blocks("abbbbcc")
     >>> "".join(entries), counts.tolist()
@@ -201,11 +202,12 @@ def group_blocks(blocks: Sequence[T]) -> tuple[list[T], NDArray[np.int64]]:
 
 
 def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
-    """Return the seconds added to a pass if each block is gathered while its predecessor computes.
+    """Return the seconds added to a pass if each block is gathered while the block before it
+    computes.
 
-    The pass waits for the first block. Every other block either arrives before its predecessor's
-    compute ends, and lengthens this compute by ``slowed``, or the pass waits for it. The last axis
-    has the entries of ``Groups``.
+    The pass waits for the first block. Every other block either arrives before the compute beside
+    it ends, and lengthens this compute by ``slowed``, or the pass waits for it. The last axis of
+    all arguments has the entries of ``Groups``.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
     >>> float(exposed_one_ahead(*each, [1, 1, 1]))  # 2, then 0.25 beside 3, then 6 beside 4
@@ -217,12 +219,12 @@ def exposed_one_ahead(collectives: Floats, slowed: Floats, compute: Floats, coun
 def exposed_from_start(collectives: Floats, slowed: Floats, compute: Floats, counts: Any) -> Any:
     """Return the seconds added to a pass if all blocks are gathered in sequence from its start on.
 
-    Block h is gathered in S_h seconds (``collectives``), computes for C_h, and its gather slows
-    compute by s_h (``slowed``). Let g be the last block that the pass waits for. It arrives after
-    ``Σ_{h≤g} S_h`` seconds, in which ``Σ_{h<g} C_h`` seconds of compute are done; later gathers
-    slow the rest by ``Σ_{h>g} s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g}
-    s_h)`` seconds longer, and at least ``Σ s_h``, if it waits for no block. Summing gradients
-    during the backward adds the same: it is the same process in reverse.
+    Block h is gathered in S_h seconds (``collectives``), computes for C_h (``compute``), and its
+    gather slows compute by s_h (``slowed``). Let g be the last block that the pass waits for: it
+    arrives after ``Σ_{h≤g} S_h`` seconds, in which ``Σ_{h<g} C_h`` are computed; later gathers slow
+    the rest by ``Σ_{h>g} s_h``. So the pass takes ``max_g (Σ_{h≤g} S_h - Σ_{h<g} C_h + Σ_{h>g}
+    s_h)`` seconds longer; if it waits for no block, ``Σ s_h``. Summing gradients during the
+    backward adds the same, in reverse order of time.
 
     >>> each = [np.array(values) for values in ((2.0, 1.0, 6.0), (0.5, 0.25, 1.5), (3.0, 4.0, 1.0))]
     >>> float(exposed_from_start(*each, [1, 1, 1]))  # block 0: 2 + 1.75; block 2: 9 - 7
@@ -252,14 +254,14 @@ def _after(values: Floats) -> Floats:
 def seconds_of_passes(
     seconds: Floats, groups: Groups, shares_links: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Return a stage's seconds: a micro-batch's forward, its backward, the time that gathering
-    parameters once per step adds to the first forward, and the time after the last backward.
+    """Return a stage's seconds: a micro-batch's forward, its backward, the wait before a step's
+    first forward for gathered parameters, and the time after the last backward.
 
     ``seconds[..., RESOURCE]`` belong to the stage, ``groups`` to its blocks. Collectives of states
-    overlap compute, and the stage's other collectives unless both share links. In the forward, ZeRO
-    3 gathers each block while the previous block computes. In the backward, while a block computes,
-    ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter the gradients of the block after
-    it. The time of the host to issue a pass is not counted.
+    overlap compute and, unless they share links (``shares_links``), other collectives. In the
+    forward, ZeRO 3 gathers each block while the previous block computes. In the backward, while a
+    block computes, ZeRO 3 gathers the block before it, and ZeRO 2 and 3 scatter the gradients of
+    the block after it. The host's time to launch kernels is not counted.
     """
 
     def of(resource: Resource) -> Floats:

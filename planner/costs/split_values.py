@@ -16,8 +16,8 @@ from ..graph.positions import Dims, features_only, splits
 def positions_split(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split outputs along positions, or else that split any value so, or
-    else that split no value along rows or positions."""
+    """Return the strategies that split outputs along positions; else those that split any value so;
+    else those that split no value along rows or positions."""
     fitting = tuple(strategy for strategy in strategies if splits(node, strategy, dims))
     making = tuple(
         strategy for strategy in fitting if any(each.is_shard for each in strategy.outputs)
@@ -30,7 +30,8 @@ def batch_split(
     dims: Mapping[str, tuple[int | None, ...]],
     strategies: tuple[AxisStrategy, ...],
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split the batch of every tensor that has one; all if none does."""
+    """Return the strategies that split every tensor that has a batch dimension along it; all if
+    none does. ``dims``: batch dimensions of each node's outputs."""
     if node.name not in dims:
         return strategies
     inputs = [dims[ref.name][ref.index] for ref in node.inputs]
@@ -47,7 +48,7 @@ def batch_split(
 def batch_whole(
     node: Node, graph: Graph, strategies: tuple[AxisStrategy, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along its batch; all if none is left."""
+    """Return the strategies that split no tensor along its batch dimension; all if none is left."""
     if not graph.batch_dims:
         return strategies
     dims = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
@@ -81,7 +82,7 @@ def parameters_split(
 
 
 def _is_weight(node: Node, graph: Graph) -> bool:
-    """Return whether a node is a parameter, or a part of a fused weight."""
+    """Return whether a node is a parameter or a part cut from a fused parameter."""
     is_cut = node.kind == "op" and node.op.startswith("aten.split_with_sizes.")
     return node.kind == "parameter" or (is_cut and _is_weight(graph[node.inputs[0].name], graph))
 

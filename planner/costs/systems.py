@@ -28,8 +28,8 @@ Kernels = Literal["eager", "compiled", "fused"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A training system: title, kernels, and cost assumptions in fp8; ``splits_sequences``: its
-    tensor parallelism splits sequences outside of products."""
+    """A training system. ``assumptions``: about its costs, in fp8; ``splits_sequences``: its tensor
+    parallelism splits values between products along sequences."""
 
     title: str
     kernels: Kernels
@@ -61,7 +61,7 @@ _SYSTEMS: Mapping[SystemName, System] = {
 
 
 def system(name: SystemName) -> System:
-    """Return the system with this name."""
+    """Return the training system with this name."""
     return _SYSTEMS[name]
 
 

@@ -21,8 +21,8 @@ from ..graph.layout import Layout, Mesh, Region, divides, format_layout, interse
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Message with the part ``box`` ((start, stop) per dimension) of a tensor, from device to
-    device.
+    """Message from one device to another with the part ``box`` of a tensor, a (start, stop) pair
+    per dimension.
 
     ``source`` and ``target`` are device indices in their meshes' row-major order.
     """

@@ -32,8 +32,8 @@ def update_kind(optimizer: str) -> str:
 
 
 def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
-    """Return the curve of step seconds over bytes of a parameter; None if fewer than two sizes were
-    measured.
+    """Return the measured seconds of optimizer steps as a curve over bytes of a parameter; None if
+    fewer than two sizes were measured.
 
     The model's own optimizer takes precedence over ``optimizer``.
     """
@@ -46,7 +46,8 @@ def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
 
 
 def step_bytes(policy: PrecisionPolicy) -> int:
-    """Return the bytes a step moves per element: reads of all states, writes of all but gradients.
+    """Return the memory traffic of an optimizer step in bytes per element: all states are read, and
+    all but gradients written.
 
     A gradient of fewer bytes than the master is first written in the master's format, and read. In
     host memory the master is also written in the compute format, to be sent to the device.
@@ -60,11 +61,12 @@ def step_bytes(policy: PrecisionPolicy) -> int:
 
 
 def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -> float:
-    """Return the seconds of a step on ``numel`` elements in host memory, its parts in sequence.
+    """Return the seconds of an optimizer step on ``numel`` elements whose states are in host
+    memory.
 
-    Gradients go down and parameters up over the device's link to its host, and in between the
-    host's cores move ``step_bytes``: bytes divided by rates, without overlap. A device without
-    figures of its host gets the rate of PCIe 3 for link and memory.
+    Gradients go to the host and parameters back over the device's link, and in between the host's
+    cores move ``step_bytes``; nothing overlaps. A device without figures of its host gets the rate
+    of PCIe 3 for link and memory.
     """
     link = device.host_link_bytes_per_second or HOST_LINK
     memory = HOST_EFFICIENCY * (device.host_bytes_per_second or HOST_LINK)

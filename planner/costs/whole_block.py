@@ -39,7 +39,7 @@ ONE_DEVICE = Mesh(("dp",), (1,))
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Comparison of a measured block: seconds as a whole, and as the sum of its ops."""
+    """Seconds (forward, backward) of a block: measured as a whole, and summed over its ops."""
 
     whole: tuple[float, float]
     summed: tuple[float, float]
@@ -48,7 +48,7 @@ class _Compared:
 
     @property
     def factors(self) -> Iterator[Factor]:
-        """Yield the factor (measured / summed seconds) of each op of the block."""
+        """Yield the factor (measured / summed seconds) for each op of the block."""
         ratios = [_ratio(*each) for each in zip(self.whole, self.summed, strict=True)]
         return (Factor(ratios[0], ratios[1], each) for each in self.num_bytes)
 
@@ -65,10 +65,8 @@ def block_inputs(graph: Graph, block: Block) -> tuple[Ref, ...]:
 
 
 def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase:
-    """Return the case by which a profile stores a block, at the graph's batch size on one device.
-
-    ``tf32`` are the families of products that the device computes in TF32.
-    """
+    """Return the op case by which a profile stores a whole block, at the graph's batch size on one
+    device. ``tf32``: families of products that the device computes in TF32."""
     return OpCase(
         op=BLOCK_OP,
         tensors=tuple(
@@ -83,7 +81,7 @@ def block_case(graph: Graph, block: Block, tf32: Collection[str] = ()) -> OpCase
 
 
 def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str, ...]:
-    """Return the members of ``families`` to which some float32 op of the block belongs."""
+    """Return the op families of ``families`` to which a float32 op of the block belongs."""
     nodes = [graph[name] for name in block.nodes if graph[name].spec.dtype == "float32"]
     works = (default_rules.work(each, input_specs(each, graph), each.outputs) for each in nodes)
     return tuple(sorted({work.family for work in works} & set(families)))
@@ -92,8 +90,8 @@ def _tf32_of(graph: Graph, block: Block, families: Collection[str]) -> tuple[str
 def whole_blocks(
     graph: Graph, blocks: Blocks, cluster: Cluster, basis: Basis, *, precision: Precision
 ) -> Basis:
-    """Return ``basis`` with its profile's factors (seconds of a whole measured block / sum over its
-    ops) added for the nodes of ``graph``."""
+    """Return ``basis`` whose profile has, for each node of ``graph``, the factor of its block:
+    seconds measured for the whole block / sum over its ops."""
     profile = basis.used
     if profile is None:
         return basis
@@ -134,7 +132,8 @@ def _compared(
     profile: Profile,
     measured: Mapping[str, list[tuple[OpCase, Measurement]]],
 ) -> _Compared | None:
-    """Compare the measured block nearest in bytes with the sum of its ops; None if none exists."""
+    """Return the seconds of the measured block that is nearest in bytes to ``block``, with the sum
+    over its ops; None if none was measured. ``measured``: by hash of computation."""
     tf32 = cluster.device(0).tf32 or ()
     own = block_case(graph, block, tf32)
     same = [each for each in measured.get(own.arguments, ()) if _rows(graph, block, each[0], tf32)]
@@ -166,7 +165,7 @@ def seconds_by_ops(
 
 
 def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> int | None:
-    """Return the batch size at which the block has the inputs of ``case``; None if none."""
+    """Return the batch size at which the block is the measured ``case``; None if at no size."""
     refs = block_inputs(graph, block)
     if len(refs) != len(case.tensors):
         return None
@@ -183,7 +182,7 @@ def _rows(graph: Graph, block: Block, case: OpCase, tf32: Collection[str]) -> in
 
 
 def _digest(graph: Graph, block: Block) -> str:
-    """Return a hash of the block's computation, independent of names and the batch size."""
+    """Return a hash of a block's computation that ignores names and the batch size."""
     numbers = {name: index for index, name in enumerate(block.nodes)}
     lines = [
         [

@@ -28,7 +28,8 @@ _MEAN = 1
 
 
 def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
-    """Return the batch dimension of each output of each node; None if the batch cannot be followed.
+    """Return, by node, the batch dimension of each output (None without one); None for the graph if
+    the batch cannot be followed through it.
 
     Inputs whose first dimension is ``graph.batch_size`` are taken as batched. A constant gets a
     batch dimension only if its rows along it are provably equal, so that repeating a row gives it
@@ -42,10 +43,10 @@ def find_batch(
     graph: Graph,
 ) -> tuple[Mapping[str, tuple[int | None, ...]], Accumulation] | None:
     """Return the batch dimensions of ``find_batch_dims``, and the rules by which the losses of
-    micro-batches add up.
+    micro-batches add up to the batch's; None if the batch cannot be followed.
 
     A sum over rows that depends on no parameter (a count) may be used like a value without rows: it
-    becomes one of ``Accumulation.totals``. Returns None like ``find_batch_dims``.
+    becomes one of ``Accumulation.totals``.
     """
     if graph.batch_size < 2:
         return None
@@ -60,7 +61,7 @@ def find_batch(
 def rows_apart(graph: Graph) -> BatchDims:
     """Return the batch dimensions of all nodes before rows are mixed, as in a contrastive loss.
 
-    Nodes that depend on several rows are omitted: their outputs may be split along any dimension.
+    Nodes that depend on several rows are left out: any of their dimensions may be split.
     """
     propagation = _Propagation(graph)
     met = propagation.run_apart() if graph.batch_size > 1 else set(graph.by_name)
@@ -104,13 +105,13 @@ def is_mean(node: Node) -> bool:
 
 
 def _has_classes(graph: Graph, node: Node) -> bool:
-    """Return whether the targets of a class loss are class indices; some may then be ignored."""
+    """Return whether a loss has class indices as targets, of which some may be ignored."""
     return graph.spec(node.inputs[1]).dtype not in FLOATS
 
 
 def is_data(graph: Graph, ref: Ref) -> bool:
-    """Return whether a value depends only on the batch, constants and counter-based random numbers,
-    and has no gradient."""
+    """Return whether a value has no gradient and depends only on the batch, constants and random
+    numbers drawn by counter (``counter_dropout``)."""
     return not any(
         node.kind == "parameter"
         or node.name in graph.updates
@@ -120,15 +121,15 @@ def is_data(graph: Graph, ref: Ref) -> bool:
 
 
 def is_steady(graph: Graph, ref: Ref) -> bool:
-    """Return whether the new value of a buffer is the same in every micro-batch of a step (a
-    counter, a power iteration): it depends on parameters, constants and such buffers alone."""
+    """Return whether a buffer's new value is the same in every micro-batch of a step (a counter, a
+    power iteration): it depends on parameters, constants and other such buffers alone."""
     return not any(
         node.kind == "input" or spec_of(node).is_counted for node in _sources(graph, ref)
     )
 
 
 def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
-    """Iterate over the nodes that a value depends on, also through new values of buffers."""
+    """Yield the nodes that a value depends on, also through new values of buffers."""
     pending, seen = [ref.name], set[str]()
     while pending:
         node = graph[pending.pop()]
@@ -143,7 +144,8 @@ def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
 
 class _Propagation:
     """Propagation of the batch dimension through a graph, as if a mesh axis split the batch.
-    ``labels``: placement of each value on this axis; values without a label have equal rows."""
+    ``labels``: placement of each value on this axis; values without a label are equal for all
+    rows."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -171,7 +173,7 @@ class _Propagation:
         return self.labels if all(self._holds(node) for node in operations) else None
 
     def run_apart(self) -> set[str]:
-        """Label as many nodes as possible; return the other nodes, which depend on several rows."""
+        """Find the placements of all nodes that mix no rows; return the names of the others."""
         operations = [node for node in self.graph if node.kind == "op"]
         met: set[str] = set()
         self._start()
@@ -191,11 +193,12 @@ class _Propagation:
         }
 
     def _used(self, ref: Ref) -> Placement | None:
-        """Return the placement label with which other nodes use ``ref``; None for a total."""
+        """Return the placement of ``ref`` for its readers; None for one of ``totals``."""
         return None if ref in self.totals else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
-        """Record an input of ``node`` that is a sum over rows as a total; return whether any is."""
+        """Record an input of ``node`` that is a sum of data over rows as a total over the whole
+        batch; return whether there is one."""
         for ref in node.inputs:
             if self._used(ref) == PARTIAL and is_data(self.graph, ref):
                 self.totals[ref] = None
@@ -206,7 +209,7 @@ class _Propagation:
         return self._strategies[self._form(node)]
 
     def _form(self, node: Node) -> int:
-        """Return the number of the node's form: nodes of one form have equal strategies."""
+        """Return a number that is equal for nodes with equal strategies."""
         number = self._forms.get(node.name)
         if number is None:
             found = len(self._strategies)
@@ -218,7 +221,7 @@ class _Propagation:
         return number
 
     def _advance(self, node: Node) -> bool:
-        """Label a node's outputs from its inputs; return False when no strategy fits."""
+        """Add the placements of a node's outputs, given its inputs'; return False if none fit."""
         refs = node.inputs
         held = [self._used(ref) for ref in refs]
         if not any(held) or (node.outputs and Ref(node.name) in self.labels):
@@ -241,7 +244,8 @@ class _Propagation:
                 labels[Ref(node.name, index)] = placement
 
     def _demand_inputs(self, refs: tuple[Ref, ...], strategy: AxisStrategy, found: _Labels) -> bool:
-        """Return whether every input that ``strategy`` splits has, or can get, the needed label."""
+        """Return whether every input that ``strategy`` splits has the needed label or can get it;
+        labels to add are put into ``found``."""
         return all(
             self._demand(ref, placement, found)
             for ref, placement in zip(refs, strategy.inputs, strict=True)
@@ -249,7 +253,8 @@ class _Propagation:
         )
 
     def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
-        """Return whether ``ref`` has or can get the label ``placement``; extend ``found``."""
+        """Return whether ``ref`` has the label ``placement`` or can get it; labels to add are put
+        into ``found``."""
         held = None if ref in self.totals else self.labels.get(ref, found.get(ref))
         if held is not None:
             return held == placement
@@ -294,7 +299,7 @@ class _Propagation:
         return self._equal_rows[key]
 
     def _prove_equal_rows(self, ref: Ref, dim: int) -> bool:
-        """Prove that a constant's parts are equal: filled, repeated, or made of equal parts."""
+        """Return whether a constant is filled, repeated, or made of values with equal rows."""
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
@@ -321,8 +326,8 @@ class _Propagation:
         return isinstance(times, int) and times % self.graph.batch_size == 0
 
     def _looks_up_equal_rows(self, node: Node, position: int) -> bool:
-        """Return whether input ``position`` is an index into equal rows: its values do not
-        matter."""
+        """Return whether input ``position`` of an ``index`` op selects among equal rows, so that
+        its values do not matter."""
         if packet(node.op) != "index" or position == 0:
             return False
         indexed = [dim for dim, item in enumerate(node.args[1]) if isinstance(item, Ref)]

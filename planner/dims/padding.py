@@ -31,15 +31,15 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Padding of an input: dimensions ``dims`` may be extended, filled with ``value``."""
+    """Padding of an input: it may be extended along the dimensions ``dims`` with ``value``."""
 
     dims: tuple[int, ...]
     value: int
 
 
 def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
-    """Return the sequence length that the plan is made for, and, by input name, how the input may
-    be padded along sequence positions to this length.
+    """Return the sequence length that the graph has, and, by input name, how shorter inputs may be
+    padded to it without changing the result.
 
     Raises PlanError AP560 if padding would change the result.
     """
@@ -65,7 +65,7 @@ def find_padding(graph: Graph) -> tuple[int, Mapping[str, Padding]]:
 
 
 def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
-    """Return (input with targets of a loss, target value that the loss ignores) pairs."""
+    """Return (input that holds a loss's targets, target value that the loss ignores) pairs."""
     found = []
     for name in sorted(places.sums):
         node = graph[name]
@@ -81,7 +81,8 @@ def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
 
 
 def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
-    """Return the input that holds the targets of ``loss``; raise PlanError if it has no padding."""
+    """Return the input that holds the targets of ``loss``. Raises PlanError AP560 if padding it
+    would change the loss."""
     scores = places.places[loss.inputs[0]]
     at, first = loss.inputs[1], 0
     reader = loss.name
@@ -107,7 +108,7 @@ def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
 
 
 def _first(graph: Graph, node: Node) -> int:
-    """Return the first position that a slicing op keeps of targets; 0 if it keeps all positions."""
+    """Return the first position that a slicing op keeps of targets; 0 if it keeps all."""
     dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", None) or 0
     shape = graph.spec(node.inputs[0]).shape
     if shape[dim] == node.spec.shape[dim]:
@@ -120,7 +121,7 @@ def _first(graph: Graph, node: Node) -> int:
 
 
 def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
-    """Check that an op pads targets at their end only, with the ignored value."""
+    """Raise PlanError AP560 unless an op pads targets only at the end, with ``ignored``."""
     pads = tuple(argument(node, 1, "pad", ()))
     mode = "constant" if is_plain else argument(node, 2, "mode", "constant")
     value = argument(node, 2 if is_plain else 3, "value", 0)
@@ -129,7 +130,7 @@ def _check_end(node: Node, ignored: int, *, is_plain: bool) -> None:
 
 
 def unpaddable(node: Node, why: str) -> PlanError:
-    """Return the error for an op that does not allow shorter sequences."""
+    """Return error AP560 for an op that does not allow sequences shorter than planned."""
     name = f"{node.op or 'input'} of {node.module}" if node.module else node.op or node.name
     return _refused(f"{name} cannot be padded", why, node.source or node.module)
 

@@ -28,11 +28,11 @@ _NONE, MEAN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class SeqDim:
-    """Sequence positions in a value: dimension ``dim`` has ``count`` of them, from position
-    ``first`` on.
+    """Dimension of a value that contains sequence positions: ``count`` of them, from position
+    ``first``.
 
-    If positions are merged with other dimensions, ``dim`` has ``outer`` runs of positions, and
-    ``inner`` entries for each position.
+    A dimension that a reshape has merged has ``outer`` runs of all these positions, with ``inner``
+    entries for each position.
 
     >>> SeqDim(1, first=0, count=8).rows(4, 8), SeqDim(1, first=1, count=7).rows(4, 8)
     ((4, 8), (3, 7))
@@ -45,7 +45,7 @@ class SeqDim:
     count: int = 0
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the indices at which the value has positions ``start`` to ``stop``."""
+        """Return (first, stop): the value's indices of the positions ``start`` to ``stop``."""
         low, high = (min(max(at - self.first, 0), self.count) for at in (start, stop))
         return low, high
 
@@ -58,12 +58,12 @@ class SeqDim:
 
 @dataclass(slots=True)
 class SeqDims:
-    """Sequence positions in the values of a graph. ``length`` is the number of positions.
+    """Sequence positions in the values of a graph; sequences have ``length`` positions.
 
-    ``places``: values that are computed slice by slice; ``cut``: inputs, by node and argument
-    position, that are computed whole and cut to the slice; ``sums``: ops whose results add up over
-    the slices; ``means``: the ``sums`` that divide by their rows; ``attention``: causal attention
-    ops; ``written``: attentions of several ops, by each of their nodes.
+    ``places``: values that are computed slice by slice. ``cut``: inputs, by node and argument
+    position, that are computed whole and cut to the slice. ``sums``: ops whose results add up over
+    slices; ``means``: of these, the ops that divide by their rows. ``attention``: fused causal
+    attention ops. ``written``: attentions of several ops, by each of their nodes.
     """
 
     length: int = 0
@@ -93,7 +93,7 @@ def find_places(graph: Graph) -> SeqDims:
 
 
 def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
-    """Add the positions of a node's outputs to ``found``, or record that they are sums over
+    """Record, in ``found``, the positions in a node's outputs, or that its result is a sum over
     positions."""
     refs = node.inputs
     places = {i: found.places[ref] for i, ref in enumerate(refs) if ref in found.places}
@@ -127,13 +127,13 @@ def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
 
 
 def _is_alone(graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> bool:
-    """Return whether all but one input of a concatenation are empty, as an unused cache is."""
+    """Return whether a concatenation has a single input that is not empty (an unused cache is)."""
     empty = sum(graph.spec(ref).numel == 0 for ref in node.inputs)
     return len(places) == 1 and empty == len(node.inputs) - 1
 
 
 def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, SeqDim] | None:
-    """Return (input, its positions) by which positions enter a trained op; else None."""
+    """Return (index, positions) of the input that brings positions to a trained op, or None."""
     if not any(spec.requires_grad for spec in node.outputs):
         return None
     for index, ref in enumerate(node.inputs):
@@ -153,7 +153,8 @@ def _entry(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> tuple[int, S
 
 
 def _follow_sum(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add an op on sums over positions to ``found.sums``; raise PlanError unless linear in them."""
+    """Record that an op on sums over positions makes such a sum. Raises PlanError AP548 if it is
+    not linear in them."""
     for strategy in () if places else axis_strategies(node, graph, 1):
         held = zip(node.inputs, strategy.inputs, strict=True)
         fits = all((placement.kind == "P") == (ref.name in found.sums) for ref, placement in held)
@@ -179,7 +180,9 @@ def _follow_attention(found: SeqDims, node: Node, places: Mapping[int, SeqDim]) 
 
 
 def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add an op of written-out attention, whose rows are query and columns key positions."""
+    """Record the positions in the output of an op of attention that is written in separate ops; its
+    last two dimensions are query and key positions. Raises PlanError AP548 if inputs have
+    others."""
     written = found.written[node.name]
     rows = len(node.spec.shape) - 2
     whole = SeqDim(rows, count=found.length)
@@ -198,7 +201,8 @@ def _follow_written(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add a random op; raise PlanError if positions and rows are merged in one dimension."""
+    """Record the positions in a random op's output. Raises PlanError AP548 if one dimension has
+    both positions and rows."""
     _follow_strategy(found, graph, node, places)
     place = found.places[Ref(node.name)]
     if place.outer != 1 or place.dim in graph.batch_dims.get(node.name, ()):
@@ -206,7 +210,8 @@ def _follow_counted(found: SeqDims, graph: Graph, node: Node, places: Mapping[in
 
 
 def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return the positions of a view (``SeqDim``), which keeps the order of elements in memory.
+    """Return the positions in a view's output, given its input's; elements keep their order in
+    memory.
 
     Raises PlanError AP548 if a new dimension cuts through positions.
     """
@@ -223,7 +228,7 @@ def _viewed(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
-    """Return the positions that a slice of consecutive positions has (``SeqDim``)."""
+    """Return the positions that a slicing op keeps. Raises PlanError AP548 if not consecutive."""
     if (place.outer, place.inner) != (1, 1) or argument(node, 4, "step", 1) != 1:
         raise _mixes(node, "it takes positions that are not consecutive")
     size = graph.spec(node.inputs[0]).shape[place.dim]
@@ -233,7 +238,8 @@ def _sliced(graph: Graph, node: Node, place: SeqDim) -> SeqDim:
 
 
 def _follow_loss(found: SeqDims, graph: Graph, node: Node, places: Mapping[int, SeqDim]) -> None:
-    """Add a loss to the sums; a mean must divide by all rows (``Graph.accumulation``)."""
+    """Record that a loss over classes is a sum over positions. Raises PlanError AP548 if its mean
+    is not over rows that are counted (``Graph.accumulation``)."""
     classes = min(1, len(graph.spec(node.inputs[0]).shape) - 1)
     place = places.get(0)
     if place is None or place.dim == classes:
@@ -270,7 +276,7 @@ def _follow_strategy(
 
 
 def _fits(strategy: AxisStrategy, places: Mapping[int, SeqDim]) -> bool:
-    """Return whether a strategy splits exactly the given positions, without communication."""
+    """Return whether a strategy splits inputs along just these positions, without communication."""
     outputs = strategy.outputs
     return (
         not strategy.collectives
@@ -290,7 +296,8 @@ def _add_sum(found: SeqDims, node: Node, place: SeqDim) -> None:
 
 
 def _bring(found: SeqDims, graph: Graph, node: Node, index: int, wanted: SeqDim) -> None:
-    """Check that an input has the positions ``wanted``; mark it to be cut if it is whole."""
+    """Check that input ``index`` has the positions ``wanted``; if it is computed whole, mark it to
+    be cut. Raises PlanError AP548."""
     ref = node.inputs[index]
     if found.places.get(ref, wanted) != wanted:
         raise _mixes(node, "it meets values of different positions")

@@ -18,8 +18,9 @@ DROPOUT = "autoparallel.counter_dropout.default"
 
 @dataclass(frozen=True, slots=True)
 class WrittenAttention:
-    """Names of the nodes of an attention that is written out in separate ops. ``columns``: its
-    nodes with a dimension of key positions."""
+    """Names of the nodes of an attention that is written in separate ops: transposed keys, scores,
+    masked scores, softmax, dropout, product with values. ``columns``: nodes with a dimension of key
+    positions."""
 
     keys: str
     scores: str
@@ -61,7 +62,7 @@ def _written(graph: Graph) -> Iterator[WrittenAttention]:
 
 
 def _only_user(graph: Graph, node: Node, op: str) -> Node | None:
-    """Return the node that alone reads ``node``, if its op is ``op``; else None."""
+    """Return the only node that reads ``node``, if its op is ``op``; else None."""
     users = graph.users[node.name]
     return graph[users[0]] if len(users) == 1 and graph[users[0]].op == op else None
 
@@ -76,7 +77,7 @@ def _swaps_last(graph: Graph, node: Node) -> bool:
 
 
 def _is_causal(graph: Graph, mask: Ref) -> bool:
-    """Return whether a mask marks the entries above the diagonal of a square: later positions."""
+    """Return whether a mask marks the entries above a square's diagonal (later positions)."""
     flipped = graph[mask.name]
     if flipped.op != "aten.logical_not.default":
         return False

@@ -39,9 +39,8 @@ from ..variants.slice_costs import carried_bytes, is_attention
 @dataclass(frozen=True, slots=True)
 class StageFacts:
     """Facts shared by all blocks of a stage. ``link`` is the link from the previous stage.
-
-    ``slices``: lengths of sequence slices. ``splits``: the backward defers weight gradients.
-    """
+    ``slices``: lengths of sequence slices. ``splits``: whether the backward defers weight
+    gradients."""
 
     graph: Graph
     prices: Prices
@@ -55,9 +54,9 @@ class StageFacts:
 class Layouts:
     """Layouts of a block's nodes and of everything it reads, in the order of ``Reads``.
 
-    ``values``: the layout in which the stage already holds a value, or None for a value still to be
-    received; ``again`` marks values that an earlier block of the stage also reads and keeps.
-    ``leaves``: the layout in which a leaf (input, constant or buffer) is held, None if not given.
+    ``values``: the layout in which the stage holds a value, or None if it is received here;
+    ``again`` marks values that an earlier block of the stage reads and keeps too. ``leaves``: the
+    layout in which an input, constant or buffer is held, None if the plan has none.
     """
 
     nodes: tuple[NodeLayout, ...]
@@ -69,12 +68,13 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds of a block, and bytes per rank of the block and of the parameters that only it uses.
+    """Seconds of a block per micro-batch (states: per step), and bytes per rank of the block and of
+    the parameters that only it uses.
 
-    ``late_seconds``: the second half of a split backward, which computes weight gradients;
-    ``late_bytes`` are kept for it. ``gathered_bytes`` are gathered parameters and recomputed
-    values; ``batch_bytes`` is the part of ``kept_bytes`` that belongs to the batch. ``values``: the
-    layouts of ``Reads.values``.
+    ``receive_seconds``: forward and backward. ``late_seconds``: computing weight gradients, if the
+    backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters and
+    recomputed values. ``batch_bytes``: the part of ``kept_bytes`` that depends on the batch.
+    ``values``: layouts of ``Reads.values``.
     """
 
     seconds: Seconds
@@ -145,8 +145,8 @@ class _BlockWalk:
         self.seconds = self.seconds.plus(seconds)
 
     def _block(self) -> tuple[float, float]:
-        """Add up the costs of all nodes; return the bytes that the backward recomputes and the
-        bytes kept for weight gradients."""
+        """Add up the costs of all nodes; return the bytes per rank that the backward recomputes,
+        and the bytes kept for deferred weight gradients."""
         graph, prices, mode = self.graph, self.prices, self.mode
         wanted: dict[Ref, dict[Layout, None]] = {}
         uses: dict[Ref, list[tuple[str, int]]] = {}
@@ -196,7 +196,9 @@ class _BlockWalk:
         return _total(part for part in parts if part not in selected), _total(late)
 
     def _meet(self) -> None:
-        """End the block, or a half of its split backward, once both device and host finished."""
+        """Raise the host's seconds so that the forward, and the backward or each half of a split
+        backward, ends only when both the device and the host that launches its ops have
+        finished."""
         own, (computed, issued) = self.seconds, self.late if self.setting.splits else (0.0, 0.0)
         first = max(own.backward_compute - computed, own.backward_issue - issued)
         self.seconds = own._replace(
@@ -218,7 +220,7 @@ class _BlockWalk:
             self._add(again)
 
     def _receive(self, ref: Ref, target: Layout) -> None:
-        """Receive a value of an earlier stage in the layout that its first use needs."""
+        """Add the cost of receiving an earlier stage's value in the layout its first use needs."""
         if ref in self.made or self.graph[ref.name].kind != "op":
             return
         layout = boundary_layout(target)
@@ -228,7 +230,8 @@ class _BlockWalk:
         self.receive[1] += backward
 
     def _is_repeated(self, ref: Ref, uses: Sequence[tuple[str, int]]) -> bool:
-        """Return whether recomputation converts a value with the given uses again."""
+        """Return whether recomputation repeats the conversion of a value's layout. ``uses``: the
+        ops that read the value, each with the index of the input."""
         if self.mode == "none":
             return False
         kind, reader = self.graph[ref.name].kind, self.graph[uses[0][0]]
@@ -250,7 +253,7 @@ class _BlockWalk:
         self._add(Seconds(forward_communication=forward, backward_communication=backward + again))
 
     def _pair_bytes(self, node: Node, layout: NodeLayout) -> int:
-        """Return the bytes per rank of an attention's keys and values; 0 without slices."""
+        """Return the bytes per rank of an attention op's keys and values; 0 without slices."""
         if not self.setting.slices or not is_attention(node):
             return 0
         pair = zip(node.inputs[1:3], layout.inputs[1:3], strict=True)
@@ -268,9 +271,10 @@ Key = tuple[str, int]
 class Reads:
     """A block and the values it reads from outside, each listed once in the order of first use.
 
-    ``values`` are outputs of other blocks; ``leaves`` are inputs, constants and buffers; ``shared``
-    marks ``parameters`` that other blocks use too. ``sends``: for each value that later blocks
-    read, (value, index of its node in the block, position of the last block that reads it).
+    ``values`` are outputs of other blocks, ``leaves`` names of inputs, constants and buffers;
+    ``shared`` marks ``parameters`` that other blocks use too. ``sends``: (value, index in the block
+    of the op that computes it, position of the last block that reads it) for values that later
+    blocks read.
     """
 
     block: Block
@@ -284,7 +288,7 @@ class Reads:
 @dataclass(frozen=True)
 class BlockForms:
     """Blocks grouped by form: blocks of one form cost the same under equal layouts. ``storages``
-    maps each value to the value that owns its memory."""
+    maps each value to the value that owns its memory (a view shares memory)."""
 
     structure: Structure
     storages: Mapping[Key, Key]
@@ -304,7 +308,7 @@ class BlockForms:
 
     @cached_property
     def forms(self) -> tuple[int, ...]:
-        """Map each block's position to the position of the first block of the same form."""
+        """Map each block to the first block that costs the same under equal layouts (positions)."""
         first: dict[tuple[Any, ...], int] = {}
         return tuple(
             first.setdefault(self._form(reads), position)
@@ -339,7 +343,8 @@ class BlockForms:
 
     @cached_property
     def _sends(self) -> list[tuple[tuple[Ref, int, int], ...]]:
-        """Return, for each block, the values that later blocks read, in the order they are made."""
+        """Return, for each block, (value, index of its op in the block, last block that reads it)
+        of the values that later blocks read."""
         found: list[list[tuple[Ref, int]]] = [[] for _ in self.blocks.blocks]
         for ref, made, last in self.structure.crossing:
             found[made].append((ref, last))
@@ -351,7 +356,7 @@ class BlockForms:
         return sends
 
     def _form(self, reads: Reads) -> tuple[Any, ...]:
-        """Return the key of a block's form: everything except layouts that determines its cost."""
+        """Return a key of a block: everything except layouts that determines its cost."""
         graph, inside = self.graph, set(reads.block.nodes)
         numbers: dict[Key, int] = {}
         parts: list[Any] = [reads.block.kind, bool(reads.block.parameters), reads.shared]
@@ -383,12 +388,13 @@ class BlockForms:
 
     @staticmethod
     def _place(key: Key, numbers: Mapping[Key, int], places: Mapping[str, int]) -> tuple[int, int]:
-        """Return a key of a value: its node's index in the block, or a number if from outside."""
+        """Return a key of a value that is independent of names: the index of its op in the block,
+        or its number among the values from outside."""
         return (numbers[key] if key in numbers else places[key[0]]), key[1]
 
     @cached_property
     def of_parameters(self) -> dict[str, bool]:
-        """Map each node to whether it is a parameter or computed from parameters alone."""
+        """Map each node's name to whether it is a parameter or computed from parameters alone."""
         known: dict[str, bool] = {}
         for node in self.graph:
             known[node.name] = node.kind == "parameter" or (

@@ -34,7 +34,9 @@ from .step import Pipeline, message_seconds, prediction_of, send_seconds, simula
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Figures of a plan, computed anew. ``objective_seconds``: the ILP's objective, by stage."""
+    """Predicted figures of a plan. ``bubble_fraction``: part of the step in which ranks wait.
+    ``peak_memory_bytes``: of the fullest device. ``objective_seconds``: for each stage the seconds
+    that its integer program minimizes."""
 
     step_seconds: float
     bubble_fraction: float
@@ -52,7 +54,8 @@ def evaluate(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Evaluation:
-    """Price a plan independently of the solvers. Raises ``PlanError`` if it does not fit the graph.
+    """Predict a plan's step time and memory independently of the solvers. Raises PlanError if the
+    plan does not fit the graph.
 
     ``graph`` may be at any batch size; it is scaled to the plan's micro-batch.
     """
@@ -69,7 +72,8 @@ def at_microbatch(graph: Graph, plan: Plan) -> Graph:
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with the costs of its stages, before its schedule is simulated."""
+    """A plan with the costs of its stages, before its schedule is simulated. ``edges``: dependences
+    of stages, None for a chain; ``slices``: sequence slices with their shares of time, if any."""
 
     plan: Plan
     costs: Sequence[StageCost]
@@ -78,8 +82,8 @@ class Staged:
 
     @property
     def least_seconds(self) -> float:
-        """Return a lower bound on the step time: the busiest rank runs all micro-batches of its
-        stages.
+        """Return a lower bound on the step's seconds: the compute of all micro-batches on the
+        busiest rank.
 
         It does not hold for schedules with replicas of stages.
         """
@@ -92,13 +96,13 @@ class Staged:
         return max(totals.values())
 
     def peak_bytes(self, activation_bytes: Sequence[int] = ()) -> int:
-        """Return the peak bytes of the fullest device. ``activation_bytes`` by rank replace the
-        stages' activations if stages have replicas."""
+        """Return the peak bytes of the fullest device. ``activation_bytes``, by rank, replace the
+        activations in the stages' costs if the schedule has replicas of stages (Chimera)."""
         return round(max(_rank_bytes(self.plan, self.costs, activation_bytes)))
 
     @property
     def pipeline(self) -> Pipeline:
-        """The plan's pipeline schedule; a plan of one stage is a pipeline of length one."""
+        """Schedule and number of micro-batches, as input of the simulation."""
         plan = self.plan
         return Pipeline(
             plan.schedule,
@@ -121,8 +125,8 @@ class Staged:
         return figures if self.plan.gradient_order == "backward" else self._overlapped(figures)
 
     def _overlapped(self, figures: Evaluation) -> Evaluation:
-        """Return the figures of a one-stage plan whose last gradient all-reduces overlap the next
-        forward."""
+        """Return the figures of a plan of one stage, changed so that the last gradient all-reduces
+        overlap the next step's forward."""
         gain = order_gain(self.plan, self.costs[0])
         (stage,) = figures.stages
         exposed = max(0.0, stage.seconds["exposed_sync"] - gain)
@@ -133,7 +137,7 @@ class Staged:
         )
 
     def figures(self, step_seconds: float, bubble_fraction: float, peak_bytes: int) -> Evaluation:
-        """Build the evaluation from a given step time, bubble fraction and peak memory."""
+        """Return the plan's predicted figures, given step time, bubble fraction and peak memory."""
         sends = send_seconds(self.costs, self.edges)
         return Evaluation(
             step_seconds,
@@ -146,9 +150,10 @@ class Staged:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Pricer of any number of plans of one graph, whatever batch size the graph was captured at.
+    """Predictor of step time and memory for any number of plans of one graph.
 
-    It caches the costs of blocks, by precision and micro-batch size, for later plans.
+    The graph may be captured at any batch size. Costs of blocks are cached, by precision and
+    micro-batch size, for later plans.
     """
 
     graph: Graph
@@ -158,13 +163,13 @@ class Evaluator:
     _walked: dict[tuple[Precision, int], Walked] = field(default_factory=dict, repr=False)
 
     def evaluation(self, plan: Plan, cluster: Cluster) -> Evaluation:
-        """Return the evaluation of a plan on a cluster."""
+        """Return the predicted step time and memory of a plan on a cluster."""
         if plan.servers is not None:
             return self._served(replace(plan, cluster=cluster))
         return self.staged(plan, cluster).evaluation()
 
     def _served(self, plan: Plan) -> Evaluation:
-        """Price a plan with parameter servers: its only stage is priced on every worker."""
+        """Predict a plan with parameter servers; every worker runs the plan's only stage."""
         assert plan.servers is not None
         (stage,) = plan.stages
         known: dict[str, Staged] = {}
@@ -185,7 +190,7 @@ class Evaluator:
         return each[0].figures(seconds, waits, served_peak_bytes(plan, costs))
 
     def staged(self, plan: Plan, cluster: Cluster) -> Staged:
-        """Return a plan with its stages priced on ``cluster``, without simulating the step."""
+        """Return a plan with its stages' costs on ``cluster``, before the step is simulated."""
         plan, walked = replace(plan, cluster=cluster), self._at(plan)
         edges = _edges(walked, plan)
         costs = _stages(walked, plan, edges, rules=self.rules, basis=self.basis)
@@ -218,7 +223,8 @@ class Evaluator:
 def priced_stages(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules, basis: Basis
 ) -> list[StageCost]:
-    """Return the cost of each stage. ``graph`` is an ``at_microbatch`` graph, or a slice of it."""
+    """Return the cost of each stage. ``graph`` is at the plan's micro-batch size and precision
+    (``at_microbatch``), or is such a graph of one sequence slice."""
     walked = walked_none(graph, blocks, rules)
     return _stages(walked, plan, _edges(walked, plan), rules=rules, basis=basis)
 
@@ -226,10 +232,10 @@ def priced_stages(
 def walked_stages(
     graph: Graph, blocks: Blocks, plan: Plan, basis: Basis = DEFAULT
 ) -> list[StageWalk]:
-    """Return the block-by-block pricing of each stage; with unequal batch shares, the share with
-    the most activation bytes.
+    """Return, for each stage, the block-by-block computation of its cost; with unequal batch
+    shares, for the ranks with the most activation bytes.
 
-    ``graph`` is the result of ``at_microbatch``.
+    ``graph`` is at the plan's micro-batch size and precision (``at_microbatch``).
     """
     walked = walked_none(graph, blocks, default_rules)
     walks = _walks(walked, plan, _edges(walked, plan), rules=default_rules, basis=basis)
@@ -239,8 +245,8 @@ def walked_stages(
 def held_micro_batches(
     graph: Graph, blocks: Blocks, plan: Plan, *, rules: Rules = default_rules
 ) -> Sequence[HalfPairs]:
-    """Return, for each stage, the micro-batches in flight, as pairs (waiting for their whole
-    backward, waiting for weight gradients only)."""
+    """Return, for each stage, the largest pairs (micro-batches held before their backward,
+    micro-batches held for deferred weight gradients only) that it holds at one time."""
     walked = walked_none(at_microbatch(graph, plan), blocks, rules)
     return _held(plan, _edges(walked, plan))
 
@@ -260,7 +266,8 @@ def _stages(
 def _walks(
     walked: Walked, plan: Plan, edges: WeightedEdges | None, *, rules: Rules, basis: Basis
 ) -> Iterator[list[StageWalk]]:
-    """Yield, for each stage, one block-by-block pricing per different share of the batch."""
+    """Yield, for each stage, the block-by-block computations of its cost, one for each different
+    share of the batch among its ranks."""
     held = _held(plan, edges)
     start = 0
     for index, stage in enumerate(plan.stages):
@@ -292,8 +299,8 @@ def _rank_bytes(
 ) -> Iterable[float]:
     """Return the peak bytes per device of each pipeline rank, over all stages of the rank.
 
-    Transient bytes count once, as one stage computes at a time. ``activation_bytes`` are the peak
-    activations of ranks that hold replicas of stages.
+    Transient bytes count once, as one stage computes at a time. ``activation_bytes``: peak
+    activations by rank, used for ranks that hold replicas of stages (Chimera).
     """
     if plan.schedule == "chimera":
         totals_of = zip(costs, reversed(costs), activation_bytes, strict=True)
@@ -324,7 +331,8 @@ def _brief_bytes(cost: StageCost) -> float:
 
 
 def _groups(stage: StagePlan, batch_size: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return (batch size, ranks) for each different share of the batch; one entry if all equal."""
+    """Return (batch size at which to price the stage, ranks) for each different share of the batch;
+    a single entry without ranks if all shares are equal."""
     if not stage.shares:
         return [(batch_size, ())]
     return [
@@ -342,7 +350,8 @@ def stage_prices(
     rules: Rules = default_rules,
     basis: Basis = DEFAULT,
 ) -> Prices:
-    """Return the unit prices on a stage's devices, or on its ``ranks`` with one batch share."""
+    """Return the prices of ops, conversions and states on a stage's devices; on ``ranks``, the
+    devices with one share of the batch, if any are given."""
     model = plan.model
     asked = basis.asked.of(plan.num_microbatches) if basis.asked is not None else None
     return Prices(

@@ -27,7 +27,8 @@ from .evaluate import Evaluator
 def with_sums(
     plan: Plan, graph: Graph, blocks: Blocks, forced: Forced, *, rules: Rules, basis: Basis
 ) -> Plan:
-    """Return the plan with its gradient all-reduces: the cheapest, or as ``forced`` requires.
+    """Return the plan with an algorithm for each gradient all-reduce, and their order: the fastest,
+    or as ``forced`` requires.
 
     Raises UsageError AP196 for an all-reduce algorithm that cannot run, AP197 if the gradient order
     "priority" is impossible.
@@ -54,7 +55,7 @@ def with_sums(
 
 
 def _predicted(plan: Plan, evaluator: Evaluator) -> Plan:
-    """Return the plan with the predictions that ``evaluator`` computes for it."""
+    """Return the plan with the step time and stage seconds that ``evaluator`` predicts."""
     found, before = evaluator.evaluation(plan, plan.cluster), plan.prediction
     faster = before.step_seconds / found.step_seconds
     stages = tuple(

@@ -24,10 +24,11 @@ from ..stage.branches import reduce_edges
 
 
 def schedule_of(plan: Plan, crossing: Set[tuple[int, int]]) -> Schedule:
-    """Build the plan's schedule. ``crossing`` are the pairs of stages between which a value passes.
+    """Build the plan's schedule. ``crossing``: (earlier stage, later stage) pairs where a value
+    computed in the earlier stage is read in the later.
 
-    If a value skips stages, between ranks that no neighbouring stages connect, every pair has its
-    own messages.
+    If a value skips stages, and no neighbouring stages connect their ranks, each pair has messages
+    of its own.
     """
     num_stages = len(plan.stages)
     schedule = build_schedule(
@@ -52,10 +53,8 @@ def splits_backward(schedule: Schedule, stage: int) -> bool:
 
 
 def updating_plan(plan: Plan, schedule: Schedule) -> Plan:
-    """Return the plan of one weight update; stages of asynchronous schedules are built from it.
-
-    Sums over the micro-batches of a step (``Graph.accumulation``) then cover one update only.
-    """
+    """Return the plan of a single weight update, a part of the step if the schedule is
+    asynchronous. Sums over micro-batches (``Graph.accumulation``) then cover one update only."""
     count = schedule.per_update
     model = replace(plan.model, global_batch=plan.microbatch_size * count)
     return replace(plan, num_microbatches=count, model=model)

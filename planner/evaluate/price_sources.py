@@ -22,7 +22,8 @@ PARTS = ("compute", "communication")
 
 
 def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rules: Rules) -> Plan:
-    """Return ``plan`` with the shares of its time by source of prices (measured, …)."""
+    """Return ``plan`` with the fractions of its predicted step whose prices are measured,
+    interpolated or from specifications."""
     profile = basis.used
     whole = _seconds([stage.prediction for stage in plan.stages], plan.num_microbatches)
     total = sum(whole.values())
@@ -62,7 +63,7 @@ def with_sources(plan: Plan, graph: Graph, blocks: Blocks, *, basis: Basis, rule
 def _seconds(
     stages: list[StagePrediction] | tuple[StagePrediction, ...], count: int
 ) -> dict[str, float]:
-    """Return the seconds of a step over all stages, by part (``PARTS``)."""
+    """Return the seconds of a step of ``count`` micro-batches, over all stages, by ``PARTS``."""
     compute = communication = 0.0
     for stage in stages:
         own = stage.seconds
@@ -79,7 +80,7 @@ def _joined(shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _interpolation_error(asked: CostQueries) -> float:
-    """Return the mean relative error of the interpolated ops, weighted by their seconds."""
+    """Return the mean relative error of interpolated prices of ops, weighted by their seconds."""
     found = [op for op in asked.ops.values() if op.source == "interpolated"]
     total = sum(op.seconds for op in found)
     return sum(op.error * op.seconds for op in found) / total if total else 0.0

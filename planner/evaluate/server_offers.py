@@ -29,10 +29,11 @@ STALENESS = 2
 def with_offered_servers(
     best: Plan, graph: Graph, request: Request, price: Callable[[Request], Plan]
 ) -> Plan:
-    """Return the fastest plan with servers if faster than ``best`` by the tolerance, else ``best``.
+    """Return the fastest plan with parameter servers if it is faster than ``best`` by more than the
+    request's tolerance, else ``best``; plans not chosen become its alternatives.
 
-    ``price`` plans a request that forces servers. ``ssp`` and ``asp`` change the computation, so
-    they are priced only if the features allow them by name.
+    ``price`` plans a request that forces servers. ``ssp`` and ``asp``, which change the result of a
+    step, are tried only if the request allows them by name.
     """
     if not may_offer(best, graph, request):
         return best
@@ -68,7 +69,7 @@ def _alternative(plan: Plan, winner: Plan, why: str) -> Alternative:
 
 
 def repriced(plan: Plan, priced: Evaluation) -> Plan:
-    """Return a one-worker plan with the predictions for all workers and servers."""
+    """Return a plan made for one worker with the figures predicted for all workers and servers."""
     alone = plan.prediction
     scale = alone.step_seconds / priced.step_seconds
     utilization = alone.model_flops_utilization * scale / plan.cluster.num_devices
@@ -85,7 +86,7 @@ def repriced(plan: Plan, priced: Evaluation) -> Plan:
 
 
 def may_offer(best: Plan, graph: Graph, request: Request) -> bool:
-    """Return whether servers can run the request and could be faster than ``best``."""
+    """Return whether parameter servers can run the request and could be faster than ``best``."""
     cluster, asks = best.cluster, request
     is_free = asks.forced == Forced() and not (asks.pins or asks.stage_at or asks.placer)
     return (
@@ -109,7 +110,8 @@ def is_unequal(cluster: Cluster) -> bool:
 
 
 def is_thin(best: Plan, graph: Graph) -> bool:
-    """Return whether a link of rank 0 is thin relative to the step of ``best`` (see ``THIN``)."""
+    """Return whether sending all gradients over the slowest link of rank 0 takes more than the
+    fraction ``THIN`` of the step of ``best``."""
     cluster = best.cluster
     ranks = range(1, cluster.num_devices)
     rate = min(cluster.link(0, rank).bytes_per_second for rank in ranks)
@@ -119,8 +121,8 @@ def is_thin(best: Plan, graph: Graph) -> bool:
 
 
 def offered_servers(cluster: Cluster, request: Request) -> Iterator[Forced]:
-    """Yield the server configurations to price under each allowed consistency: servers beside all
-    workers, half of the ranks as servers, one server."""
+    """Yield the forced choices of parameter servers to price, under each allowed consistency:
+    servers beside all workers, on half of the ranks, on one rank."""
     total = cluster.num_devices
     places: dict[tuple[Literal["own", "beside"], int], None] = {
         ("beside", total): None,

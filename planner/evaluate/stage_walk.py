@@ -32,9 +32,7 @@ from .block_walk import BlockCost, BlockForms, Layouts, Reads, StageFacts, block
 @dataclass(frozen=True)
 class Walked:
     """Cache of the costs of a graph's blocks at one batch size, keyed by everything they depend on.
-
-    ``layouts`` lists the distinct layouts so far; keys contain a layout's position in this list.
-    """
+    ``layouts`` lists the distinct layouts so far; keys contain positions in this list."""
 
     forms: BlockForms
     costs: dict[Any, dict[Any, BlockCost]] = field(default_factory=dict)
@@ -48,7 +46,7 @@ class Walked:
         return self.forms.graph
 
     def cache(self, cluster: Cluster) -> PriceCache:
-        """Return the cache of unit prices for a cluster."""
+        """Return the cache of prices of ops and conversions on ``cluster``."""
         if id(cluster) not in self._caches:
             known = PriceCache(
                 storages={self.graph.batch_size: self.forms.storages},
@@ -58,7 +56,7 @@ class Walked:
         return self._caches[id(cluster)][1]
 
     def number(self, layout: NodeLayout) -> int:
-        """Return the number of a layout; equal layouts have equal numbers."""
+        """Return the position of a layout in ``layouts``, to which it is added if new."""
         found = self._of_object.get(id(layout))
         if found is None:
             number = self._numbers.setdefault(layout, len(self.layouts))
@@ -68,7 +66,7 @@ class Walked:
         return found[1]
 
     def of_setting(self, setting: StageFacts) -> dict[Any, BlockCost]:
-        """Return the cached costs of blocks for the stage facts ``setting``."""
+        """Return the cached costs of blocks on stages with the facts ``setting``."""
         prices = setting.prices
         key = (
             prices.mesh,
@@ -95,8 +93,8 @@ def walked_none(graph: Graph, blocks: Blocks, rules: Rules) -> Walked:
 
 @dataclass
 class StageWalk:
-    """Pricing of a stage of a plan, block by block from block ``start`` on. ``held``: its
-    micro-batches in flight, see ``schedules.held``."""
+    """Computation of a stage's cost, block by block from block ``start`` on. ``held``: largest
+    pairs (micro-batches before their backward, with deferred weight gradients) held at one time."""
 
     walked: Walked
     graph: Graph
@@ -152,14 +150,15 @@ class StageWalk:
         )
 
     def _groups(self) -> Groups:
-        """Return the seconds by block; a parameter of several blocks counts with the first."""
+        """Return each block's seconds; a parameter of several blocks counts with the first."""
         seconds = np.array([each.seconds for each in self.found])
         for own, _ in self.of_shared():
             seconds[0] += own
         return Groups(seconds, np.ones(len(seconds), dtype=np.int64))
 
     def of_shared(self) -> list[tuple[Seconds, StateBytes]]:
-        """Return the seconds and bytes of each parameter that several blocks of the stage use."""
+        """Return, for each parameter that several blocks use, the seconds per step of its states
+        and its bytes per rank."""
         zero, prices = self.stage.zero, self.prices
         held = self.shared.items()
         return [prices.parameter(self.graph[name].spec, layout, zero) for name, layout in held]
@@ -195,14 +194,16 @@ class StageWalk:
         return found
 
     def _number(self, name: str) -> int:
-        """Return the number of a node's layout, which may be stored under its template's name."""
+        """Return the number of a node's layout. The plan may store it under the name of the
+        corresponding node in the first block of the same kind. Raises PlanError AP525 if the plan
+        has none."""
         found = self.walked.forms.blocks.entry(self.numbers, name)
         if found is None:
             raise PlanError("AP525", f"the plan has no layout for {name}", fix="plan again")
         return found
 
     def _nodes(self, block: Block) -> tuple[int, ...]:
-        """Return the layout numbers of a block's nodes; most blocks share their template's."""
+        """Return the numbers of the layouts of a block's nodes. Cached by kind of block."""
         first = self.walked.forms.blocks.kinds[block.kind]
         if block is not first and not self.numbers.keys().isdisjoint(block.nodes):
             return tuple([self._number(name) for name in block.nodes])
@@ -211,7 +212,8 @@ class StageWalk:
         return self._of_kind[block.kind]
 
     def _ends(self) -> Seconds:
-        """Return the seconds of layout conversions for sent values, and for the loss."""
+        """Return the seconds per micro-batch of converting the layouts of values that later stages
+        read, and of the loss."""
         total, loss = Seconds(), self.graph.loss
         reads, position = self.walked.forms.reads, self.walked.forms.structure.position
         for own in reads[self.start : self.stop]:
@@ -230,7 +232,8 @@ class StageWalk:
         return Seconds(forward_communication=forward, backward_communication=backward)
 
     def leaf_bytes(self, *kinds: str) -> float:
-        """Return the bytes on a rank of the leaves of ``kinds`` that the stage's blocks read."""
+        """Return the bytes per rank of the nodes of ``kinds`` ("input", "constant", "buffer") that
+        the stage reads."""
         reads = self.walked.forms.reads[self.start : self.stop]
         nodes = (self.graph[name] for name in {name for own in reads for name in own.leaves})
         whole = (INVARIANT,) * len(self.stage.mesh.shape)
@@ -262,7 +265,7 @@ class StageWalk:
 
 
 def _entry_link(cluster: Cluster, before: Sequence[int], devices: Sequence[int]) -> Link:
-    """Return the link by which a stage receives values from the stage before, as the search does.
+    """Return the link over which a stage on ``devices`` receives values of the stage on ``before``.
 
     The ranks of a stage may not be consecutive if the search reordered the hosts.
     """

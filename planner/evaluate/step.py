@@ -37,11 +37,12 @@ _SIMULATED = tuple(e.name for e in fields(StageCosts) if e.name not in _UNSIMULA
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Schedule by name, with the number of micro-batches and the dependences of stages.
+    """Schedule of a pipeline, by name, with the number of micro-batches and the dependences of
+    stages.
 
-    ``edges`` are (earlier stage, later stage, fraction of the values that the later stage
-    receives); without them each stage depends on the stage before. ``slices``: shares of sequence
-    slices, if any.
+    ``edges`` are (earlier stage, later stage, fraction of the bytes that the later stage receives);
+    without them each stage depends on the stage before. ``slices``: sequence slices with their
+    shares of time, if any.
     """
 
     schedule: str
@@ -52,10 +53,10 @@ class Pipeline:
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds that any message takes besides the transfer of its bytes.
+    """Seconds of a message besides the transfer of its bytes.
 
     ``latency`` passes before the first byte arrives, and delays no other message. ``call`` is the
-    time that the sending and the receiving host each spend on it, during which their devices wait.
+    time that both the sending and the receiving host spend on it while their devices wait.
     """
 
     latency: float = 0.0
@@ -71,7 +72,8 @@ def simulate_stages(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> Timeline:
-    """Simulate the step of a pipeline of stages with these costs."""
+    """Simulate a pipeline's step from the costs of its stages; return the timeline with all events.
+    ``message``: fixed seconds of every message."""
     own = _own_costs(pipeline, costs, message)
     return simulate(pipeline_table(pipeline, len(costs)), own)
 
@@ -94,9 +96,10 @@ def simulated_step(
     message: MessageSeconds = NO_SECONDS,
     known: KnownSteps | None = None,
 ) -> Step:
-    """Simulate the step of a pipeline of stages with these costs, without its timeline.
+    """Simulate a pipeline's step from the costs of its stages; return only its seconds and bubble.
+    ``message``: fixed seconds of every message.
 
-    ``known`` caches steps of earlier calls.
+    ``known`` caches the steps of earlier calls.
     """
     own = _own_costs(pipeline, costs, message)
     key = (
@@ -119,7 +122,7 @@ def _figures(values: Sequence[object] | None) -> object:
 def _own_costs(
     pipeline: Pipeline, costs: Sequence[StageCost], message: MessageSeconds
 ) -> StageCosts:
-    """Return the input of the simulator, without edges if they form a chain."""
+    """Return the simulator's input for these stages; a chain of stages gets no edges."""
     edges, slices = pipeline.edges, pipeline.slices
     if edges is not None and _pairs(edges) == chain(len(costs)):
         edges = None
@@ -130,7 +133,7 @@ def _own_costs(
 
 
 def pipeline_table(pipeline: Pipeline, num_stages: int) -> Schedule:
-    """Return a pipeline's action table for ``num_stages`` stages (in Chimera, model parts)."""
+    """Return the action table of a pipeline of ``num_stages`` stages (Chimera: per direction)."""
     number, chunks, slices = pipeline.num_microbatches, pipeline.num_chunks, pipeline.slices
     edges = None if pipeline.edges is None else _pairs(pipeline.edges)
     if slices is None and edges in (None, chain(num_stages)):
@@ -151,12 +154,13 @@ def _pairs(edges: WeightedEdges) -> Edges:
 
 @lru_cache(maxsize=16)
 def known_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Return the schedule of a chain of stages, cached as it serves many costs."""
+    """Return the schedule of a chain of stages; cached, as it does not depend on costs."""
     return build_schedule(name, num_stages, num_microbatches, num_chunks=num_chunks)
 
 
 def message_seconds(cluster: Cluster) -> MessageSeconds:
-    """Return the least seconds of any message between devices of the cluster."""
+    """Return the fixed seconds of a message between devices of the cluster, with the least latency
+    of its links."""
     links = [host.link for host in cluster.hosts if host.num_devices > 1]
     links += [host.detour for host in cluster.hosts if host.detour is not None]
     links += [cluster.inter_link] if len(cluster.hosts) > 1 else []
@@ -165,7 +169,7 @@ def message_seconds(cluster: Cluster) -> MessageSeconds:
 
 
 def send_seconds(costs: Sequence[StageCost], edges: WeightedEdges | None = None) -> list[float]:
-    """Return, for each stage, the forward seconds of a micro-batch's messages to later stages."""
+    """Return, by stage, the seconds of sending a micro-batch's activations to later stages."""
     found = [0.0] * len(costs)
     chained = [(target - 1, target, 1.0) for target in range(1, len(costs))]
     for source, target, share in chained if edges is None else edges:
@@ -179,7 +183,8 @@ def stage_costs(
     *,
     message: MessageSeconds = NO_SECONDS,
 ) -> StageCosts:
-    """Convert costs of stages to the simulator's input; ``edges`` are the stages' dependences."""
+    """Convert the costs of stages to the simulator's input. ``edges``: dependences of stages, None
+    for a chain; ``message``: fixed seconds of every message."""
     received = [(target, 1.0) for target in range(1, len(costs))]
     if edges is not None:
         received = [(target, share) for _, target, share in edges]
@@ -217,7 +222,8 @@ def stage_costs(
 
 
 def prediction_of(cost: StageCost, send_seconds: float) -> StagePrediction:
-    """Convert a stage's cost to a prediction; ``send_seconds`` of the forward, to later stages."""
+    """Convert a stage's cost to the prediction in a plan. ``send_seconds``: seconds of sending a
+    micro-batch's activations to later stages."""
     own = cost.seconds
     exposed = sum(cost.exposed_states)
     late = {} if cost.late_seconds is None else {"weight_gradients": cost.late_seconds}

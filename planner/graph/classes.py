@@ -11,8 +11,8 @@ Ints = NDArray[np.int64]
 
 
 def classes_of(keys: Sequence[object]) -> tuple[Ints, Ints]:
-    """Number the distinct keys (classes); return each key's number, and the position of the first
-    key of each class.
+    """Number the distinct keys in order of first occurrence; return each key's number, and for each
+    number the position of its first key.
 
     >>> [found.tolist() for found in classes_of("abca")]
     [[0, 1, 2, 0], [0, 1, 2]]

@@ -41,9 +41,9 @@ def is_expert_layer(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpertDims:
-    """Tensor dimensions that index experts. ``weights``: number of experts of each expert weight.
-    ``views``: the expert weights, and values computed from one of them alone. ``dims``: the expert
-    dimensions of each value."""
+    """Tensor dimensions that index experts. ``weights``: number of experts by expert weight;
+    ``views``: expert weights and values computed from one of them alone; ``dims``: by value, its
+    dimensions that index experts."""
 
     weights: Mapping[str, int]
     views: frozenset[Ref]
@@ -51,7 +51,8 @@ class ExpertDims:
 
 
 def expert_dims(graph: Graph, strategies: Strategies) -> ExpertDims:
-    """Return the weights of experts, and the dimensions of all values that index experts."""
+    """Find the weights of experts, and the dimensions of all values that index experts.
+    ``strategies`` returns an op's sharding strategies."""
     views = _views(graph, strategies)
     weights: dict[str, int] = {}
     dims: dict[Ref, frozenset[int]] = {}
@@ -76,8 +77,8 @@ def experts_of_layers(graph: Graph) -> tuple[int, ...]:
 
 
 def token_nodes(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes around expert layers whose rows and positions are joined in one
-    dimension of tokens: from the views that join them to the views that split them again.
+    """Return the names of the nodes around expert layers in which rows and positions are joined to
+    one dimension of tokens: from the view that joins them to the view that splits them again.
 
     Parameters that only such nodes read, such as a router's, are included; the weights of experts
     are not.
@@ -129,7 +130,7 @@ def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Return whether a node is a view of one value that may join or split dimensions."""
+    """Return whether a node is a reshape of one value, which may join or split dimensions."""
     return node.op.startswith(VIEWS) and len(node.inputs) == 1
 
 
@@ -138,8 +139,8 @@ def _counts_rows(node: Node, graph: Graph) -> bool:
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:
-    """Map each parameter that may hold expert weights, and each value made of it alone, to
-    (parameter, its expert dimensions)."""
+    """Map each parameter that may be an expert weight, and each value computed from it alone, to
+    (parameter, dimensions of the value that would index experts)."""
     found: dict[Ref, tuple[str, frozenset[int]]] = {
         Ref(node.name): (node.name, frozenset({0}))
         for node in graph
@@ -156,7 +157,7 @@ def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozens
 def _read_by(
     node: Node, strategies: Strategies, views: Mapping[Ref, tuple[str, frozenset[int]]]
 ) -> tuple[Ref, ...]:
-    """Return the expert weights, or views of expert weights, among the operands of an op."""
+    """Return the expert weights (or their views) that an op multiplies by, expert by expert."""
     if is_expert_layer(node):
         return tuple(ref for ref in node.inputs[FIRST_WEIGHT:] if ref in views)
     if not node.op.startswith(PRODUCTS):
@@ -171,7 +172,7 @@ def _read_by(
 
 
 def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) -> bool:
-    """Return whether a strategy splits a weight, the other operand and the result along experts."""
+    """Return whether a strategy splits all tensors, input ``position`` along one of ``dims``."""
     own = strategy.inputs[position]
     every = all(each.is_shard for each in (*strategy.inputs, *strategy.outputs))
     return every and own.dim in dims
@@ -180,7 +181,8 @@ def _keeps_apart(strategy: AxisStrategy, position: int, dims: frozenset[int]) ->
 def _descended(
     node: Node, strategies: Sequence[AxisStrategy], known: Mapping[Ref, frozenset[int]]
 ) -> dict[Ref, frozenset[int]]:
-    """Return the output dimensions that are split whenever the ``known`` input dimensions are."""
+    """Return, for each output, its dimensions that a strategy splits together with a dimension in
+    ``known`` of an input."""
     fitting = [
         strategy
         for strategy in strategies
@@ -205,9 +207,9 @@ def by_experts(
 ) -> tuple[AxisStrategy, ...]:
     """Return the strategies of ``node`` on an expert-parallel mesh axis "ep".
 
-    ``strategies`` are all its strategies, ``by_rows`` the ones that split the batch. An op that
-    reads expert weights is split along experts. An op on other values that have an expert dimension
-    may be split along experts or rows, every other op along rows.
+    ``strategies`` are all its strategies, ``by_rows`` the strategies that split the batch. An op
+    that reads expert weights is split along experts. An op on other values that have an expert
+    dimension may be split along experts or rows, every other op along rows.
     """
     used = [found.dims.get(ref, frozenset[int]()) for ref in node.inputs]
     if not any(used) and Ref(node.name) not in found.dims:

@@ -63,7 +63,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference to a node's ``index``-th output, used as an argument of another node."""
+    """Reference to output number ``index`` of node ``name``, as an argument of another node."""
 
     name: str
     index: int = 0
@@ -73,9 +73,10 @@ class Ref:
 class OpRule:
     """Sharding rule of an op that the user registered; it is stored with the nodes of that op.
 
-    ``annotation`` is in the grammar of ``planner.ops.annotation``. ``flops`` computes the
-    forward's FLOPs from the (local) shapes of the input tensors; ``saved_bytes``, from the same
-    shapes, the bytes that the backward reads besides inputs (masks, statistics).
+    ``annotation`` names the dimensions of inputs and outputs, in the grammar of
+    ``planner.ops.annotation``. ``flops`` computes the forward's FLOPs, ``saved_bytes`` the bytes
+    that the backward reads besides inputs (masks, statistics), both from the shapes of a rank's
+    input tensors.
     """
 
     annotation: str
@@ -85,19 +86,18 @@ class OpRule:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Memory traffic of an op that is part of a fused kernel (found by ``planner.kernels.fusion``).
+    """Memory traffic of an op that is part of a fused kernel.
 
-    Fields hold positions among the op's inputs or indices of its outputs: ``reads``/``writes`` from
-    and to memory at this op in the forward; ``reads_gradients``, the outputs whose gradient its
-    backward reads; ``gradients``, the inputs whose gradient it writes (twice where it adds to
-    another part); ``keeps_*``, kept for the backward. ``kernels_*``: number of kernels counted at
-    this op.
+    Fields hold positions of the op's inputs or indices of its outputs. ``reads``, ``writes``: from
+    and to memory in the forward; ``reads_gradients``: outputs whose gradient the backward reads;
+    ``gradients``: inputs whose gradient it writes (twice if it adds to another part);
+    ``keeps_inputs``, ``keeps_outputs``: kept for the backward. ``kernels_forward``,
+    ``kernels_backward``: number of kernels counted at this op.
 
-    ``in_product_kernel`` marks the ops of a kernel with matrix products
-    (``kernels.product_kernels``). ``share`` is the fraction of their FLOPs that is computed, after
-    masks and repeated operands; ``again`` marks products that the backward recomputes,
-    ``is_attention`` the ops of a kernel with a softmax, and ``product_dtype`` is the format of a
-    product's operands.
+    ``in_product_kernel``: the kernel has matrix products. ``share``: fraction of the op's FLOPs
+    that is computed, after masks and repeated operands. ``again``: the backward recomputes this
+    product. ``is_attention``: the kernel has a softmax. ``product_dtype``: format of a product's
+    operands.
     """
 
     reads: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ class Node:
 
     @property
     def inputs(self) -> tuple[Ref, ...]:
-        """Return every ``Ref`` among the arguments in call order, repeated uses repeated."""
+        """Return all ``Ref`` arguments in call order; a value that is passed twice counts twice."""
         if self._inputs is None:
             refs: list[Ref] = []
             _collect(self.args, refs)
@@ -211,7 +211,7 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 def flat_form(value: Any, named: Callable[[Ref], Any], parts: list[Any]) -> None:
     """Append the contents of ``value`` to ``parts`` in order, with ``named(ref)`` for each ``Ref``.
 
-    Two values are equal if their lists are. Types are listed, so ``1`` and ``True`` differ.
+    Two values are equal if their lists are equal. Types are listed, so ``1`` and ``True`` differ.
 
     >>> parts = []
     >>> flat_form((Ref("x"), [1]), lambda ref: 0, parts)
@@ -238,7 +238,7 @@ class Accumulation:
     """Rules by which the losses of micro-batches make up the loss of the whole batch.
 
     The batch's loss, and its gradient, is the mean over the micro-batches if in each of them
-      - the results of the nodes ``sums`` (sums over the rows) are multiplied by their number;
+      - the results of the nodes ``sums`` (over rows) are multiplied by the number of micro-batches;
       - the class losses ``counted`` divide by the mean of all micro-batches' counts of
         targets, where each would divide by its own;
       - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is
@@ -279,7 +279,7 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
-        """Map each node to the names of the nodes that use it, in order, without repetition."""
+        """Map each node to the names of the nodes that read it, in order, each once."""
         users: dict[str, dict[str, None]] = {node.name: {} for node in self.nodes}
         for node in self.nodes:
             for ref in node.inputs:
@@ -378,7 +378,8 @@ def _scaled(spec: TensorSpec, dim: int | None, target: int, source: int) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of nodes that is never cut: the unit of stages, ZeRO gathering and recomputation.
+    """Consecutive nodes that are never divided: the unit of stages, ZeRO gathering and
+    recomputation.
 
     ``nodes`` names its op nodes in order; ``parameters`` its parameters and buffers. Equal blocks
     have the same ``kind``, and their nodes correspond by position. A parameter that several blocks
@@ -393,13 +394,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The graph cut into blocks in topological order: an edge never leads to an earlier block."""
+    """The graph divided into blocks in topological order: no block reads from a later block."""
 
     blocks: tuple[Block, ...]
 
     @cached_property
     def kinds(self) -> dict[str, Block]:
-        """Map each kind to its first block, the template whose node names stand for the kind."""
+        """Map each kind to its first block (template), whose node names stand for the kind."""
         kinds: dict[str, Block] = {}
         for block in self.blocks:
             kinds.setdefault(block.kind, block)
@@ -416,12 +417,12 @@ class Blocks:
         return mapping
 
     def entry(self, table: Mapping[str, T], name: str) -> T | None:
-        """Return a node's entry in ``table``: under its own name, or else its template's."""
+        """Return a node's entry in ``table``, by its own name or else by its template's name."""
         found = table.get(name)
         return table.get(self.template.get(name, name)) if found is None else found
 
     def split_kinds(self, signature: Callable[[Block], object]) -> Blocks:
-        """Split kinds so that blocks with different values of ``signature`` have different kinds.
+        """Split kinds so that blocks with different results of ``signature`` have different kinds.
 
         Blocks with the signature of their kind's first block keep the kind. Each other signature
         gets a new kind: the old name followed by "@" and a number.

@@ -33,7 +33,7 @@ Kind = Literal["S", "R", "I", "P"]
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
     """Placement of a tensor along one mesh axis: S splits dimension ``dim``, P is a partial sum, R
-    and I are whole, with a gradient that is a partial sum (R) or whole (I).
+    and I are whole on every rank, with a gradient that is a partial sum (R) or whole (I).
 
     >>> str(Placement("S", 1)), str(Placement("R"))
     ('S(1)', 'R')
@@ -65,7 +65,7 @@ _PLACEMENT = re.compile(r"S\((\d+)\)|([RIP])")
 
 
 def parse_placement(text: str) -> Placement:
-    """Parse a placement printed by ``str``.
+    """Parse a placement as printed by ``str``. Raises ValueError.
 
     >>> parse_placement("S(2)")
     Placement(kind='S', dim=2)
@@ -97,20 +97,20 @@ def format_layout(layout: Layout) -> str:
 
 
 def held_layout(layout: Layout) -> Layout:
-    """Return the layout with R replaced by I; without a gradient, they are the same."""
+    """Return the layout with R replaced by I, which is equal for values without a gradient."""
     return tuple(INVARIANT if each.kind == "R" else each for each in layout)
 
 
 def boundary_layout(layout: Layout) -> Layout:
-    """Return the layout in which stages exchange a value: splits stay, all else becomes I."""
+    """Return the layout in which stages exchange a value: S stays, all else becomes I."""
     return tuple(each if each.is_shard else INVARIANT for each in layout)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A logical mesh: the names and sizes of its axes, outermost first.
+    """A logical mesh of devices: the names and sizes of its axes, outermost first.
 
-    Ranks are numbered row-major: the last axis varies fastest.
+    Devices are numbered row-major: the last axis varies fastest.
     """
 
     axes: tuple[str, ...]
@@ -128,7 +128,8 @@ class Mesh:
 
     @property
     def row_parts(self) -> int:
-        """Return the least number of parts that the ranks cut a micro-batch into: "dp" times "ep".
+        """Return the number of parts into which "dp" and "ep" split a micro-batch, the least there
+        are.
 
         >>> Mesh(("dp", "ep", "tp"), (2, 2, 4)).row_parts
         4
@@ -156,7 +157,7 @@ class Mesh:
         return index
 
     def groups(self, *axes: int) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of device indices that differ only in their coordinates on ``axes``.
+        """Return the groups of devices (indices) that differ only in their coordinates on ``axes``.
 
         >>> Mesh(("dp", "tp"), (2, 2)).groups(0)
         ((0, 2), (1, 3))
@@ -172,7 +173,7 @@ class Mesh:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a tensor. Every split must divide its dimension.
+    """Return the shape of a rank's part of a tensor. Raises ValueError if a split is uneven.
 
     >>> local_shape((8, 6), (shard(0), shard(1)), (2, 3))
     (4, 2)
@@ -280,7 +281,7 @@ the gradient, I→P and R→P the value).
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Change of a tensor's placement on one mesh axis."""
+    """Change of a tensor's placement on one mesh axis, from ``source`` to ``target``."""
 
     axis: int
     source: Placement
@@ -292,10 +293,10 @@ class Step:
 
 
 def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the single-axis steps that turn ``source`` into ``target``, in order.
+    """Return the changes of placement, one mesh axis each, that turn ``source`` into ``target``.
 
-    A dimension split on two axes is nested; an outer split can only change while
-    no inner axis splits that dimension, so such inner axes pass through ``I``.
+    If two axes split one dimension, the split on the outer axis can only change while no inner axis
+    splits the dimension, so such inner axes pass through ``I``.
 
     >>> [(s.axis, str(s.source), str(s.target)) for s in
     ...  conversion_steps((shard(0), PARTIAL), (shard(0), INVARIANT))]
@@ -325,7 +326,7 @@ def conversion_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _lifted_axes(source: Layout, target: Layout) -> set[int]:
-    """Return the axes whose split is nested in a split on an outer axis that changes."""
+    """Return the axes that split a dimension which a changing outer axis splits too."""
     lifted: set[int] = set()
     disturbed: set[int] = set()
     for axis, (before, after) in enumerate(zip(source, target, strict=True)):
@@ -339,11 +340,11 @@ def _lifted_axes(source: Layout, target: Layout) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class InnerCollective:
-    """A collective that a split op itself performs, as a vocabulary-parallel loss does.
+    """A collective that a split op runs itself, as a vocabulary-parallel loss does.
 
-    ``num_bytes`` is the size on a rank of the tensor that is reduced or gathered; ``backward`` is
-    true if it runs in the backward. For the dispatch to experts, ``copies`` is the number of copies
-    sent of each row and ``limit`` is (groups of receivers, groups that a row is sent to).
+    ``num_bytes``: size on a rank of the tensor that is reduced or gathered; ``backward``: it runs
+    in the backward. For sending tokens to experts (dispatch), ``copies`` is the number of copies
+    sent of each row, and ``limit`` is (groups of receivers, groups that a row is sent to).
     """
 
     kind: Collective
@@ -357,11 +358,10 @@ class InnerCollective:
 class AxisStrategy:
     """A way to execute an op on one mesh axis: a placement of each input and output on that axis.
 
-    ``inputs`` has a placement for each of the node's ``inputs`` (in call order, a tensor used twice
-    listed twice), ``outputs`` one for each output. ``label`` is the letter of the dimension
-    annotation that is split (``"b"``), or ``"R"``/``"I"``/``"P"`` when the op runs on whole or
-    partial tensors. ``groups``, unless 0, is the number of groups that the split dimension consists
-    of; a split must leave each group whole.
+    ``inputs`` has a placement for each of the node's inputs in call order, ``outputs`` for each
+    output. ``label`` is the letter of the split dimension in the op's annotation (``"b"``), or
+    ``"R"``, ``"I"``, ``"P"`` if the op runs on whole or partial tensors. ``groups``: number of
+    groups of entries in the split dimension, which a split must leave whole; 0 without groups.
     """
 
     label: str
@@ -373,9 +373,10 @@ class AxisStrategy:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """The chosen layouts of a node: each input's after conversion, and each output's.
+    """The chosen layouts of a node: of each input as the op reads it, and of each output.
 
-    A parameter, input or constant has no inputs; its output layout is how it is stored.
+    A parameter, input or constant has no inputs; its output layout is how it is stored. ``labels``:
+    of the strategies, by mesh axis.
     """
 
     inputs: tuple[Layout, ...]
@@ -388,7 +389,8 @@ BALANCED = "balanced"
 
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
-    """Return the axes on which the ranks of a causal attention swap halves of their queries."""
+    """Return the mesh axes on which pairs of ranks swap halves of the queries of a causal
+    attention, so that all ranks have equal work."""
     if BALANCED not in layout.labels:
         return ()
     return tuple(axis for axis, label in enumerate(layout.labels) if label == BALANCED)
@@ -405,8 +407,8 @@ def split_axes(layout: NodeLayout) -> set[int]:
 
 
 def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
-    """Return the key of a node's layout that determines its compute and kept bytes: for each tensor
-    the dimension split on each axis (-1 for none), then the axes that balance attention."""
+    """Return a key of a node's layouts: for each tensor the dimension split on each axis (-1 for
+    none), then the axes that balance attention. It determines compute and kept bytes."""
     dims = [
         tuple([placement.dim for placement in each]) for each in (*layout.inputs, *layout.outputs)
     ]
@@ -414,7 +416,7 @@ def splits(layout: NodeLayout) -> tuple[tuple[int, ...], ...]:
 
 
 def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
-    """Combine one strategy per mesh axis into a node layout."""
+    """Combine the strategies of an op on each mesh axis into the layouts of its tensors."""
     return NodeLayout(
         inputs=tuple(zip(*(axis.inputs for axis in axes), strict=True)),
         outputs=tuple(zip(*(axis.outputs for axis in axes), strict=True)),
@@ -423,7 +425,7 @@ def combine(axes: tuple[AxisStrategy, ...]) -> NodeLayout:
 
 
 def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-    """Return whether splits on axes of ``sizes`` cut grouped dimensions only between groups."""
+    """Return whether strategies on axes of ``sizes`` split grouped dims only between groups."""
     parts: dict[str, int] = {}
     for axis, size in zip(axes, sizes, strict=True):
         if axis.groups:

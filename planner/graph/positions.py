@@ -25,8 +25,8 @@ NONE: frozenset[int] = frozenset()
 
 
 def position_dims(graph: Graph, strategies: Strategies) -> Dims:
-    """Map each value that depends on the batch to its dimensions that count rows or positions of
-    sequences."""
+    """Map each value that depends on the batch to its dimensions of rows (samples) or sequence
+    positions. ``strategies`` returns an op's sharding strategies."""
     found: dict[Ref, frozenset[int]] = {
         Ref(node.name): frozenset(range(len(node.spec.shape))) for node in graph.inputs
     }
@@ -49,7 +49,8 @@ def position_dims(graph: Graph, strategies: Strategies) -> Dims:
 def _carried(
     node: Node, offered: _Offered, read: Sequence[frozenset[int]]
 ) -> tuple[frozenset[int], ...]:
-    """Return, by output, the dims that some strategy splits along with input dims ``read``."""
+    """Return, for each output, its dimensions that a strategy of ``offered`` splits together with
+    one of an input's dimensions ``read``."""
     follow = [
         strategy
         for strategy in offered
@@ -67,7 +68,7 @@ def _carried(
 def features_only(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split no tensor along rows or positions; all if there are none."""
+    """Return the strategies that split no tensor along rows or positions, or else all."""
     fitting = tuple(strategy for strategy in strategies if not splits(node, strategy, dims))
     return fitting or strategies
 
@@ -75,14 +76,14 @@ def features_only(
 def positions_where_whole(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Remove strategies on whole tensors if the op has a strategy along rows or positions."""
+    """Remove strategies on whole tensors if any strategy splits rows or positions (``dims``)."""
     if not any(splits(node, strategy, dims) for strategy in strategies):
         return strategies
     return tuple(strategy for strategy in strategies if strategy.label not in ("I", "R"))
 
 
 def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Return whether a strategy splits an input or output along rows or positions."""
+    """Return whether a strategy splits an input or output along rows or positions (``dims``)."""
     made = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
     return any(
         placement.is_shard and placement.dim in dims.get(ref, ())
@@ -95,7 +96,8 @@ def splits(node: Node, strategy: AxisStrategy, dims: Dims) -> bool:
 def by_entries(
     node: Node, strategies: tuple[AxisStrategy, ...], dims: Dims
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that split an embedding's table by entries, if it embeds the batch."""
+    """Return the strategies that split an embedding's table by entries; all for other ops, or if
+    the indices do not depend on the batch."""
     if not node.op.startswith("aten.embedding.") or not dims.get(node.inputs[1]):
         return strategies
     fitting = tuple(

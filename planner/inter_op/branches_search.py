@@ -37,7 +37,7 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Stages for consecutive blocks on consecutive devices, and the sum of their seconds."""
+    """Stages for consecutive blocks on consecutive devices, with their seconds per micro-batch."""
 
     seconds: float
     stages: Stages
@@ -49,8 +49,8 @@ _Least = tuple[Floats, NDArray[np.int64], NDArray[np.int64]]
 
 
 def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> tuple[Pipeline, ...]:
-    """Return the best pipeline that runs the section's branches on separate devices, for each
-    number of stages, the fastest first.
+    """Return the best pipeline that runs the parallel branches of ``section`` on separate devices,
+    for each total number of stages, fastest first; empty on more than ``MOST_DEVICES``.
 
     Blocks must follow the section; they do in any model, as every value leads to the loss.
     """
@@ -67,8 +67,8 @@ def branch_pipelines(table: Table, section: Section, num_microbatches: int) -> t
 
 
 def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: int) -> float:
-    """Return the pipeline time T of ``stages``; each stage's cost depends on its number of stages
-    to the end, on the longest path."""
+    """Return the pipeline time T of ``stages`` in seconds. A stage's cost depends on the number of
+    stages from it to the end, on the longest path."""
     before = [stage for stage in stages if stage.start < section.start]
     after = [stage for stage in stages if stage.start >= section.stop]
     branches = [
@@ -86,7 +86,7 @@ def _seconds(table: Table, section: Section, stages: Stages, num_microbatches: i
 
 
 def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
-    """Return the costs of consecutive stages that are followed by ``after`` further stages."""
+    """Return the seconds per micro-batch of consecutive stages before ``after`` other stages."""
     return [
         float(
             table.costs(after + len(stages) - index, stage.first_device, stage.num_devices)[
@@ -98,7 +98,9 @@ def _costs(table: Table, stages: list[StageChoice], after: int) -> list[float]:
 
 
 def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
-    """Yield upper limits on a stage's cost to try; no limit is enough for a single micro-batch."""
+    """Yield upper limits on the seconds of a stage, from infinity down, for which to search
+    pipelines. A single micro-batch needs no limit but infinity, as its slowest stage has no extra
+    cost."""
     yield float("inf")
     if num_microbatches == 1:
         return
@@ -118,7 +120,7 @@ def _bounds(table: Table, num_microbatches: int) -> Iterator[float]:
 
 @dataclass
 class _Bounded:
-    """Search of pipelines in which no stage costs more than ``bound``."""
+    """Search of pipelines in which no stage takes more than ``bound`` seconds per micro-batch."""
 
     table: Table
     section: Section
@@ -127,7 +129,8 @@ class _Bounded:
     masked: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     def found(self) -> Iterator[Stages]:
-        """Yield the best pipelines by numbers of stages and by last device of the branches."""
+        """Yield the pipeline with the least sum of seconds for each number of stages before, in and
+        after the section, and each last device of its branches."""
         num_blocks, devices = self.table.num_blocks, self.table.num_devices
         start, stop = self.section.start, self.section.stop
         for after in range(1, MOST_STAGES + 1):
@@ -140,7 +143,8 @@ class _Bounded:
                         yield (*stages, *last.stages)
 
     def _before(self, start: int, end: int, after: int, deepest: int) -> Iterator[Stages]:
-        """Yield the stages before and in the section if its branches end at device ``end``."""
+        """Yield the stages before and in the section, if its branches use devices up to ``end``.
+        ``after`` stages follow it; a branch has at most ``deepest`` stages."""
         for first, branches in self._branches(0, end, after, deepest).items():
             if start == 0:
                 if first == 0:
@@ -152,8 +156,8 @@ class _Bounded:
                     yield (*lead.stages, *branches.stages)
 
     def _branches(self, index: int, end: int, after: int, deepest: int) -> dict[int, _Part]:
-        """Map each possible first device to the stages of branches ``index`` and later, and the
-        seconds of the slowest branch."""
+        """Map each possible first device to the best stages of branch ``index`` and all later
+        branches, and the seconds of the slowest branch. The branches use devices up to ``end``."""
         if index == len(self.section.branches):
             return {end: _Part(0.0, ())}
         start, stop = self.section.branches[index]
@@ -173,7 +177,8 @@ class _Bounded:
     def chain_of(
         self, start: int, stop: int, *, on: tuple[int, int], count: int, after: int
     ) -> _Part:
-        """Cut blocks ``start`` to ``stop`` into ``count`` stages on devices ``on`` (first, end).
+        """Return the fastest cut of blocks ``start`` to ``stop`` into ``count`` stages on the
+        devices from ``on[0]`` to ``on[1]`` (exclusive), or ``NONE``.
 
         ``after`` further stages follow, so the first stage has ``count + after`` stages to the end.
         """
@@ -190,11 +195,11 @@ class _Bounded:
         return _Part(seconds, tuple(stages))
 
     def _least(self, stop: int, on: tuple[int, int], count: int, after: int) -> _Least:
-        """Return, for each first block, the least sum F of the costs of ``count`` stages up to
-        block ``stop``, and the end block and device number of the first stage.
+        """Return, for each first block, the least sum F of the seconds of ``count`` stages up to
+        block ``stop``, and the end block and number of devices of the first of these stages.
 
         F(k, d, n) = min over i, m of t(k..i, m devices at d) + F(i, d + m, n − 1), where t is the
-        cost of a stage of blocks k to i − 1.
+        seconds of a stage of blocks k to i − 1, d its first device, n the number of stages.
         """
         key = (stop, *on, count, after)
         found = self.runs.get(key)

@@ -28,11 +28,12 @@ Both are infinite if the run is impossible. Stages that cost the same share the 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Possible stage boundaries (cuts), before the blocks ``at``, ascending from 0 to the block
+    """Positions ``at`` between blocks where stages may begin or end (cuts), from 0 to the block
     count.
 
-    ``numbers[k, i]`` is the class (runs that cost the same) of the blocks between cuts k and i,
-    ``len(lengths)`` if they cannot be a stage; ``lengths`` has each class's number of blocks.
+    ``numbers[k, i]`` is the class of the blocks from cut k to cut i, equal for sequences of blocks
+    that cost the same; ``len(lengths)`` if they cannot be a stage. ``lengths`` has the number of
+    blocks of each class.
     """
 
     at: Ints
@@ -45,7 +46,7 @@ class Cuts:
 
     @cached_property
     def band(self) -> Ints:
-        """Return ``[k, j]``, the class of the blocks between the cuts k and k + j + 1."""
+        """Return ``[k, j]``: the class of the blocks between cuts k and k + j + 1."""
         size = len(self.at)
         padded = np.full((size, 2 * size - 1), len(self.lengths), dtype=np.int64)
         padded[:, :size] = self.numbers
@@ -55,13 +56,13 @@ class Cuts:
 
     @cached_property
     def alike(self) -> Ints:
-        """Return, for each cut, how many leading classes its row shares with the previous cut's."""
+        """Return, for each cut k, how many first entries ``band[k]`` and ``band[k - 1]`` share."""
         differs = self.band[1:] != self.band[:-1]
         first = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
         return np.append(0, first)
 
     def width(self, num_blocks: int) -> int:
-        """Return the most cuts that a run of ``num_blocks`` blocks spans, over all first cuts."""
+        """Return the most cuts that a stage of up to ``num_blocks`` blocks spans, from any cut."""
         if num_blocks not in self._widths:
             stops = np.searchsorted(self.at, self.at + num_blocks, side="right") - 1
             self._widths[num_blocks] = int((stops - np.arange(len(self.at))).max())
@@ -70,11 +71,11 @@ class Cuts:
 
 @dataclass
 class StageBand:
-    """Seconds of one stage of a pipeline for every run of blocks, as an array ``[k, j]`` (a band)
-    for the blocks between cuts k and k + j + 1. Runs whose m (``Seconds``) exceeds ``bound`` are
-    left out.
+    """Seconds of one stage of a pipeline, as arrays ``[k, j]`` (bands) for the blocks between cuts
+    k and k + j + 1. A stage has two times: q, paid once, and m, paid only by the slowest stage.
 
-    ``most_blocks`` is the length of the longest run within the bound.
+    ``by_class`` has q and m by class of blocks (``Cuts``). Entries whose m exceeds ``bound`` are
+    infinite. ``most_blocks`` is the largest number of blocks of a stage within the bound.
     """
 
     cuts: Cuts
@@ -99,25 +100,30 @@ class StageBand:
         return self.cuts.width(self.most_blocks)
 
     def _classes(self, which: int) -> Floats:
-        """Return q (``which`` 0) or m (1) by class within the bound; the last entry is infinite."""
+        """Return the stage's seconds q (paid once; ``which`` 0) or m (paid only by the slowest
+        stage; 1) by class of blocks (``Cuts``); infinite where m exceeds the bound, and in a last
+        entry."""
         if which not in self._made:
             own = np.where(self._within, self.by_class[which], np.inf)
             self._made[which] = np.append(own, np.inf)
         return self._made[which]
 
     def rows(self, cuts: Ints) -> TileRows:
-        """Return the band's rows for the first cuts ``cuts``, evaluated on demand."""
+        """Return the stage's seconds if it begins at one of ``cuts`` (positions between blocks),
+        computed when needed."""
         return TileRows(self, cuts)
 
     def strip(self, cuts: range, columns: range, high: int) -> TileBlock:
-        """Return the rows of consecutive first cuts, for runs that end before cut ``high``."""
+        """Return the stage's seconds if it begins at consecutive ``cuts`` and ends before cut
+        ``high``, computed when they are read. ``columns``: lengths in cuts, less one."""
         rows = np.arange(cuts.start + 1, cuts.stop)
         needed = np.minimum(columns.stop, high - rows)
         alike = self.cuts.alike[cuts.start + 1 : cuts.stop]
         return TileBlock(self, cuts, columns, bool((alike >= needed).all()))
 
     def along(self, which: int, strip: TileBlock) -> Floats:
-        """Return q or m (``which``) of a strip, ``[j, cut]``; one column if its rows are equal."""
+        """Return the seconds q (paid once; ``which`` 0) or m (paid only by the slowest stage; 1) of
+        the stages of a strip, ``[j, cut]``, with a single column if all cuts have equal seconds."""
         cuts, columns = strip.cuts, slice(strip.columns.start, strip.columns.stop)
         if strip.is_alike:
             return self._classes(which)[self.cuts.band[cuts.start, columns], None]
@@ -128,14 +134,16 @@ class StageBand:
         return band[rows, columns].T
 
     def taken(self, which: int, cuts: Ints) -> Floats:
-        """Return the band's rows for the first cuts ``cuts``; ``which`` selects q (0) or m (1)."""
+        """Return the seconds q (paid once; ``which`` 0) or m (paid only by the slowest stage; 1) of
+        stages that begin at one of ``cuts``, as ``[cut, j]``, where they end j + 1 cuts later."""
         band = self._band(which, cuts.size)
         if band is None:
             return self._classes(which)[self.cuts.band[cuts, : self.width]]
         return band[cuts]
 
     def _band(self, which: int, number: int) -> Floats | None:
-        """Return the band of q or m; None until so many rows were requested that it pays."""
+        """Return q (``which`` 0) or m (1) of all stages, ``[cut, j]``; None while fewer rows were
+        requested than it has. ``number``: rows that this call requests."""
         self._asked[which] += number
         if which not in self._bands and self._asked[which] > len(self.cuts):
             self._bands[which] = self._classes(which)[self.cuts.band[:, : self.width]]
@@ -144,7 +152,8 @@ class StageBand:
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Rows of a stage's bands (``StageBand``), for the first cuts ``cuts``."""
+    """Seconds of a stage that begins at one of ``cuts`` (positions between blocks) and ends j + 1
+    cuts later, ``[cut, j]``: ``once`` is paid once, ``slowest`` only by the slowest stage."""
 
     band: StageBand
     cuts: Ints
@@ -160,8 +169,9 @@ class TileRows:
 
 @dataclass(frozen=True, slots=True)
 class TileBlock:
-    """Rows and columns of a stage's bands (``StageBand``) at consecutive cuts; ``is_alike``: the
-    rows are equal."""
+    """Seconds of a stage that begins at one of the consecutive ``cuts`` (positions between blocks)
+    and ends j + 1 cuts later, j in ``columns``, as ``[j, cut]``: ``once`` is paid once, ``slowest``
+    only by the slowest stage. ``is_alike``: all cuts have equal seconds."""
 
     band: StageBand
     cuts: range
@@ -179,7 +189,8 @@ class TileBlock:
 
 @dataclass
 class CostTiles:
-    """Seconds of every stage as bands (``StageBand``), for runs whose m is within ``bound``."""
+    """Seconds of every stage of a pipeline as ``StageBand``; infinite where the seconds m, paid
+    only by the slowest stage, exceed ``bound``."""
 
     cuts: Cuts
     seconds: Seconds

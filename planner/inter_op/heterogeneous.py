@@ -33,9 +33,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class HostOrder:
-    """Order of the hosts. ``cluster`` is the given cluster with its hosts in the order ``hosts``.
+    """Order in which stages take the hosts of a given cluster. ``cluster`` has the hosts in the
+    order ``hosts``, which are indices of hosts of the given cluster.
 
-    ``ranks[i]`` is the rank in the given cluster of device ``i`` of ``cluster``.
+    ``ranks[i]`` is the rank in the given cluster of rank ``i`` of ``cluster``.
     """
 
     hosts: tuple[int, ...]
@@ -44,8 +45,8 @@ class HostOrder:
 
 
 def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, ...]:
-    """Return the orders of hosts to try, the given order first; only this order if all hosts are
-    equal.
+    """Return the orders of hosts to try, at most ``most``, the given order first; only this order
+    if all hosts are equal.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> [order.hosts for order in host_orders(parse_cluster("4x8xH100"))]
@@ -70,8 +71,8 @@ def host_orders(cluster: Cluster, most: int = MOST_ORDERS) -> tuple[HostOrder, .
 def over_orders(
     cluster: Cluster, request: Request, attempt: Callable[[HostOrder, Request], Found]
 ) -> list[tuple[HostOrder, Found]]:
-    """Run ``attempt`` for each order of the hosts; return the orders that succeeded, with their
-    results.
+    """Run ``attempt`` for each order of the hosts; return (order, result) of each order that
+    succeeded.
 
     Each order has an equal share of the remaining time limit. Raises the first order's error if all
     failed.
@@ -93,7 +94,7 @@ def over_orders(
 
 
 def is_mixed(cluster: Cluster) -> bool:
-    """Return whether hosts differ, or are in racks."""
+    """Return whether a cluster has hosts of different kinds, or several racks."""
     return len({_kind(host) for host in cluster.hosts}) > 1 or cluster.rack_link is not None
 
 
@@ -108,7 +109,7 @@ def _renumbered(stage: StagePlan, ranks: Sequence[int]) -> StagePlan:
 
 
 def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
-    """Return the numbers of ranks on each host among the ``size`` ranks from ``first`` on.
+    """Return the numbers of ranks on each host among the ``size`` ranks from rank ``first`` on.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> pieces(parse_cluster("2x8xH100+4xH100"), 4, 16)
@@ -126,8 +127,8 @@ def pieces(cluster: Cluster, first: int, size: int) -> tuple[int, ...]:
 
 
 def inner_size(cluster: Cluster, first: int, size: int) -> int:
-    """Return the largest size of groups of neighbours that tile a run of ranks and never cross
-    hosts.
+    """Return the largest group size for which the ``size`` ranks from ``first`` on divide into
+    equal groups of neighbours that never cross hosts.
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> inner_size(parse_cluster("2x8xH100+4xH100"), 0, 20)
@@ -143,7 +144,8 @@ def inner_size(cluster: Cluster, first: int, size: int) -> int:
 
 
 def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
-    """Return the possible numbers of ranks of a stage from rank ``first`` on, if hosts are unequal.
+    """Return the possible numbers of ranks of a stage that begins at rank ``first``, if hosts are
+    unequal.
 
     Within a host: divisors of any host's size, or all its remaining ranks; beyond it: whole hosts.
 
@@ -164,7 +166,7 @@ def run_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def _kind(host: Host) -> tuple[object, ...]:
-    """Return a key of a host, equal for interchangeable hosts: everything except its rack."""
+    """Return a key that is equal for interchangeable hosts: all facts about a host but its rack."""
     device = host.device
     return (
         device.speed,
@@ -185,7 +187,8 @@ def _racks(cluster: Cluster) -> list[list[int]]:
 
 
 def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """Yield orders of the hosts of one rack, each with another sequence of host kinds."""
+    """Yield orders of the hosts of one rack with different sequences of host kinds: all if there
+    are at most ``most``, else some."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for host in hosts:
         groups.setdefault(_kind(cluster.hosts[host]), []).append(host)
@@ -204,7 +207,7 @@ def _arrangements(cluster: Cluster, hosts: Sequence[int], most: int) -> Iterator
 
 
 def _sequences(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Yield every distinct sequence of host kinds; hosts of one kind keep their order."""
+    """Yield an order of the hosts for every sequence of host kinds. ``groups``: hosts by kind."""
     if not any(groups):
         yield ()
         return

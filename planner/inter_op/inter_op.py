@@ -40,7 +40,7 @@ COMBINES: Mapping[str, Combine] = {"sum": sum_cost, "largest": max_cost, "turnin
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Stage of a pipeline: the blocks ``start`` to ``stop`` (exclusive), and adjacent devices."""
+    """Stage of a pipeline: blocks ``start`` to ``stop`` (exclusive), on consecutive devices."""
 
     start: int
     stop: int
@@ -62,14 +62,14 @@ class Pipeline:
 
 
 def total_seconds(stages: Sequence[tuple[float, float]]) -> float:
-    """Return the pipeline time T = Σ q + max m of stages (q, m): q counts once per stage, m for the
-    slowest stage only."""
+    """Return the pipeline time T = Σ q + max m of stages (q, m), in seconds: q is paid once per
+    stage, m only by the slowest stage."""
     return sum(once for once, _ in stages) + max(slowest for _, slowest in stages)
 
 
 def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[float]) -> float:
-    """Return the pipeline time T if each stage's cost fell by the fraction ``gaps[stage]``, the
-    most that better layouts can save.
+    """Return the pipeline time T in seconds if the q and m of each stage fell by the fraction
+    ``gaps[stage]``, the most that better layouts can save; q and m: see ``total_seconds``.
 
     >>> gap_adjusted_seconds([(1.0, 4.0), (2.0, 8.0)], [0.0, 0.25])
     8.5
@@ -81,10 +81,11 @@ def gap_adjusted_seconds(stages: Sequence[tuple[float, float]], gaps: Sequence[f
 
 @dataclass(frozen=True)
 class Table:
-    """Input of the dynamic program: sizes of submeshes by first device, and stage costs.
+    """Input of the dynamic program: ``sizes(first_device)``, the possible numbers of devices of a
+    stage that begins there, and the stages' costs.
 
-    ``costs(stages_left, first_device, num_devices)`` is the matrix t[k, i] of seconds of a stage of
-    blocks k to i − 1, infinite where impossible; the first argument counts the stages to the end.
+    ``costs(n, first_device, num_devices)`` is a matrix t[k, i]: seconds of a stage of blocks k to i
+    − 1 with n stages to the end (itself included), infinite where impossible.
     """
 
     num_blocks: int
@@ -93,7 +94,7 @@ class Table:
     costs: Callable[[int, int, int], Floats]
 
     def tiling(self, most: int) -> Tiling:
-        """Return the tiling in which every submesh is a possible stage with costs of its own."""
+        """Return the ways to divide the devices into up to ``most`` stages of possible sizes."""
         moves: list[Move] = []
         for first in range(self.num_devices):
             for size in self.sizes(first):
@@ -104,7 +105,8 @@ class Table:
 
 @dataclass
 class _TableSeconds:
-    """Seconds of stages from a ``Table``, as ``cuts.Seconds``; every run is its own class."""
+    """Seconds q and m of stages from a ``Table``, as a function of the type ``cuts.Seconds``. Every
+    stage is a class of its own."""
 
     table: Table
     tiling: Tiling
@@ -131,10 +133,8 @@ class _TableSeconds:
 def pipelines(
     table: Table, num_microbatches: int, num_stages: Iterable[int], *, tolerance: float = 0.0
 ) -> tuple[Pipeline, ...]:
-    """Return the best pipeline for each feasible number of stages, the best of all first.
-
-    T is within the relative ``tolerance`` of the minimum.
-    """
+    """Return the pipeline of least step time T for each feasible number of stages, fastest first.
+    Each T is within the relative ``tolerance`` of the minimum."""
     numbers = sorted(set(num_stages))
     if not numbers:
         return ()
@@ -147,11 +147,11 @@ def pipelines(
 
 @dataclass
 class PipelineSearch:
-    """Search for the best pipelines on a tiling (ways to divide the devices into stages), by number
-    of stages.
+    """Search for the pipeline of least T = Σ q + max m on a tiling (ways to divide the devices into
+    stages), for a number of stages; q is paid once per stage, m only by the slowest stage.
 
-    Only pipelines faster than ``cutoff`` are searched, so stages whose m exceeds the cutoff minus
-    the least Σ q are skipped (``_limit``); q and m: see ``total_seconds``.
+    Only pipelines with T below ``cutoff`` are searched, so stages whose m exceeds ``cutoff`` minus
+    the least Σ q are skipped (``_limit``).
     """
 
     tiling: Tiling
@@ -164,7 +164,8 @@ class PipelineSearch:
     _sweeps: dict[tuple[str, float], Sweep] = field(default_factory=dict)
 
     def _sweep(self, what: str, bound: float, num_stages: int | None = None) -> Sweep:
-        """Return the recurrence for one objective with m within ``bound``. Cached."""
+        """Return the solved recurrence for one objective (a key of ``COMBINES``) over pipelines in
+        which no stage's m exceeds ``bound``. Cached."""
         key = (what, bound)
         made = self._sweeps.get(key)
         if made is None or (num_stages is not None and len(made.values) <= num_stages):
@@ -176,7 +177,8 @@ class PipelineSearch:
 
     @cached_property
     def _limit(self) -> float:
-        """Return the largest m that a pipeline below ``cutoff`` may have."""
+        """Return the most seconds m, paid only by the slowest stage, that a pipeline faster than
+        ``cutoff`` may have."""
         if not self.tiling.fixed or not np.isfinite(self.cutoff):
             return self.cutoff
         number = self.tiling.most
@@ -187,7 +189,8 @@ class PipelineSearch:
         return self.cutoff - least_sum(every, self.cuts)
 
     def bound(self, num_stages: int) -> float:
-        """Return a lower bound of T for ``num_stages`` stages: least Σ q plus least max m."""
+        """Return a lower bound of the seconds T = Σ q + max m of pipelines of ``num_stages``
+        stages: the least Σ q plus the least max m."""
         least = self._sweep("sum", self._limit).least(num_stages)
         return least + self._bottleneck(num_stages) if np.isfinite(least) else least
 
@@ -195,11 +198,13 @@ class PipelineSearch:
         return self._sweep("largest", self._limit).least(num_stages)
 
     def turning(self, num_stages: int) -> float:
-        """Return the least ``sweep.turnaround_cost`` of all pipelines of ``num_stages`` stages."""
+        """Return the least ``turnaround_cost``, a lower bound of the step in seconds, of all
+        pipelines of ``num_stages`` stages."""
         return self._sweep("turning", self.cutoff).least(num_stages)
 
     def best_of(self, numbers: Iterable[int]) -> Pipeline | None:
-        """Return the pipeline of least T below ``cutoff`` for any of the ``numbers`` of stages."""
+        """Return the pipeline of least T with one of the ``numbers`` of stages; None if no T is
+        below ``cutoff``."""
         best: Pipeline | None = None
         below = self.cutoff
         bounds = sorted((self.bound(number), number) for number in numbers)
@@ -213,9 +218,10 @@ class PipelineSearch:
         return best
 
     def best(self, num_stages: int, below: float = float("inf")) -> Pipeline | None:
-        """Return the pipeline of least T below ``cutoff`` with ``num_stages`` stages, or None.
+        """Return the pipeline of least T with ``num_stages`` stages; None if no T is below
+        ``cutoff``.
 
-        If the result's T is ``below`` or more, it need not be the least.
+        If the least T is ``below`` or more, the result may be any pipeline or None.
         """
         most = min(self.cutoff, below)
         if self.bound(num_stages) >= most:
@@ -243,8 +249,8 @@ class PipelineSearch:
         return best if best.seconds < self.cutoff else None
 
     def _middle(self, low: float, high: float, *, is_first: bool) -> float:
-        """Return the bound on m at which to split an interval: if possible, one already solved for
-        another number of stages."""
+        """Return the limit on m at which to split the interval of limits from ``low`` to ``high``:
+        the limit nearest the middle that was solved already for other numbers of stages, if any."""
         known = [bound for what, bound in self._sweeps if what == "sum" and low < bound < high]
         if known and not self.tiling.fixed:
             return min(known, key=lambda bound: abs(bound - (low + high) / 2))
@@ -253,7 +259,8 @@ class PipelineSearch:
         return (low + high) / 2 if high > low * (1 + HALVED) else float(np.nextafter(high, 0.0))
 
     def _within(self, num_stages: int, bound: float) -> tuple[Pipeline, float, float] | None:
-        """Return (pipeline of least Σ q with every m ≤ ``bound``, its max m, its Σ q) or None."""
+        """Return (pipeline of least Σ q in which no stage's m exceeds ``bound``, its max m, its Σ
+        q) or None. Stages pay q once; only the slowest pays m."""
         sweep = self._sweep("sum", bound, None if bound == self._limit else num_stages)
         if not np.isfinite(sweep.least(num_stages)):
             return None
@@ -268,8 +275,8 @@ class PipelineSearch:
 
 
 def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
-    """Return a lower bound of Σ q (q: seconds that count once per stage) over all ways to cut the
-    blocks into ``stages``, given as q by class of runs.
+    """Return a lower bound of Σ q (seconds paid once per stage) over all ways to cut the blocks
+    into the stages, where ``stages[i]`` has the q of stage i by class of blocks (``Cuts``).
 
     For any price ρ of a block, with L blocks in total,
 
@@ -290,7 +297,8 @@ def least_sum(stages: Sequence[Floats], cuts: Cuts) -> float:
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
-    """Return T = Σ t + (B − 1)·max t, the seconds of B micro-batches.
+    """Return the seconds T = Σ t + (B − 1)·max t of B = ``num_microbatches`` micro-batches through
+    stages that take t seconds each per micro-batch.
 
     >>> pipeline_seconds((1.0, 2.0), 3)
     7.0

@@ -53,11 +53,11 @@ SUMS = 2
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of a graph: their ``number``, which the size of an axis must divide, and bytes.
+    """Experts of a graph. ``number``: greatest common divisor of the layers' numbers of experts,
+    which an axis "ep" must divide. ``gradients``: bytes of the gradients of all expert weights.
 
-    ``gradients``: bytes of the gradients of all expert weights. Bytes of tokens per row and
-    direction: ``gathered`` by expert layers that are a single op, ``exchanged`` by other expert
-    layers.
+    Bytes of tokens per sample and direction: ``gathered`` by expert layers that are a single op,
+    ``exchanged`` by other expert layers.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Experts:
 
 
 def longest_attention(graph: Graph) -> int:
-    """Return the number of positions of the longest self-attention; 0 if there is none."""
+    """Return the sequence length of the graph's longest self-attention; 0 without attention."""
     return max((_positions(node, graph) for node in graph), default=0)
 
 
@@ -78,7 +78,8 @@ def _positions(node: Node, graph: Graph) -> int:
 
 
 def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> Experts | None:
-    """Return the experts of a graph or None; ``strategies`` are ops' strategies on two ranks."""
+    """Return the experts of a graph, or None. ``strategies`` returns an op's sharding strategies on
+    an axis of two ranks; ``gradient_bytes``: bytes of one element of a gradient."""
     if not any(len(node.spec.shape) == WEIGHT_DIMS for node in graph.parameters):
         return None
     found = expert_dims(graph, strategies)
@@ -101,7 +102,8 @@ def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Proposer of meshes with more axes than dp and tp, for a request on a cluster."""
+    """Proposer of meshes that have an axis "cp" or "ep" beside dp and tp. ``positions``: sequence
+    length of the longest attention; ``experts``: None in a model without experts."""
 
     positions: int
     experts: Experts | None
@@ -109,7 +111,8 @@ class Proposals:
     request: Request
 
     def meshes(self, num_devices: int, host_size: int, rows: int) -> Iterator[Mesh]:
-        """Yield the meshes to try on a submesh with ``host_size`` neighbours in each host."""
+        """Yield the meshes to try on ``num_devices`` devices, of which ``host_size`` neighbours are
+        on one host; ``rows``: samples of a micro-batch."""
         forced = self.request.forced
         no_positions = self.positions < SHORTEST_POSITIONS or forced.schedule == "terapipe"
         if no_positions and self.experts is None:
@@ -152,8 +155,8 @@ class Proposals:
                 yield parts // ep, tp, 1, ep
 
     def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
-        """Return whether splitting experts over "ep" pays: the tokens sent are fewer bytes than the
-        gradients that need not be summed."""
+        """Return whether splitting experts over "ep" sends fewer bytes per step: the tokens
+        exchanged are fewer bytes than the gradients that need no all-reduce."""
         rows = self.request.global_batch / dp
         tokens = rows * (experts.gathered + experts.exchanged / ep)
         return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)
@@ -187,7 +190,8 @@ def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
 
 def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]:
-    """Return the dp × tp meshes of a submesh that the forced degrees allow, data-parallel first.
+    """Return the dp × tp meshes (and the forced cp, ep) of ``num_devices`` devices that the forced
+    degrees allow, in ascending order of tp.
 
     Unless forced, "tp" stays within a host if hosts have several devices: groups of ``host_size``
     neighbours never cross hosts.
@@ -220,21 +224,17 @@ def mesh_of(dp: int, tp: int, cp: int = 1, ep: int = 1) -> Mesh:
     return Mesh(tuple(sizes), tuple(sizes.values()))
 
 
-def restriction(mesh: Mesh, forced: Forced, *, free: bool = False) -> Restriction:
-    """Return the permitted uses of a mesh's axes: fixed by the axis names, unless ``free``.
-
-    ``free``: the solver decides the use of every axis that is not forced; of three axes "dp" stays
-    fixed, as cost tables of three free axes are too wide.
-    """
+def restriction(mesh: Mesh, forced: Forced) -> Restriction:
+    """Return the uses (batch, parameters, positions, experts) that a plan may make of each mesh
+    axis: the use that the axis is named for."""
     of = {name: axis for axis, name in enumerate(mesh.axes) if mesh.shape[axis] > 1}
 
-    def axis_of(name: str, degree: int | None) -> tuple[int, ...]:
-        is_free = free and degree is None and (name != "dp" or len(of) < 3)
-        return (of[name],) if name in of and not is_free else ()
+    def axis_of(name: str) -> tuple[int, ...]:
+        return (of[name],) if name in of else ()
 
-    cp, ep = axis_of("cp", forced.cp), axis_of("ep", forced.ep)
+    cp, ep = axis_of("cp"), axis_of("ep")
     return Restriction(
-        axis_of("dp", forced.dp),
+        axis_of("dp"),
         () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
         forced.sequence_parallel,
         cp,

@@ -37,8 +37,8 @@ STRIP_CELLS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Possible stage on the devices from position ``start`` to ``stop`` of a tiling. ``place``:
-    number of the group of submeshes on which stages cost the same."""
+    """Possible stage, on the devices from position ``start`` to ``stop`` of a tiling. ``place``
+    numbers the group of submeshes on which a stage costs the same."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """Possible stages (moves) with equal costs, each from a different start position."""
+    """Start and stop positions of possible stages with equal costs, each with another start."""
 
     starts: Ints
     stops: Ints
@@ -64,11 +64,10 @@ class Moves:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Ways to divide the devices into stages. A stage (move) leads from position to position, from
-    0 to ``end``.
+    """Ways to divide the devices into stages. A possible stage (move) leads from a position on the
+    devices to a later position; a pipeline leads from 0 to ``end``.
 
-    If ``fixed``, the p-th stage is at position p; otherwise any number of stages up to ``most`` is
-    tried.
+    If ``fixed``, stage number p is at position p; otherwise up to ``most`` stages are tried.
     """
 
     end: int
@@ -87,14 +86,15 @@ class Tiling:
         return {start: tuple(moves) for start, moves in found.items()}
 
     def moves_from(self, left: int, start: int) -> Iterator[Move]:
-        """Yield the possible stages from ``start`` if ``left`` stages, this included, remain."""
+        """Yield the possible stages from ``start`` that ``left - 1`` further stages can follow."""
         for move in self._from.get(start, ()):
             if (move.stop == self.end) == (left == 1):
                 yield move
 
     def groups(self, left: int, *, first: bool) -> dict[int, Moves]:
-        """Group the possible stages with ``left`` stages to the end, from position 0 (``first``) or
-        other positions, by place."""
+        """Map each place (group of submeshes on which a stage costs the same) to the possible
+        stages there that begin ``left`` stages before the end. ``first``: from position 0, else all
+        others."""
         key = (left if self.fixed else min(left, 2), first)
         if key not in self._groups:
             starts = {self.most - left} if self.fixed else set(self._from)
@@ -109,8 +109,8 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Solved recurrence: ``values[s]`` maps each position to an array over cuts: the least
-    objective of the last s stages, if they begin at this position and cut."""
+    """Solved recurrence over stages. ``values[s]`` maps each position on the devices to an array by
+    cut between blocks: the least objective of the last s stages if they begin there."""
 
     tiling: Tiling
     bands: CostTiles
@@ -119,7 +119,8 @@ class Sweep:
 
     @staticmethod
     def of(tiling: Tiling, bands: CostTiles, combine: Combine, *, most: int | None = None) -> Sweep:
-        """Solve the recurrence for up to ``most`` stages, by default ``tiling.most``."""
+        """Solve the recurrence for pipelines of up to ``most`` stages (default: ``tiling.most``).
+        ``bands``: seconds of stages; ``combine``: objective of a stage and the later stages."""
         number = most or tiling.most
         done = np.full(len(bands.cuts), np.inf)
         done[-1] = 0.0
@@ -150,7 +151,9 @@ class Sweep:
     def _least(
         self, band: StageBand, moves: Moves, later: _After, last: Ints
     ) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """Yield (some of the moves, first cuts for them, least objective from each cut)."""
+        """Yield (indices into ``moves``, possible stages; first cuts for each; least objective from
+        each cut). ``later``: objective of the later stages; ``last``: last reachable cut by
+        position."""
         if not band.width:
             return
         begin, end = later.cuts(band, moves.stops)
@@ -177,7 +180,7 @@ class Sweep:
 
     def _in_strips(self, band: StageBand, cuts: range, later: _After, stop: int) -> Floats:
         """Return, for each first cut in ``cuts``, the least objective of a stage that ends at
-        position ``stop`` and all later stages."""
+        position ``stop`` together with all later stages."""
         low, high = int(later.low[stop]), int(later.high[stop])
         found = []
         at_once = max(1, STRIP_CELLS // band.width)
@@ -189,12 +192,12 @@ class Sweep:
         return np.concatenate(found)
 
     def least(self, num_stages: int) -> float:
-        """Return the least objective of ``num_stages`` stages for all blocks on all devices."""
+        """Return the least objective of pipelines of ``num_stages`` stages; infinite if none."""
         value = self.values[num_stages].get(0) if num_stages < len(self.values) else None
         return float("inf") if value is None else float(value[0])
 
     def stages(self, num_stages: int) -> tuple[tuple[int, int, Move], ...]:
-        """Trace back an optimum: return (first cut, last cut, move) of each stage."""
+        """Return (first cut, end cut, devices) of each stage in the best ``num_stages`` stages."""
         found = []
         cut, position = 0, 0
         for left in range(num_stages, 0, -1):
@@ -218,7 +221,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _After:
-    """Objective of the later stages by position: row in ``values``, range of finite cuts."""
+    """Least objective of the later stages, by the position on the devices and the cut between
+    blocks where they begin. ``row``: row of a position in ``values``; ``low``, ``high``: its first
+    and last cut with a finite value."""
 
     values: Floats
     row: Ints
@@ -227,7 +232,8 @@ class _After:
 
     @staticmethod
     def of(after: dict[int, Floats], end: int) -> _After:
-        """Stack the objectives of all positions as rows, padded with infinite entries."""
+        """Build the object from ``after``, which maps each position on the devices to the later
+        stages' least objective by cut between blocks. ``end``: last position."""
         size = len(next(iter(after.values())))
         values = np.full((len(after), 2 * size), np.inf)
         row, low, high = (np.full(end + 1, fill) for fill in (0, size, -1))
@@ -241,15 +247,16 @@ class _After:
         return bool((self.high[positions] >= 0).any())
 
     def cuts(self, band: StageBand, stops: Ints) -> tuple[Ints, Ints]:
-        """Return, for each position where a stage may stop, the first and last position where it
-        may start."""
+        """Return the first and the last cut at which a stage may begin, for each stop position."""
         at = band.cuts.at
         low = np.minimum(self.low[stops], len(at) - 1)
         begin = np.searchsorted(at, at[low] - band.most_blocks)
         return begin, self.high[stops] - 1
 
     def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
-        """Return ``[move, cut, j]``: the later objective from the cut j + 1 cuts further on."""
+        """Return an array ``[i, cut, j]``, j < ``width``: the later stages' objective if they begin
+        at position ``stops[i]`` on the devices, j + 1 cuts (positions between blocks) after
+        ``cuts[i, cut]``."""
         step = self.values.strides[1]
         rows, size = self.values.shape
         every = np.lib.stride_tricks.as_strided(
@@ -259,14 +266,16 @@ class _After:
         return found
 
     def strip(self, stop: int, cuts: range, columns: range) -> Floats:
-        """Return ``[j, cut]``: the later objective from the cut j + 1 cuts further on (a view)."""
+        """Return a view ``[j, cut]``, j in ``columns``: the later stages' objective if they begin
+        at position ``stop`` on the devices, j + 1 cuts (positions between blocks) after ``cut``."""
         step = self.values.strides[1]
         start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))
 
 
 def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
-    """Return, by position, the last cut that earlier stages can reach within the bound, or −1."""
+    """Return, for each position, the last cut between blocks that the stages before it can reach
+    with no m above the bound; −1 if none can. ``number``: maximum number of stages."""
     alive = np.zeros(tiling.end + 1, dtype=bool)
     alive[tiling.end] = True
     longest: dict[tuple[int, int], int] = {}
@@ -293,19 +302,21 @@ def last_cuts(tiling: Tiling, bands: CostTiles, number: int) -> Ints:
 
 
 def sum_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return Σ q (seconds that count once per stage) of a stage and the later stages ``after``."""
+    """Return Σ q (seconds paid once per stage) of a stage and later stages with Σ q ``after``."""
     total: Floats = stage.once + after
     return total
 
 
 def max_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return max m (seconds of the slowest stage) over a stage and the later stages ``after``."""
+    """Return max m (seconds paid by the slowest stage) of a stage and the later stages, whose max m
+    is ``after``."""
     found: Floats = np.maximum(stage.slowest, after)
     return found
 
 
 def turnaround_cost(stage: TileRows | TileBlock, after: Floats) -> Floats:
-    """Return the longest path through a pipeline that turns around at some stage.
+    """Return a lower bound in seconds of the step of a stage and the later stages, whose bound is
+    ``after``: the longest path of micro-batches to any stage and back.
 
     A stage cannot begin before the first micro-batch has passed all stages before it, and its last
     micro-batch still has to pass back through them. With q_j the seconds of stage j for one

@@ -41,7 +41,8 @@ def priced_rates(
     zeros: Sequence[int],
     prices: Sequence[float],
 ) -> Rates:
-    """Return the weights (``Rates``) of problems for all pairs of a ZeRO stage and a byte price."""
+    """Return the weights of seconds and bytes for a batch of problems: all pairs of a ZeRO stage
+    and a price in seconds per byte. Kept activations count ``in_flight`` times."""
     states = tuple(float(price) for _ in zeros for price in prices)
     return Rates(
         num_microbatches,
@@ -53,7 +54,8 @@ def priced_rates(
 
 
 def round_price(price: float) -> float:
-    """Round a price to the nearest half power of ten, so that runs at similar prices share tables.
+    """Round a price per byte to the nearest half power of ten, so that stages with similar prices
+    share cost tables.
 
     >>> [round(round_price(price), 6) for price in (0.9, 0.4, 0.001)]
     [1.0, 0.316228, 0.001]
@@ -62,7 +64,8 @@ def round_price(price: float) -> float:
 
 
 def allowed_policies(run: Run, forced: Recompute | None, modes: Sequence[Recompute]) -> Policies:
-    """Return a run's recomputation policies that use only the forced or the allowed modes."""
+    """Return a stage's recomputation policies (numbers of recomputed blocks) that use only
+    ``forced`` or, if it is None, only ``modes``."""
     listed = policies(*run.class_counts)
     return Policies(listed.blocks[:, listed.allowed(forced, modes, run.class_counts[0])])
 
@@ -76,8 +79,9 @@ def bounds(
     num_zeros: int,
     free_bytes: float,
 ) -> Floats:
-    """Return Lagrangian lower bounds of a run's cost, ``[zero, policy]``; ``ways`` has the weights
-    of each recomputation mode, ``free_bytes`` is the memory limit minus fixed bytes."""
+    """Return Lagrangian lower bounds of a stage's seconds per micro-batch, ``[zero, policy]``, for
+    each recomputation policy of ``listed``. ``ways``: by recomputation mode, weights of seconds and
+    bytes; ``free_bytes``: memory limit less fixed bytes."""
     rates = next(iter(ways.values()))
     prices = np.array(rates.state_prices).reshape(num_zeros, -1)
     total = np.zeros((*prices.shape, len(listed)))
@@ -108,11 +112,11 @@ def bound_by_price(
     zeros: Sequence[int],
     scale: tuple[float, float],
 ) -> tuple[float, int, list[float]]:
-    """Bound the cost of solutions that fit in memory by trying prices λ of a byte; return the
+    """Bound the seconds of a stage within the memory limit by trying prices λ of a byte; return the
     bound, its ZeRO stage, and the tried prices around the best λ.
 
-    ``ways`` makes the problems' weights from ZeRO stages and prices; ``scale`` is (free bytes,
-    price at which all bytes of a device cost as much as the stage). Raises ``TooWideError``.
+    ``ways`` makes the weights of the problems from ZeRO stages and prices. ``scale``: free bytes,
+    and the price at which a device's bytes cost as much as the stage. Raises ``TooWideError``.
     """
     free, unit = scale
     grid = np.geomspace(1e-3, 1e2, 12) * unit
@@ -132,7 +136,8 @@ def bound_by_price(
 
 
 def lowest_first(values: Floats) -> Iterator[tuple[float, int, int]]:
-    """Yield (lower bound, index of the ZeRO stage, index of the policy), ascending by bound."""
+    """Yield (lower bound, index of the ZeRO stage, index of the recomputation policy) of
+    ``values[zero, policy]``, ascending."""
     for flat in np.argsort(values, axis=None, kind="stable").tolist():
         zero, policy = divmod(flat, values.shape[1])
         yield float(values[zero, policy]), zero, policy

@@ -35,8 +35,8 @@ BATCH_AXES = 2
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Term of the sum to minimize, over the variables ``scope``: ``table[a, b, values of the
-    scope]``, where a and b are batch axes."""
+    """Term of the sum to minimize, over the variables ``scope``. ``table[a, b, values of the
+    scope]``: a and b number the problems of a batch."""
 
     scope: tuple[int, ...]
     table: Floats
@@ -44,7 +44,8 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order in which to eliminate variables, and the total and maximum sizes of the tables made."""
+    """Order in which to eliminate variables, with the total and the largest number of elements of
+    the tables that this makes."""
 
     variables: tuple[int, ...]
     num_cells: int
@@ -54,8 +55,9 @@ class Order:
 def find_order(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], kept: Sequence[int]
 ) -> Order:
-    """Return the greedy order: eliminate the variable with the smallest table next; ties go to the
-    first.
+    """Return the greedy order of all variables but ``kept``: next is the variable whose elimination
+    makes the smallest table, the first of equals. ``sizes``: numbers of values; ``scopes``:
+    variables of each factor.
 
     >>> find_order((2, 3, 4), ((0, 1), (1, 2)), ()).variables
     (0, 1, 2)
@@ -89,15 +91,15 @@ def _cells(sizes: Sequence[int], variable: int, near: set[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One eliminated variable, and the factors that contained it."""
+    """An eliminated variable, and the terms of the sum that contained it (``met``)."""
 
     variable: int
     met: tuple[Factor, ...]
 
     def best(self, rows: Ints, columns: Ints, known: Ints, size: int) -> Ints:
-        """Return the variable's best value per assignment. ``known[assignment, variable]`` has the
-        values of later variables; ``rows`` and ``columns`` say to which problem of the batch each
-        assignment belongs, ``[assignment, 1]``."""
+        """Return the variable's best value in each assignment. ``known[assignment, variable]`` has
+        the values of variables eliminated later; ``rows`` and ``columns``, ``[assignment, 1]``,
+        have each assignment's problem in the batch."""
         total = np.zeros((len(known), size))
         values = np.arange(size)
         for factor in self.met:
@@ -114,11 +116,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Eliminated:
-    """Result of an elimination: minima ``table[a, b, values of kept variables]``; ``steps`` recover
-    the values of the other variables.
+    """Result of an elimination: minima ``table[a, b, values of kept variables]`` in problem (a, b)
+    of a batch; ``steps`` recover the values of the other variables.
 
-    After ``in_a_row``, which flattens the batch of problems, ``num_columns`` is the former row
-    length.
+    After ``in_a_row``, which flattens the batch, ``num_columns`` is the former row length.
     """
 
     sizes: tuple[int, ...]
@@ -129,15 +130,17 @@ class Eliminated:
     _known: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, compare=False)
 
     def in_a_row(self, num_rows: int, num_columns: int) -> Eliminated:
-        """Return the same result with the batch of problems flattened to one row."""
+        """Return the same result, with the batch's ``num_rows`` × ``num_columns`` problems reshaped
+        to one row."""
         rest = self.table.shape[BATCH_AXES:]
         whole = np.broadcast_to(self.table, (num_rows, num_columns, *rest))
         table = whole.reshape(1, num_rows * num_columns, *rest)
         return replace(self, table=table, num_columns=num_columns)
 
     def complete(self, rows: Ints, columns: Ints, values: Ints) -> Ints:
-        """Recover all variables, ``[assignment, variable]``, from the kept variables,
-        ``[assignment, kept]``, in the problems at ``rows`` and ``columns`` of the batch."""
+        """Return the best values of all variables, ``[assignment, variable]``, given the kept
+        variables' values, ``[assignment, kept]``, in the problems (``rows``, ``columns``) of the
+        batch."""
         found = np.zeros((len(rows), len(self.sizes)), dtype=np.int64)
         found[:, list(self.kept)] = values
         if self.num_columns:
@@ -148,7 +151,8 @@ class Eliminated:
         return found
 
     def recalled(self, columns: Ints, values: Ints) -> Ints:
-        """Recover variables as ``complete`` does, for problems of the first row, with a cache."""
+        """Return the best values of all variables, ``[assignment, variable]``, given the kept
+        variables' ``values``, for problems of the batch's first row. Cached."""
         keys = [tuple(each) for each in np.column_stack([columns, values]).tolist()]
         new = [number for number, key in enumerate(keys) if key not in self._known]
         if new:
@@ -157,27 +161,30 @@ class Eliminated:
         return np.array([self._known[key] for key in keys])
 
     def every(self, shape: tuple[int, int]) -> Ints:
-        """Recover all variables in every problem of the batch; no variable must be kept."""
+        """Return the best values of all variables in every problem of a batch of this shape, row by
+        row; no variable may be kept."""
         rows, columns = (each.ravel() for each in np.indices(shape))
         return self.complete(rows, columns, np.zeros((len(rows), 0), dtype=np.int64))
 
 
 @dataclass
 class Memo:
-    """Cache of elimination steps, keyed by their factors, which must be registered (``noted``)."""
+    """Cache of eliminations of a variable, by the terms of the sum (factors) that contain it. Only
+    terms that were registered by ``note`` are cached."""
 
     noted: dict[int, Factor] = field(default_factory=dict)
     steps: dict[tuple[int, ...], tuple[_Step, Factor]] = field(default_factory=dict)
 
     def note(self, factor: Factor) -> Factor:
-        """Register a factor object that several problems will contain."""
+        """Register a term of the sum that several problems will contain, and return it."""
         self.noted[id(factor)] = factor
         return factor
 
     def step(
         self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
     ) -> tuple[_Step, Factor]:
-        """Return the step that eliminates a variable, from the cache if possible."""
+        """Eliminate a variable from the terms ``met`` that contain it; return the step and the new
+        term. Cached."""
         key = (variable, *map(id, met))
         found = self.steps.get(key)
         if found is None:
@@ -191,7 +198,8 @@ class Memo:
 def _eliminated(
     variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
 ) -> tuple[_Step, Factor]:
-    """Eliminate a variable from the factors ``met``; return the step and the new factor."""
+    """Eliminate a variable from the terms ``met``, all that contain it; return the step, and the
+    new term: the minimum of their sum over the variable."""
     others = {other for factor in met for other in factor.scope}
     others.discard(variable)
     scope = tuple(sorted(others))
@@ -206,8 +214,8 @@ def eliminate(
     kept: Sequence[int] = (),
     memo: Memo | None = None,
 ) -> Eliminated:
-    """Minimize a sum of factors over every variable of ``order``. ``memo`` must belong to this
-    order.
+    """Minimize the sum of ``factors`` over the variables of ``order``, for all values of ``kept``.
+    ``sizes``: number of values of each variable. ``memo``: cache that serves this order only.
 
     >>> apart = Factor((0, 1), np.array([[[[0.0, 3.0], [3.0, 0.0]]]]))
     >>> first = Factor((0,), np.array([[[1.0, 0.0]]]))
@@ -237,7 +245,7 @@ def eliminate(
 
 
 def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Floats:
-    """Add factors into one table over ``scope``, broadcast to full length along its variables."""
+    """Return the sum of terms as one table over the variables ``scope``."""
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
@@ -256,7 +264,7 @@ def _size(table: Floats) -> int:
 
 
 def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """Return a factor's table with axes in the order of ``scope``, of length 1 if absent in it."""
+    """Return a term's table with an axis per variable of ``scope``, of length 1 if it lacks it."""
     if factor.scope == scope:
         return factor.table
     axes, index = _places(factor.scope, scope)
@@ -268,7 +276,8 @@ def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
 def _places(
     own: tuple[int, ...], scope: tuple[int, ...]
 ) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """Return the permutation from axes ``own`` to ``scope``, and an index to insert absent axes."""
+    """Return a permutation that sorts the axes ``own`` as in ``scope`` (None if sorted), and an
+    index that inserts axes of absent variables."""
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))

@@ -24,7 +24,8 @@ from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Cost of an edge between blocks, and bytes of its value by choice of the source variable."""
+    """Cost of a value that one block makes and another reads. ``source``: the variable that decides
+    its layout; ``held_bytes``: bytes that a recomputed reader keeps, by the variable's value."""
 
     link: Link | None
     source: int
@@ -33,9 +34,9 @@ class _Crossing:
 
 @dataclass
 class Family:
-    """Optimization problem shared by a family: all runs of blocks with the same set of kinds and
-    the same values sent and received. Its variables choose the layouts that blocks of a kind show
-    each other (the kind's ends) and the layouts of parameters used by several blocks."""
+    """Optimization problem of stages with the same kinds of blocks (planned alike) and the same
+    values sent and received. Its variables are the layouts that blocks of a kind show to other
+    blocks (the kind's ends), and the layouts of parameters used by several blocks."""
 
     model: StageModel
     kinds: dict[str, KindTables]
@@ -48,7 +49,7 @@ class Family:
 
     @staticmethod
     def of(model: StageModel, run: Run, kinds: dict[str, KindTables]) -> Family:
-        """Build the variables of a run's family: ends of its kinds, and shared parameters."""
+        """Build the optimization problem of ``run`` and all stages with its kinds of blocks."""
         sizes: list[int] = []
         place: dict[tuple[str, int], tuple[int, Ints]] = {}
         first: dict[str, int] = {}
@@ -66,7 +67,7 @@ class Family:
         return Family(model, own, sizes, place, first, run.shared)
 
     def _place(self, node: str) -> tuple[int, Ints]:
-        """Return the variable that decides a node's layout, and its choice for each value."""
+        """Return the variable that decides a node's layout, with the choice for each value."""
         structure = self.model.structure
         if structure.graph[node].kind == "parameter" and structure.is_shared(node):
             return self.place[node, 0]
@@ -74,7 +75,7 @@ class Family:
         return self.place[kind, self.model.kind(kind).where[node]]
 
     def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cost of an edge between blocks in terms of the variables. Cached."""
+        """Return the cost of a value that a block reads from another, by variables (layouts)."""
         if edge not in self._crossings:
             self._crossings[edge] = self._crossing(edge)
         return self._crossings[edge]
@@ -99,10 +100,9 @@ class Family:
         return _Crossing(Link(tables, tuple(axes)), source, held)
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
-        """Return the least objective of each of ``runs`` in every problem of the batch ``rates``.
-
-        Raises ``TooWideError`` if its tables would be too large.
-        """
+        """Return, for each of ``runs`` (stages of this family), the least seconds per micro-batch
+        in every problem of ``rates`` (weights of seconds and bytes). Raises ``TooWideError`` if its
+        tables would be too large."""
         tables = {kind: own.solve(rates) for kind, own in self.kinds.items()}
         own = {kind: found.table for kind, found in tables.items()}
         factors = self._factors(runs, rates, own)
@@ -118,11 +118,10 @@ class Family:
         return Solved(self, rates, least, ((len(runs), found, tables),))
 
     def bound(self, run: Run, ways: Sequence[Rates]) -> Floats:
-        """Return a lower bound of a run's objective per problem, if every block may use the
-        recomputation mode of any of ``ways``.
+        """Return a lower bound of the seconds per micro-batch of the stage ``run``, for each
+        problem, if each block may use any recomputation mode of ``ways``. Raises ``TooWideError``.
 
         Values that recomputed blocks read from outside count only if all of ``ways`` recompute.
-        Raises ``TooWideError``.
         """
         every = {
             kind: [own.solve(rates).table for rates in ways] for kind, own in self.kinds.items()
@@ -176,7 +175,8 @@ class Family:
         return factors
 
     def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return the costs of sent values, received values and the loss as factors."""
+        """Return, as terms of the sum to minimize, the costs of values that each stage sends or
+        receives, and of the loss."""
         counts = [dict(self.model.boundaries(run)) for run in runs]
         factors = []
         for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
@@ -198,7 +198,8 @@ class Family:
         return factors
 
     def sync_seconds(self, runs: Sequence[Run], rates: Rates) -> Floats:
-        """Return, by run and problem, latencies of gradient sums and the wait no layout avoids."""
+        """Return, as ``[run, problem]``, seconds that no layout avoids: latencies of gradient sums,
+        and waits for collectives."""
         least_wait, count = self.model.least_wait, rates.num_microbatches
         waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
         found: Floats = np.array(waits) * (1 - rates.exposed)
@@ -211,10 +212,11 @@ class Family:
     def solutions(
         self, values: Ints, problems: Ints, tables: Mapping[str, Eliminated]
     ) -> Iterator[Solution]:
-        """Yield, for each solution, the choices of every kind and shared parameter, given the
-        values of the family's variables.
+        """Yield the layout choices of every kind of block and shared parameter, given the values of
+        the family's variables, ``values[solution, variable]``.
 
-        ``values[solution, variable]``; ``problems`` has the index of each solution's problem.
+        ``problems``: index of each solution's problem; ``tables`` recover the choices inside each
+        kind.
         """
         chosen: dict[str, list[tuple[int, ...]]] = {}
         for kind, own in tables.items():
@@ -232,7 +234,7 @@ class Family:
 
 
 def _column(counts: Sequence[int], num_axes: int) -> Floats:
-    """Return counts by run as an array that broadcasts over all table axes but the first."""
+    """Return counts by stage as an array that multiplies tables whose first axis is the stage."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 
 
@@ -241,7 +243,8 @@ Part = tuple[int, Eliminated, dict[str, Eliminated]]
 
 @dataclass(frozen=True)
 class Solved:
-    """Solved runs: ``least[run, problem]`` (objective); ``parts`` recover the choices."""
+    """Solved stages of a family: ``least[run, problem]`` is the least objective; ``parts`` recover
+    the choices that attain it."""
 
     family: Family
     rates: Rates
@@ -249,7 +252,7 @@ class Solved:
     parts: tuple[Part, ...]
 
     def solutions(self) -> Iterator[Solution]:
-        """Yield the distinct solutions with the least objective of any run and problem."""
+        """Yield the distinct choices that attain the least objective of a stage in a problem."""
         for count, found, tables in self.parts:
             shape = (count, len(self.rates.zeros))
             problems = np.indices(shape)[1].ravel()

@@ -53,10 +53,11 @@ HIGH_PRICES = (3e3, 1e6)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on a stage: bytes per device, allowed ZeRO stages, forced recomputation mode.
+    """Limits on a stage: bytes per device, allowed ZeRO stages and recomputation modes, forced mode
+    (``recompute``).
 
-    ``gap``: allowed gap of a stage's cost to its lower bound, relative to the cost. ``solver``
-    solves the integer programs.
+    ``gap``: allowed distance of a stage's cost from its proven lower bound, relative to the cost.
+    ``solver`` solves the integer programs.
     """
 
     memory_bytes: float
@@ -72,7 +73,7 @@ _Bounded = tuple[Sequence[Run], Rates]
 
 @dataclass
 class IntraOp:
-    """Solver of stages on one mesh (``model``): finds layouts, ZeRO and recomputation. Cached."""
+    """Solver of stages on one mesh (``model``): layouts, ZeRO stage and recomputation. Cached."""
 
     model: StageModel
     limits: Limits
@@ -103,26 +104,26 @@ class IntraOp:
 
     @property
     def excess_bytes(self) -> dict[object, float]:
-        """Map runs and settings for which nothing fitted to their least bytes over the limit."""
+        """Map stages and settings for which nothing fits to their least bytes over the limit."""
         found = dict(self._noted)
         for pool in self.pools.values():
             found |= pool.excess_bytes
         return found
 
     def note_excess(self, num_bytes: float) -> None:
-        """Record that a run of no pool needs at least ``num_bytes`` more than the limit."""
+        """Record that some stage needs ``num_bytes`` or more beyond the memory limit."""
         self._noted["any"] = min(num_bytes, self._noted.get("any", num_bytes))
 
     def prepare(self, runs: Sequence[Run], num_microbatches: int) -> None:
-        """Compute lower bounds of runs of one family by solving them without a memory limit."""
+        """Compute lower bounds of stages (of the same kinds of blocks), ignoring memory limits."""
         new = [run for run in runs if (run.key, num_microbatches) not in self._bounds]
         if new and not self._prepare_by_tables(new, num_microbatches):
             self._solve_programs(new, self._plain(num_microbatches))
 
     def _prepare_by_tables(self, runs: Sequence[Run], num_microbatches: int) -> bool:
-        """Compute lower bounds of runs of one family by dynamic programming over cost tables.
+        """Compute lower bounds of stages (of the same kinds of blocks) from cost tables.
 
-        Return False if the tables are too wide or the time is up.
+        Return False if the tables are too large or the time is up.
         """
         rates = self._plain(num_microbatches)
         solved = self._solve(runs, rates)
@@ -134,11 +135,11 @@ class IntraOp:
         return True
 
     def _plain(self, num_microbatches: int) -> Rates:
-        """Return the weights (``Rates``) of problems in which memory is free, by ZeRO stage."""
+        """Return weights for the search without memory limit: one problem per ZeRO stage."""
         return Rates(num_microbatches, self.zeros, self.modes[0])
 
     def _pool(self, run: Run) -> Pool:
-        """Return the pool of solutions of a run's family; add solutions found while bounding."""
+        """Return the pool of solutions for the stage and all stages of the same kinds of blocks."""
         if run.family not in self.pools:
             self.pools[run.family] = Pool(
                 self.model, run, self.zeros, self.limits.recompute, self.limits.modes
@@ -151,7 +152,7 @@ class IntraOp:
         return pool
 
     def _family(self, run: Run) -> Family | None:
-        """Return the problem that the run's family shares; None if its tables are too wide."""
+        """Return the problem shared by stages of these kinds of blocks; None if it is too large."""
         if run.family not in self._families:
             self._families[run.family] = None
             with self.budget.timed("costs"), suppress(TooWideError):
@@ -162,14 +163,8 @@ class IntraOp:
                 self._families[run.family] = Family.of(self.model, run, self._kinds)
         return self._families[run.family]
 
-    def is_quick(self, run: Run, num_microbatches: int) -> bool:
-        """Return whether cost tables, not integer programs, solve a run."""
-        if (run.key, num_microbatches) in self._bounds:
-            return self._family(run) is not None
-        return self._prepare_by_tables((run,), num_microbatches)
-
     def _solve(self, runs: Sequence[Run], rates: Rates) -> Solved | None:
-        """Solve runs of one family by cost tables; None if these are too wide or time is up."""
+        """Solve stages of the same kinds of blocks by cost tables; None if too large or late."""
         family = self._family(runs[0])
         if family is None or self.budget.left_seconds <= 0:
             return None
@@ -185,7 +180,7 @@ class IntraOp:
                 pool.add(solution)
 
     def bound_seconds(self, run: Run, num_microbatches: int) -> float:
-        """Return a lower bound of a run's objective over all layouts, ZeRO stages and policies.
+        """Return a lower bound of the stage's seconds per micro-batch, whatever the choices.
 
         The memory limit is ignored. The bound is 0 if nothing was proven in time.
         """
@@ -193,7 +188,7 @@ class IntraOp:
         return self._bounds.get((run.key, num_microbatches), 0.0)
 
     def block_seconds(self, kind: str, num_microbatches: int) -> float:
-        """Return a lower bound of a block's share of the objective; 0 if tables are too wide."""
+        """Return a lower bound of a block's seconds per micro-batch; 0 if tables are too large."""
         key = (kind, num_microbatches)
         if key not in self._blocks:
             self._blocks[key] = 0.0
@@ -204,7 +199,7 @@ class IntraOp:
         return self._blocks[key]
 
     def best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the cheapest solution of a run that fits in memory; None if none does."""
+        """Return the cheapest found solution of a stage that fits in memory; None without any."""
         key = (run.key, num_microbatches, in_flight)
         if key not in self.answers:
             self.prepare((run,), num_microbatches)
@@ -212,7 +207,7 @@ class IntraOp:
         return self.answers[key]
 
     def _best(self, run: Run, num_microbatches: int, in_flight: int) -> StageAnswer | None:
-        """Return the best solution in the pool; add solutions until its gap is small enough."""
+        """Return the pool's cheapest solution, after adding more while its gap is too large."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
         for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
@@ -240,8 +235,8 @@ class IntraOp:
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
         """Add solutions to the pool for stages whose ZeRO gathers and gradient sums take longer
-        than the compute beside them; return whether any is new. Runs once per family and number of
-        blocks rounded to a power of two."""
+        than the compute beside them; return whether any is new. Runs once per family of stages and
+        number of blocks rounded to a power of two."""
         del in_flight, nothing_fits
         key = (run.family, num_microbatches, run.num_blocks.bit_length())
         if key in self._exposed or self.budget.left_seconds <= 0:
@@ -277,7 +272,7 @@ class IntraOp:
     def _save_bytes(
         self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
     ) -> bool:
-        """Add solutions with the fewest bytes to the pool if nothing fits; return if any is new."""
+        """Add solutions of few bytes to the pool if nothing fits; return whether any is new."""
         if not nothing_fits:
             return False
         return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
@@ -317,7 +312,7 @@ class IntraOp:
         return max(bound, 1e-9) / (limit if np.isfinite(limit) else 1e9)
 
     def memory_bound_seconds(self, run: Run, num_microbatches: int, in_flight: int) -> float:
-        """Return a Lagrangian lower bound of a run's objective within the memory limit.
+        """Return a lower bound of the stage's seconds per micro-batch within the memory limit.
 
         Solutions at the prices near the bound are added to the pool.
         """
@@ -352,8 +347,8 @@ class IntraOp:
     def refine(
         self, run: Run, num_microbatches: int, in_flight: int, most: int
     ) -> StageAnswer | None:
-        """Return the cheapest solution that fits in memory, after narrowing its proven gap to
-        ``limits.gap`` within the time limit and ``most`` integer programs."""
+        """Return the cheapest solution that fits in memory, after solving up to ``most`` integer
+        programs, within the time limit, to bring its proven gap down to ``limits.gap``."""
         found = self.best(run, num_microbatches, in_flight)
         key = (run.key, num_microbatches, in_flight)
         if found is None or found.gap <= SAME - 1 or self._refined.get(key, 0) >= most:
@@ -377,7 +372,7 @@ class IntraOp:
         return found
 
     def _close_gap(self, found: StageAnswer, bound: float, gap: float, most: float) -> StageAnswer:
-        """Solve up to ``most`` integer programs until the gap is small; return the best
+        """Solve up to ``most`` integer programs to bring the gap to ``gap``; return the best
         solution."""
         run, base = found.run, replace(found.setting, limit_bytes=self.limits.memory_bytes)
         family, count = self._family(run), base.num_microbatches
@@ -434,7 +429,7 @@ class IntraOp:
     ) -> ilp.Answer | None:
         """Solve one integer program and add its solution to the pool; return None if time is up.
 
-        It stops early if no solution can be below ``cutoff``. ``start``: see ``ilp.optimize``.
+        It stops once no solution can be below ``cutoff``; it begins with the solution ``start``.
         """
         if self.budget.left_seconds <= 0:
             return None
@@ -463,10 +458,9 @@ class IntraOp:
         return answer
 
     def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:
-        """Solve integer programs instead of tables for the shortest, the middle and the longest
-        run.
+        """Solve integer programs, not tables, for the shortest, middle and longest of ``runs``.
 
-        Only runs that were solved under every ZeRO stage get a lower bound.
+        Only stages that were solved under every ZeRO stage get a lower bound.
         """
         ordered = sorted(runs, key=lambda run: run.num_blocks)
         some = {run.key: run for run in (ordered[0], ordered[len(runs) // 2], ordered[-1])}
@@ -481,7 +475,7 @@ class IntraOp:
                 self._bounds[run.key, rates.num_microbatches] = min(bounds)
 
     def _solve_least_memory(self, run: Run, rates: Rates, in_flight: int) -> None:
-        """Solve the integer program at a high price per byte, for runs with too wide tables."""
+        """Solve the integer program at a high price per byte, for stages with too large tables."""
         policy = uniform_policy(rates.mode, run.class_counts[0])
         setting = StageOptions(
             rates.num_microbatches,

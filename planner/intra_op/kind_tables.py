@@ -44,13 +44,14 @@ class TooWideError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Weights of seconds and bytes for a batch of problems that differ in ZeRO stage and λ (price
-    per byte).
+    """Weights of seconds and bytes for a batch of problems, one per entry of ``zeros`` (ZeRO
+    stages).
 
-    ``state_prices`` are seconds per byte of states, ``saved_prices`` per byte that one micro-batch
-    keeps (λ times the micro-batches in flight). All blocks use recomputation ``mode``. ``exposed``,
-    ``shares_links``: see ``objective_weights``. With ``any_zero`` each decision takes its own best
-    ZeRO stage, and the problems form one row.
+    ``state_prices``: seconds per byte of states; ``saved_prices``: per byte that one micro-batch
+    keeps for its backward (times micro-batches in flight). All blocks use recomputation ``mode``.
+    ``exposed``: fraction of gathers and gradient sums that compute does not hide; ``shares_links``:
+    whether they slow other collectives. With ``any_zero`` each decision takes its own best ZeRO
+    stage, and the problems form one row.
     """
 
     num_microbatches: int
@@ -64,7 +65,7 @@ class Rates:
 
     @property
     def weights(self) -> Floats:
-        """Return the weight of a second of each resource in the objective."""
+        """Return the weight of a second of each ``Resource`` in the seconds per micro-batch."""
         return objective_weights(
             self.num_microbatches, exposed=self.exposed, shares_links=self.shares_links
         )
@@ -73,7 +74,7 @@ class Rates:
     def grid(self) -> tuple[int, int]:
         """Return the numbers of rows (ZeRO stages) and columns (prices of a byte) of the batch.
 
-        If the problems are not all pairs of a stage and a price, every problem is a row.
+        If the problems are not all pairs of a ZeRO stage and a price, every problem is a row.
         """
         rows = dict.fromkeys(self.zeros)
         columns = len(self.zeros) // len(rows)
@@ -83,15 +84,16 @@ class Rates:
         return (len(rows), columns) if alike and stages == self.zeros else (len(self.zeros), 1)
 
     def prices(self, saved: bool) -> Floats:
-        """Return the price per byte in each problem: of kept (``saved``) bytes, or of states."""
+        """Return each problem's price per byte: of kept activations (``saved``) or of states."""
         given = self.saved_prices if saved else self.state_prices
         return np.array(given or (0.0,) * len(self.zeros))
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Decision whose layouts other blocks see: the class of each choice by these layouts, and the
-    first choice of each class."""
+    """Decision of a block (nodes laid out together) whose layouts other blocks see. ``classes``:
+    for each choice a number, equal if these layouts are equal; ``firsts``: first choice of each
+    class."""
 
     decision: int
     classes: Ints
@@ -100,11 +102,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTables:
-    """Seconds of an edge's conversions by layout classes of its source and of each use.
+    """Seconds of converting a value that a block reads, ``[class, class]``: by the class of layouts
+    in which it is made and in which it is used.
 
-    ``nodes`` and ``classes`` are of the source first, then of the uses: ``forward[source, use]``.
-    ``repeats`` says, for each of ``RECOMPUTE_MODES``, whether a recomputed block converts the value
-    again.
+    ``nodes`` and ``classes`` (class by choice) are of the maker first, then of each use.
+    ``repeats``: for each of ``RECOMPUTE_MODES``, whether a recomputed block repeats the conversion.
     """
 
     nodes: tuple[str, ...]
@@ -114,19 +116,19 @@ class EdgeTables:
     repeats: tuple[bool, bool]
 
     def is_repeated(self, mode: Recompute) -> bool:
-        """Return whether the forward conversion runs again in blocks recomputed by ``mode``."""
+        """Return whether blocks recomputed by ``mode`` run the forward conversion again."""
         return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
 
     def seconds(self, *, twice: bool) -> Floats:
-        """Return the seconds of the forward (counted ``twice`` if recomputed) plus the backward."""
+        """Return the forward seconds (two times with ``twice``) plus the backward seconds."""
         both: Floats = self.forward * (1.0 + twice) + self.backward
         return both
 
 
 def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """Return the seconds of converting an edge's value; None if conversions cost nothing.
+    """Return the seconds of converting a value that a block reads; None if it costs nothing.
 
-    Raises ``TooWideError`` if a table over the source and all uses would be too large.
+    Raises ``TooWideError`` if a table over the maker and all uses would be too large.
     """
     merged = model.merged(edge)
     if not merged.forward.any() and not merged.backward.any():
@@ -152,11 +154,11 @@ def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
 def conversion_table(
     matrix: Floats, axes: Sequence[tuple[int, Ints]]
 ) -> tuple[tuple[int, ...], Floats]:
-    """Return the variables and the cost table of converting a value for all of its uses.
+    """Return (variables, table over them): the cost of converting a value for all of its uses.
 
-    ``matrix[source class, use class]`` has the costs. ``axes``: the variable of the source and of
-    each use, with the class of each of its values. Equal conversions count once; a variable that
-    occurs several times has one axis.
+    ``matrix[source class, use class]`` has the costs. ``axes``: first for the source, then for each
+    use, its variable and the class that each value of the variable means. Equal conversions count
+    once; a variable that occurs several times has one axis.
 
     >>> one, both = np.array([0]), np.arange(2)
     >>> conversion_table(np.array([[1.0, 4.0]]), ((0, one), (1, both), (2, both)))[1].tolist()
@@ -183,7 +185,8 @@ def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
 
 @dataclass(frozen=True)
 class Link:
-    """An edge's cost as a factor over elimination variables; ``axes``: see ``conversion_table``."""
+    """Cost of converting a value that a block reads, as a table over variables of an elimination.
+    ``axes``: see ``conversion_table``."""
 
     tables: EdgeTables
     axes: tuple[tuple[int, Ints], ...]
@@ -194,7 +197,8 @@ class Link:
         return tuple(dict.fromkeys(variable for variable, _ in self.axes))
 
     def factor(self, mode: Recompute) -> Factor:
-        """Return the factor of the edge's seconds in blocks recomputed by ``mode``. Cached."""
+        """Return the seconds of the conversion, in blocks recomputed by ``mode``, as a term of the
+        sum to minimize."""
         twice = self.tables.is_repeated(mode)
         if twice not in self._factors:
             scope, table = conversion_table(self.tables.seconds(twice=twice), self.axes)
@@ -204,7 +208,8 @@ class Link:
 
 @dataclass
 class KindTables:
-    """Cost tables of a kind of block on a mesh; ``solve`` minimizes over all inner decisions."""
+    """Cost tables of a kind of block on a mesh. ``solve`` minimizes over all choices but the
+    layouts that other blocks see."""
 
     model: StageModel
     kind: str
@@ -226,7 +231,7 @@ class KindTables:
 
     @staticmethod
     def of(model: StageModel, kind: str) -> KindTables:
-        """Return the tables of a kind, shared by all models in which they are equal."""
+        """Return the tables of a kind of block, from the cache if they are known."""
         known = model.prices.cache.kind_tables
         return model.common(known, (kind,), lambda: KindTables(model, kind))
 
@@ -246,7 +251,7 @@ class KindTables:
         self.links.append(Link(tables, tuple(axes)))
 
     def _variable(self, decision: int, classes: Ints) -> int:
-        """Return a variable whose values are ``classes`` of a decision's choices."""
+        """Return the variable that decides the class (in ``classes``) of a decision's choice."""
         size = int(classes.max()) + 1
         if size == len(classes):
             return decision
@@ -261,7 +266,7 @@ class KindTables:
 
     @cached_property
     def ends(self) -> tuple[End, ...]:
-        """Return the kind's ends: decisions whose layouts other blocks see (``End``)."""
+        """Return the decisions (nodes laid out together) whose layouts other blocks see."""
         seen: dict[int, list[tuple[object, ...]]] = {}
         made, wanted = self.model.structure.ends(self.kind)
         tables = self.tables
@@ -282,7 +287,8 @@ class KindTables:
 
     @cached_property
     def order(self) -> Order:
-        """Return the elimination order. Raises ``TooWideError`` if tables would be too large."""
+        """Return the order in which to eliminate the block's variables. Raises ``TooWideError`` if
+        this makes too large tables."""
         scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
         key = (tuple(self.sizes), tuple(scopes), self.kept)
@@ -294,11 +300,12 @@ class KindTables:
         return found
 
     def check(self) -> None:
-        """Raise ``TooWideError`` if tables would be too large."""
+        """Raise ``TooWideError`` if the tables that ``solve`` makes would be too large."""
         assert self.order
 
     def solve(self, rates: Rates) -> Eliminated:
-        """Return a block's least cost by layout classes of its ends, per problem. Cached."""
+        """Return a block's least cost for each combination of layouts that other blocks see, in
+        each problem of ``rates``. Cached."""
         found = self._solved.get(rates)
         if found is None:
             order = self.order
@@ -314,7 +321,8 @@ class KindTables:
 
     @cached_property
     def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Concatenate the decisions' seconds, recomputation seconds and state bytes by choice."""
+        """Return seconds, recomputation seconds and bytes of states of all layout choices in the
+        block, concatenated along the choices."""
         own = self.tables.decisions
         return (
             np.concatenate([decision.seconds for decision in own], axis=1),
@@ -324,17 +332,19 @@ class KindTables:
 
     @cached_property
     def _kept_bytes(self) -> dict[Recompute, Floats]:
-        """Map each recomputation mode to the kept bytes of each choice, decisions concatenated."""
+        """Map each recomputation mode to the bytes kept by every layout choice in the block."""
         modes: tuple[Recompute, ...] = ("none", "selective", "full")
         return {mode: self.tables.kept_bytes(mode) for mode in modes}
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
-        """Sum a block's kept bytes over decisions; ``of`` reduces a decision's bytes by choice."""
+        """Return the sum of ``of(bytes kept by each choice)`` over a block's decisions (nodes laid
+        out together)."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
 
     def _own(self, rates: Rates) -> list[Factor]:
-        """Return a factor per decision: the cost of each choice without layout conversions."""
+        """Return, for each decision (nodes laid out together), the cost of each choice without
+        layout conversions, as a term of the sum to minimize."""
         seconds, recompute_seconds, states = self._stacked
         shape = rates.grid
         zeros = list(rates.zeros[:: shape[1]])
@@ -355,8 +365,8 @@ class KindTables:
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
-        """Return decision ``number``'s cost ``part[row, column, choice]`` as a factor; batch axes
-        along which it is constant get length 1."""
+        """Return the cost ``part[row, column, choice]`` of decision ``number`` as a term of the sum
+        to minimize; batch axes along which it is constant get length 1."""
         if not self._is_same[number]:
             return Factor((number,), part)
         if rates.saved_prices and self._keeps[rates.mode][number]:
@@ -368,7 +378,7 @@ class KindTables:
 
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Map each recomputation mode to a list: whether any choice of a decision keeps bytes."""
+        """Map each recomputation mode to, for each decision, whether a choice keeps any bytes."""
         ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
         found: dict[Recompute, list[bool]] = {}
         for mode, sizes in self._kept_bytes.items():
@@ -377,7 +387,8 @@ class KindTables:
 
     @cached_property
     def _is_same(self) -> list[bool]:
-        """Return, by decision, whether its cost is equal in all problems of any batch."""
+        """Return, for each decision (nodes laid out together), whether its cost is equal for all
+        ZeRO stages and prices of states."""
         return [
             not own.states[:, :, HELD].any()
             and not own.seconds[:, :, STEP].any()

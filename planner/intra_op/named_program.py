@@ -33,7 +33,7 @@ LONGEST = 100
 
 @dataclass(frozen=True, slots=True)
 class NamedProgram:
-    """A linear program with named columns, and the decisions behind its binary columns."""
+    """A linear program with column names, and the layout decisions that binary columns make."""
 
     title: str
     program: Program
@@ -41,11 +41,11 @@ class NamedProgram:
     decisions: tuple[Decision, ...]
 
     def as_pulp(self) -> Any:
-        """Build the ``pulp.LpProblem``. Raises MachineError AP402 if PuLP is not installed."""
+        """Build a ``pulp.LpProblem``. Raises MachineError AP402 if PuLP is not installed."""
         return pulp_problem(self.program, self.title, self.names)
 
     def cost(self, values: Floats) -> float:
-        """Return the objective at ``values`` of all columns."""
+        """Return the objective in microseconds if the columns have ``values``."""
         return float(np.concatenate(self.program.costs) @ values)
 
 
@@ -62,7 +62,7 @@ def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -
 
 
 def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str]:
-    """Return the column names of the ``number``-th group."""
+    """Return the names of a group of the program's columns. ``number``: index of the group."""
     if group.kind == "choice":
         (own,) = (decisions[each] for each in group.decisions)
         return [
@@ -77,9 +77,9 @@ def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str
 
 
 def strategy_text(layout: NodeLayout) -> str:
-    """Return the layouts of a strategy in letters that LP and MPS files allow.
+    """Return the input and output layouts of an op as a name that LP and MPS files allow.
 
-    >>> from ..layout import PARTIAL, shard
+    >>> from ..graph.layout import PARTIAL, shard
     >>> strategy_text(NodeLayout(((shard(1),), (shard(0),)), ((PARTIAL,),)))
     'S1_S0_to_P'
     """

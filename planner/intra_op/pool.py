@@ -32,7 +32,7 @@ SAME = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solution in the pool, with its cost table (``StageTable``)."""
+    """A solution in the pool (choices of layouts), with the costs of stages that use it."""
 
     table: StageTable
     solution: Solution
@@ -40,7 +40,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class PooledSolution:
-    """Best solution of the pool for a run, with its ZeRO and recomputation, and its objective."""
+    """Best solution of the pool for a stage, its ZeRO stage and recomputation (``setting``), and
+    its ``objective`` in seconds per micro-batch."""
 
     entry: Entry
     setting: StageOptions
@@ -49,7 +50,8 @@ class PooledSolution:
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """Solution of a stage: choices by kind, ZeRO and recomputation, objective, gap to its bound."""
+    """Solution of a stage: layouts by kind of block, ZeRO stage and recomputation (``setting``),
+    ``objective`` in seconds per micro-batch, and relative ``gap`` to its lower bound."""
 
     run: Run
     table: StageTable
@@ -60,7 +62,7 @@ class StageAnswer:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Rows of a micro-batch per index along mesh axis "dp"; () if all are equal."""
+        """Rows of a micro-batch by index along mesh axis "dp"; () as all are equal."""
         return ()
 
     @property
@@ -69,7 +71,7 @@ class StageAnswer:
 
 
 def gap_between(bound: float, objective: float) -> float:
-    """Return the relative gap: the fraction of ``objective`` above ``bound``, at least 0.
+    """Return the relative gap (objective - bound) / objective, at least 0.
 
     >>> gap_between(3.0, 4.0), gap_between(5.0, 4.0), gap_between(0.0, 0.0)
     (0.25, 0.0, 0.0)
@@ -79,8 +81,8 @@ def gap_between(bound: float, objective: float) -> float:
 
 @dataclass
 class Pool:
-    """Solutions found on one mesh, each of which can be used for any run of the family of
-    ``run``."""
+    """Solutions found on one mesh. Each can be used for all stages of the family of ``run`` (the
+    same kinds of blocks, the same values sent and received)."""
 
     model: StageModel
     run: Run
@@ -99,7 +101,7 @@ class Pool:
         return StageProblem(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
-        """Return the pool's entry of a solution, added if it is new."""
+        """Add a solution unless the pool has it; return its entry."""
         choices = self._assembly.choices(solution)
         if choices not in self.entries:
             table = StageTable(self._assembly, choices)
@@ -111,7 +113,8 @@ class Pool:
     def cheapest(
         self, run: Run, num_microbatches: int, in_flight: int, limit_bytes: float
     ) -> PooledSolution | None:
-        """Return the best solution for a run of the family that fits in memory, or None."""
+        """Return the best solution, ZeRO stage and recomputation for the stage ``run`` that fit in
+        ``limit_bytes`` per device; None if none does."""
         if not self.entries:
             return None
         base = StageOptions(num_microbatches, in_flight=in_flight)
@@ -143,8 +146,9 @@ class Pool:
     def _objectives(
         self, run: Run, figures: Floats, num_microbatches: int
     ) -> tuple[Floats, Floats]:
-        """Return the objectives of ``figures[solution, zero, figure]``, and lower bounds that hold
-        however ZeRO's collectives overlap compute."""
+        """Return, as ``[solution, zero]``, the seconds per micro-batch, and lower bounds of them
+        that hold however ZeRO's collectives overlap compute. ``figures[solution, zero,
+        figure]``."""
         shares_links = self.model.prices.shares_links
         seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
         groups = self._groups(run)
@@ -158,7 +162,7 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """Return a run's seconds and bytes without recomputation, ``[solution, zero, figure]``."""
+        """Return a stage's figures without recomputation, ``[solution, zero, figure]``."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
             rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
@@ -168,7 +172,7 @@ class Pool:
         return totals
 
     def _groups(self, run: Run) -> Groups:
-        """Return the seconds of a run's blocks without recomputation, grouped by kind.
+        """Return the seconds of the stage's blocks without recomputation, grouped by kind.
 
         The array is ``seconds[solution, ZeRO stage, group of blocks, Resource]``.
         """
@@ -181,7 +185,8 @@ class Pool:
         return Groups(seconds, counts)
 
     def _row(self, row: Row | Boundary) -> Floats:
-        """Return a row's or boundary's seconds and bytes in every solution. Cached."""
+        """Return the figures (seconds, bytes), in every solution, of a term of a stage's cost:
+        block, value that a block reads, shared parameter, sent or received value. Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
         if len(known) < len(self.entries):
             new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
@@ -196,7 +201,8 @@ class Pool:
         return tuple(mode for mode in RECOMPUTE_MODES if mode in self.modes)
 
     def _lower_bounds(self, seconds: Floats, over: Floats, kept: Floats, in_flight: int) -> Floats:
-        """Return lower bounds of the seconds with enough recomputed; infinite if impossible."""
+        """Return lower bounds of the seconds after recomputing enough to save the bytes ``over``
+        the limit; infinite if ``kept`` bytes do not suffice."""
         rate, share = np.array(self._per_byte)[:, :, None].swapaxes(0, 1)
         needed = np.maximum(over, 0.0)
         return np.where(needed <= share * kept, seconds + needed / in_flight * rate, np.inf)
@@ -209,11 +215,11 @@ class Pool:
         base: StageOptions,
         best: PooledSolution | None,
     ) -> PooledSolution | None:
-        """Return the best of ``best`` and of solutions that fit once blocks are recomputed;
-        solutions are tried in ``order``.
+        """Return the best of ``best`` and of solutions that fit if blocks are recomputed. Pairs of
+        a solution and a ZeRO stage are tried in ``order``.
 
-        ``figures``, by solution and ZeRO stage: lower bounds of the seconds with enough recomputed,
-        and the bytes over the limit.
+        ``figures``, by solution and ZeRO stage: lower bounds of the seconds after recomputing
+        enough, and the bytes over the limit without recomputation.
         """
         lower, over_limit = figures
         for column in order:

@@ -82,8 +82,8 @@ def find_solver(name: str) -> Solver:
 
 
 def short_name(pulp_name: str) -> str:
-    """Return the name in ``--solver`` of a PuLP solver, the same for all of PuLP's interfaces to
-    it.
+    """Return the name by which ``--solver`` selects a solver of PuLP, the same for all of PuLP's
+    interfaces to it.
 
     >>> [short_name(each) for each in ("PULP_CBC_CMD", "COIN_CMD", "GUROBI", "SCIP_PY")]
     ['cbc', 'cbc', 'gurobi', 'scip']
@@ -94,12 +94,14 @@ def short_name(pulp_name: str) -> str:
 
 
 def _preference(pulp_name: str) -> tuple[bool, int]:
-    """Return a sort key: Python interfaces first, and an installed CBC before PuLP's."""
+    """Return a sort key of PuLP's interfaces to a solver: Python before command line, an installed
+    CBC before PuLP's own."""
     return pulp_name.endswith("_CMD"), CBC.index(pulp_name) if pulp_name in CBC else 0
 
 
 def import_pulp(what: str) -> Any:
-    """Import the module ``pulp`` for ``what``. Raises MachineError AP402 if it is not installed."""
+    """Import the module ``pulp``. Raises MachineError AP402, which says that ``what`` needs it, if
+    it is not installed."""
     try:
         import pulp
     except ImportError as error:
@@ -123,7 +125,8 @@ def _quiet() -> Iterator[None]:
 def pulp_problem(
     program: Program, name: str = "stage", names: Sequence[str] = (), *, integral: bool = True
 ) -> Any:
-    """Convert a program to a ``pulp.LpProblem``. Column names default to x0, x1, ….
+    """Convert a program to a ``pulp.LpProblem``. ``names``: of columns, by default x0, x1, ….
+    ``integral``: False relaxes binary columns to numbers between 0 and 1.
 
     Raises MachineError AP402 if PuLP is not installed.
     """
@@ -133,7 +136,7 @@ def pulp_problem(
 def _pulp_problem(
     program: Program, name: str, names: Sequence[str], *, integral: bool
 ) -> tuple[Any, list[Any]]:
-    """Return the ``pulp.LpProblem`` of a program, and the variables of its columns."""
+    """Return a program as a ``pulp.LpProblem`` with its variables, one per column."""
     pulp = import_pulp("a program as a PuLP problem")
     names = names or [f"x{number}" for number in range(program.num_columns)]
     problem = pulp.LpProblem(name, pulp.LpMinimize)
@@ -180,7 +183,7 @@ class PulpSolver:
 
 
 class _Loaded:
-    """A program converted to a PuLP problem, with the options and deadline of its solution."""
+    """A program converted to a PuLP problem, with its solver, options and deadline."""
 
     def __init__(self, program: Program, pulp_name: str, options: SolveOptions) -> None:
         self.budget = Budget.of(options.time_limit_seconds)
@@ -218,7 +221,7 @@ class _Loaded:
                 each.setInitialValue(value)
 
     def _solver(self, *, has_start: bool) -> tuple[Any, float]:
-        """Return PuLP's solver with the options that it supports, and its relative gap."""
+        """Return PuLP's solver object with the options that it supports, and its relative gap."""
         gap = max(self.options.gap, 1e-9)
         left = self.budget.left_seconds
         wanted = {
@@ -235,7 +238,7 @@ class _Loaded:
         return solver, gap if "gapRel" in given else UNTOLD_GAP
 
     def _status(self, is_solution: bool) -> Status:
-        """Translate PuLP's two statuses; a wrong solution does not count as a solution."""
+        """Convert PuLP's two statuses to one. ``is_solution``: whether the values were checked."""
         pulp = self.pulp
         match self.problem.status, self.problem.sol_status:
             case (pulp.LpStatusOptimal, pulp.LpSolutionOptimal):
@@ -251,7 +254,7 @@ class _Loaded:
 
 
 def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
-    """Return whether ``values`` satisfy all rows and bounds and, if required, integrality."""
+    """Return whether ``values`` satisfy all rows, bounds and, if asked, integrality."""
     if values.min(initial=0.0) < -DIGITS:
         return False
     binaries = values[: program.num_binaries]

@@ -32,7 +32,8 @@ from ..ops.work import FAMILIES_FUSED
 
 
 def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
-    """Return the graph with a ``Fused`` on each op that a compiler fuses."""
+    """Return the graph with its memory traffic (``Fused``) on each op that a compiler fuses with
+    others into one kernel."""
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
         for group in _groups(graph, block.nodes):
@@ -41,7 +42,7 @@ def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
-    """Return the graph with the ``Fused`` entries of ``found`` set on the nodes that they name."""
+    """Return the graph with the entries of ``found`` set as ``fused`` of the nodes they name."""
     nodes = tuple(
         replace(node, fused=found[node.name]) if node.name in found else node
         for node in graph.nodes
@@ -67,7 +68,7 @@ def is_fusible(node: Node, kernels: Literal["groups", "products"] = "groups") ->
 
 
 def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
-    """Yield the fused groups of a block, except groups that contain only views."""
+    """Yield the groups of a block's ops that a compiler fuses, except groups of views only."""
     depth: dict[str, int] = {}
     member: dict[str, list[str]] = {}
     for name in names:
@@ -94,7 +95,8 @@ def _groups(graph: Graph, names: tuple[str, ...]) -> Iterator[_Group]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Ops of one fused kernel: ``names`` in order. ``block`` names all nodes of its block."""
+    """Ops that a compiler fuses into one kernel: ``names`` in order. ``block`` names all nodes of
+    their block."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -112,11 +114,11 @@ class _Group:
         return family_of(self.graph[name]) == "view"
 
     def root(self, ref: Ref) -> Ref:
-        """Return the base tensor of a view, followed back through views inside the group."""
+        """Return the base tensor of a value, followed back through views inside the group."""
         return self._bases(ref)[-1]
 
     def _bases(self, ref: Ref) -> list[Ref]:
-        """Return a value followed by the chain of its bases inside the group."""
+        """Return a value and, in order, the tensors in the group that it is a view of."""
         found = [ref]
         while found[-1].name in self.nodes and self._is_view(found[-1].name):
             found.append(self.nodes[found[-1].name].inputs[0])
@@ -124,7 +126,7 @@ class _Group:
 
     @cached_property
     def _reads(self) -> dict[tuple[str, int], Ref]:
-        """Return the values that the group reads from memory, by op and position of its input.
+        """Map each input, (op, position), by which the group reads memory to the base tensor read.
 
         Each value is read once; a view of a value that is read as a whole is not read again.
         """
@@ -143,7 +145,7 @@ class _Group:
 
     @cached_property
     def _outside(self) -> frozenset[Ref]:
-        """Return the group's values that ops outside the group read, directly or through views."""
+        """Return the group's values that ops outside it read, directly or through views."""
         found = {self.root(self.graph.loss)}
         found.update(map(self.root, self.graph.updates.values()))
         for name, node in self.nodes.items():
@@ -156,7 +158,7 @@ class _Group:
 
     @cached_property
     def _kept(self) -> frozenset[Ref]:
-        """Return the values kept for the group's backward, or the inputs to recompute them from."""
+        """Return the values kept for the group's backward; they may be inputs to recompute from."""
         wanted: dict[Ref, None] = {}
         for name in self.kernels:
             node = self.nodes[name]
@@ -171,7 +173,7 @@ class _Group:
         return frozenset(kept)
 
     def _bytes(self, ref: Ref) -> int:
-        """Return the bytes that keeping a value adds: 0 if it stays in memory anyway."""
+        """Return the bytes that keeping a value for the backward adds: 0 if it is kept anyway."""
         node = self.graph[ref.name]
         if node.kind in ("parameter", "constant", "buffer"):
             return 0
@@ -189,7 +191,7 @@ class _Group:
         )
 
     def _sources(self, ref: Ref) -> set[Ref]:
-        """Return the values that must be kept so that a value of the group can be recomputed."""
+        """Return the values to keep so that the group's backward can recompute ``ref``."""
         found: set[Ref] = set()
         waiting = [ref]
         while waiting:
@@ -206,7 +208,7 @@ class _Group:
     def _forks(self, root: Ref) -> bool:
         """Return whether ops after the group also read ``root``.
 
-        The group's backward runs after the backward of these ops and adds to their gradient.
+        If so, the group's backward adds to the gradient that the backward of these ops has written.
         """
         return any(
             user not in self.nodes and self._order.get(user, -1) > self._order[self.names[0]]
@@ -218,7 +220,7 @@ class _Group:
         return {name: at for at, name in enumerate(self.block)}
 
     def _passes_on(self, name: str) -> bool:
-        """Return whether an op is an addition whose inputs' gradient is its output's, unchanged."""
+        """Return whether an op is an addition that passes its gradient to its inputs unchanged."""
         node = self.nodes[name]
         shapes = {self.graph.spec(ref).shape for ref in node.inputs}
         inside = [user for user in self.graph.users[name] if user in self.nodes]
@@ -227,7 +229,7 @@ class _Group:
 
     @cached_property
     def fused(self) -> dict[str, Fused]:
-        """Return the ``Fused`` by op. The last op that is not a view counts the kernels."""
+        """Map each op to its memory traffic. The last op that is not a view counts the kernels."""
         trained = any(
             self.graph[root.name].kind == "parameter" and self.graph.spec(root).requires_grad
             for root in self._reads.values()
@@ -256,7 +258,8 @@ class _Group:
         return found
 
     def _gradients(self, name: str, reads: Iterable[int]) -> Iterator[int]:
-        """Yield the positions of inputs whose gradient is written, twice if added to another one.
+        """Yield the positions of inputs whose gradient the fused backward writes. A position occurs
+        twice if its gradient is added to a gradient written before.
 
         All inputs of an addition have the same gradient, which is written only once.
         """

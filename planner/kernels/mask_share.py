@@ -51,7 +51,8 @@ def _is_broadcast(first: Array, second: Array) -> bool:
 
 
 def _seen_by(node: Node, values: Masks) -> Array | None:
-    """Return the mask of positions whose scores an op leaves unchanged; None if it is unknown."""
+    """Return the positions whose scores an op such as ``masked_fill`` leaves unchanged, as a
+    boolean array; None if they are unknown."""
     name, args = packet(node.op), node.args
     if name == "add":
         known = [found for found in map(values.of, args[:2]) if found is not None]
@@ -72,7 +73,7 @@ def _hides(value: Array | None) -> bool:
 
 
 class Masks:
-    """Masks of a graph, each computed once.
+    """Values of a graph's constant masks, each computed once.
 
     A dimension along which a constant repeats may have size 1 in its computed value.
     """
@@ -82,7 +83,7 @@ class Masks:
         self._known: dict[str, Array | None] = {}
 
     def seen_share(self, names: Iterable[str]) -> float:
-        """Return the fraction of positions that all masks among the ops ``names`` leave visible."""
+        """Return the fraction of (query, key) pairs that the masks among the ops leave visible."""
         seen: Array = np.ones((), bool)
         for name in names:
             mask = _seen_by(self.graph[name], self)
@@ -93,7 +94,7 @@ class Masks:
         return float(np.mean(seen))
 
     def of(self, item: Any) -> Array | None:
-        """Return the value of an op's argument as an array; None if it is unknown."""
+        """Return the value of an op's argument as an array; None if it cannot be computed."""
         if isinstance(item, bool | int | float):
             return np.asarray(item)
         if not isinstance(item, Ref) or item.index:
@@ -126,7 +127,7 @@ class Masks:
 
 
 def _all_of(values: Sequence[Array]) -> Array:
-    """Return the logical AND of masks; unknown masks are omitted, as if they hid nothing."""
+    """Return the logical AND of one or two masks."""
     first, *others = (np.asarray(value, bool) for value in values)
     return np.logical_and(first, others[0]) if others else first
 

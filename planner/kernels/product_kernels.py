@@ -42,7 +42,8 @@ _SOFTMAX = frozenset(("softmax", "_softmax"))
 
 
 def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
-    """Return the graph with a ``Fused`` on each op of a kernel that fuses matrix products."""
+    """Return the graph with its memory traffic (``Fused``) on each op of a kernel that fuses matrix
+    products, such as attention."""
     fixed, masks = _find_fixed(graph), Masks(graph)
     found: dict[str, Fused] = {}
     for block in blocks.blocks:
@@ -51,7 +52,8 @@ def with_product_kernels(graph: Graph, blocks: Blocks) -> Graph:
 
 
 def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
-    """Return the blocks, split into kinds with different fractions of positions hidden by masks."""
+    """Return the blocks, with kinds split so that blocks of one kind have equal fractions of
+    positions visible in attention."""
 
     def shares(block: Block) -> object:
         fused = (graph[name].fused for name in block.nodes)
@@ -61,7 +63,7 @@ def by_masks(graph: Graph, blocks: Blocks) -> Blocks:
 
 
 def _find_fixed(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes computed from parameters, buffers and constants alone."""
+    """Return the names of nodes computed from parameters, buffers and constants alone."""
     fixed: set[str] = set()
     for node in graph:
         is_leaf = node.kind in ("parameter", "buffer", "constant")
@@ -73,8 +75,8 @@ def _find_fixed(graph: Graph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel of several matrix products: its last product, the products that its backward
-    recomputes, all its ops."""
+    """A kernel that fuses matrix products. ``last``: its last product; ``expanding``: products that
+    its backward recomputes, larger than their operands; ``names``: all its ops."""
 
     last: str
     expanding: tuple[str, ...]
@@ -83,7 +85,7 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Block:
-    """Ops of one block, ``names`` in order. ``fixed`` nodes depend on no input of the model."""
+    """Ops of one block, ``names`` in order. ``fixed``: nodes that depend on no input."""
 
     graph: Graph
     names: tuple[str, ...]
@@ -108,7 +110,7 @@ class _Block:
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:
-        """Map each product to its two operands, unless an operand is made of parameters alone."""
+        """Map each matrix product of two values that depend on inputs to its two operands."""
         found: dict[str, tuple[Ref, Ref]] = {}
         for name, node in self.nodes.items():
             if family_of(node) != "matmul" or not node.op.startswith("aten."):
@@ -135,8 +137,8 @@ class _Block:
         return fewest
 
     def _times(self, name: str) -> float:
-        """Return how many copies of each value a product makes, because its operands are expanded:
-        1 if they are expanded differently."""
+        """Return how often a product's output repeats each distinct value, if both operands repeat
+        their values equally; else 1."""
         first, second = (self._numel(ref) / self._source_numel(ref) for ref in self._products[name])
         return first if first == second else 1.0
 
@@ -150,9 +152,9 @@ class _Block:
         return frozenset(ref.name for ref in (self.graph.loss, *self.graph.updates.values()))
 
     def _region(self, product: str) -> tuple[str, frozenset[str]] | None:
-        """Return the contracting product (smaller output than input) that an expanding product
-        (larger output) feeds, and the ops between them; None if another op reads a value in
-        between."""
+        """Return the contracting product (output smaller than an operand) that alone uses the
+        result of an expanding product (output larger than both operands), and the ops between the
+        two; None if another op reads a value between them."""
         between: set[str] = set()
         last: set[str] = set()
         waiting = [product]
@@ -178,7 +180,8 @@ class _Block:
 
     @cached_property
     def _cores(self) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-        """Map each contracting product to its expanding products and the ops between them."""
+        """Map each contracting product (output smaller than an operand) to the expanding products
+        that feed it, and the ops between."""
         found: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
         for name in self._products:
             region = self._region(name) if self._is_expanding(name) else None
@@ -209,7 +212,8 @@ class _Block:
     def _find_feeders(self, inside: set[str]) -> frozenset[str]:
         """Return the ops whose results are recomputed inside the kernels that read them.
 
-        Such an op is read by kernels only, and writes more bytes than it reads or reads such an op.
+        Only kernels (ops ``inside``) or such ops read the result. The op writes more bytes than it
+        reads, or reads the result of such an op.
         """
         read_inside = set(inside)
         for name in reversed(self.names):
@@ -226,7 +230,7 @@ class _Block:
         return frozenset(found)
 
     def _expands(self, name: str) -> bool:
-        """Return whether an op writes more bytes than it reads, constants not counted."""
+        """Return whether an op writes more bytes than it reads, not counting constants."""
         read = {
             ref: self.graph.spec(ref).num_bytes
             for ref in self.nodes[name].inputs
@@ -245,7 +249,7 @@ class _Block:
         return frozenset(inside)
 
     def _fused(self, kernel: _Kernel) -> dict[str, Fused]:
-        """Return the ``Fused`` of each op of a kernel. The last product counts the kernel."""
+        """Return the memory traffic of each op of a kernel. The last product counts the kernel."""
         names = [name for name in self.names if name in kernel.names]
         is_attention = any(packet(self.nodes[name].op) in _SOFTMAX for name in names)
         between = [name for name in names if self._fuses(name)]
@@ -282,13 +286,14 @@ class _Block:
 
     def _operand_dtype(self, product: str) -> str:
         """Return the format in which a kernel multiplies: 16 bits if both operands are computed
-        from 16-bit values, else the product's format."""
+        from 16-bit values, else the product's own format."""
         own = self.nodes[product].spec.dtype
         found = [self._half_source(ref.name, set()) for ref in self._products[product]]
         return found[0] if all(found) else own
 
     def _half_source(self, name: str, seen: set[str]) -> str:
-        """Return a 16-bit format of block values that ``name`` is computed from, or ""."""
+        """Return the 16-bit format of a value from which ``name`` is computed, or "" without any.
+        ``seen``: nodes already searched."""
         if name in seen or self.graph[name].kind in ("parameter", "constant"):
             return ""
         seen.add(name)
@@ -302,7 +307,7 @@ class _Block:
 
 
 def _join(first: Fused, second: Fused) -> Fused:
-    """Merge the ``Fused`` of an op that two kernels both compute."""
+    """Return the traffic of an op that two kernels compute: the reads and gradients of both."""
     return replace(
         first,
         reads=first.reads + second.reads,

@@ -49,7 +49,8 @@ Storages = Mapping[tuple[str, int], tuple[str, int]]
 
 
 def is_costly(node: Node) -> bool:
-    """Return whether selective recomputation keeps the result of an op instead of rerunning the op.
+    """Return whether an op is a matrix product, convolution or attention, whose result selective
+    recomputation keeps instead of rerunning the op.
 
     >>> [is_costly(Node("up", "op", f"aten.{op}")) for op in ("linear.default", "add.Tensor")]
     [True, False]
@@ -60,11 +61,11 @@ def is_costly(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Ops and conversions that a recomputed block reruns in its backward.
+    """Ops and layout conversions that the backward of a recomputed block reruns.
 
-    ``kept``: the ops whose results ``selective`` keeps. By mode, ``skipped``: the ops that are not
-    rerun, including ``kept``; ``unread``: the uses (an op and the position of its input) for which
-    the value is not converted again.
+    ``kept``: ops whose results selective recomputation keeps. By mode, ``skipped``: ops that are
+    not rerun, including ``kept``; ``unread``: uses of values (an op and the position of its input)
+    that recomputation does not need, so their layout conversion is not repeated.
     """
 
     kept: frozenset[str]
@@ -72,7 +73,7 @@ class Replay:
     unread: Mapping[Recompute, frozenset[tuple[str, int]]]
 
     def repeats(self, uses: Iterable[tuple[str, int]]) -> tuple[bool, bool]:
-        """Return, by ``RECOMPUTE_MODES``, whether the backward converts a value again.
+        """Return, by ``RECOMPUTE_MODES``, whether the backward repeats a value's layout conversion.
 
         ``uses`` are all its uses in the block: an op and the position of its input.
         """
@@ -82,13 +83,14 @@ class Replay:
 
 
 def find_replay(block: Block, graph: Graph, rules: Rules, storages: Storages) -> Replay:
-    """Return the ops and conversions that the backward of a recomputed block reruns."""
+    """Return the ops and layout conversions that the backward of a recomputed block reruns.
+    ``storages`` maps each value to the value that owns its memory."""
     return _Replays(block, graph, rules, storages).found
 
 
 @dataclass
 class _Replays:
-    """Analysis of a block: its ops in order, the values they save, and their users in the block."""
+    """Analysis of a block's ops: the values they save for the backward, and their users."""
 
     block: Block
     graph: Graph
@@ -123,7 +125,7 @@ class _Replays:
 
     @cached_property
     def _makes(self) -> frozenset[str]:
-        """Return the ops that make saved values (results, statistics), so they must rerun."""
+        """Return the ops whose backward reads values that they make (result, statistics)."""
         extra = self.rules.saved_extra_bytes
         return frozenset(
             name
@@ -134,7 +136,7 @@ class _Replays:
 
     @cached_property
     def _roots(self) -> frozenset[str]:
-        """Return the ops whose memory holds a value that some gradient reads."""
+        """Return the ops whose results are saved for the backward, directly or through views."""
         return frozenset(
             self.storages[ref.name, ref.index][0] for refs in self._saved.values() for ref in refs
         )
@@ -152,7 +154,8 @@ class _Replays:
     def _stop(self) -> int:
         """Return the number of ops that ``checkpoint`` reruns, until all saved values are complete.
 
-        An op's inputs are saved before it runs; a last product that saves only these is not run.
+        An op's inputs are saved before it runs; so a last product that saves only inputs is not
+        run.
         """
         if self._reached and self._reached[-1] in self._products:
             return len(self._reached) - 1
@@ -172,15 +175,15 @@ class _Replays:
 
     @cached_property
     def _called(self) -> frozenset[str]:
-        """Return the costly ops that the rerun calls because they save tensors: all their inputs
-        are needed, though the kernel's result is reused or skipped."""
+        """Return the costly ops that the rerun calls because they save tensors: they need all their
+        inputs, though their kernel's result is kept or not computed."""
         return frozenset(
             name for name in self._reached if is_costly(self.nodes[name]) and self._keeps(name)
         )
 
     @cached_property
     def _inner(self) -> frozenset[str]:
-        """Return the ops of fused product kernels whose results never reach memory: they run as
+        """Return the ops of fused product kernels whose results stay out of memory: they run as
         part of the kernel of the last product."""
         kernels = (
             (name, node.fused) for name, node in self.nodes.items() if node.fused is not None
@@ -193,9 +196,10 @@ class _Replays:
         return bool(self._saved[name]) or name in self._makes
 
     def _selective(self, replaced: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        """Return the ops that selective recomputation reruns, and the ops whose results it keeps.
+        """Return the names of ops that selective recomputation reruns, and of ops whose results it
+        keeps.
 
-        ``replaced`` maps each product or sum to the sum whose result is kept in its place.
+        ``replaced`` maps an op whose result need not be kept to the sum that is kept instead.
         """
         sums = set(replaced.values())
         again: set[str] = set()
@@ -218,14 +222,14 @@ class _Replays:
         return again, kept
 
     def _sums(self, again: set[str], kept: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield (kept value, sum) if recomputation needs the value only to compute the sum."""
+        """Yield (kept op, sum) if recomputation needs the op's result only to compute the sum."""
         for name in self.nodes:
             found = self._sum_of(name, again) if name in kept else None
             if found is not None:
                 yield name, found
 
     def _sum_of(self, kept: str, again: set[str]) -> str | None:
-        """Return the only sum that recomputation needs a kept value for, else None."""
+        """Return the only sum for which recomputation needs the result of ``kept``; else None."""
         if kept in self._roots or len(self.nodes[kept].outputs) > 1:
             return None
         most, name = self.nodes[kept].spec.num_bytes, kept
@@ -245,13 +249,13 @@ class _Replays:
                 return None
 
     def _has_rows(self, name: str) -> bool:
-        """Return whether an op's result has a batch dimension: if so, it grows with the batch."""
+        """Return whether an op's result has a batch dimension, so that it grows with the batch."""
         return any(dim is not None for dim in self.graph.batch_dims.get(name, ()))
 
     def _unread(self, skipped: frozenset[str]) -> Iterator[tuple[str, int]]:
-        """Yield (op, input position) of values that recomputation does not convert again: inputs of
-        ops that are not rerun, except saved inputs and inputs of costly ops called for their saved
-        tensors."""
+        """Yield (op, input position) of the inputs that recomputation does not need: of ops not
+        rerun (``skipped``), except inputs saved for the backward and inputs of costly ops that are
+        called for their saved tensors."""
         for name in skipped - self._called:
             for position, ref in enumerate(self.nodes[name].inputs):
                 if ref not in self._saved[name]:

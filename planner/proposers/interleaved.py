@@ -150,13 +150,7 @@ class ChunkPricing:
         if before != rank - 1:
             link = self.context.cluster.send_link(source.devices, stage.devices)
         own = base.answers[rank][0]
-        for free in (False, True):  # free axes as in the pipeline's mesh
-            solver = self.context.solver(
-                base.rows, own.prices.mesh, stage.first_device, free=free, link=link
-            )
-            if solver.model.restriction == own.restriction:
-                break
-        return solver.model
+        return self.context.solver(base.rows, own.prices.mesh, stage.first_device, link=link).model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
         """Return a rank's stage without recomputation; None if the layouts do not cover it."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..evaluate.step import KnownSteps
 from ..inter_op.branches_search import branch_pipelines
 from ..requests.request import MOST_CHUNKS
-from ..search.bound import work_bound
+from ..search.bound import unequal_bound, work_bound
 from ..search.branch_and_bound import MOST_CUTS, TOLERANCE, PipelineProposal, SearchNode, best_first
 from ..search.candidates import Candidate
 from ..search.context import SearchContext
@@ -153,7 +153,8 @@ class _Exploration:
             ):
                 costs = context.costs(rows)
                 tiling = mixed_tiling(context.cluster, several[-1], costs.place)
-                yield SearchNode(rows, costs, tiling, several)
+                if unequal_bound(context, rows, tiling) < pool.cutoff:
+                    yield SearchNode(rows, costs, tiling, several)
 
     def _looked(self, nodes: Iterator[SearchNode]) -> list[SearchNode]:
         """Estimate the nodes; return the ones that can still beat the fastest candidate.

@@ -36,8 +36,8 @@ class Budget:
 
     @property
     def work(self) -> float:
-        """Work done so far, counted in solved problems that take about 0.01 s each; steps of the
-        dynamic program are converted."""
+        """Work done so far, in problems of stage layouts solved (about 0.01 s each); steps of the
+        dynamic program over stages are converted to such problems."""
         return self.num_problems + self.num_steps / STEPS_PER_PROBLEM
 
     @property
@@ -56,7 +56,8 @@ class Budget:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of a ``with`` block to ``phase``, without the nested time of the solvers."""
+        """Add the seconds of a ``with`` block to ``phase``, except seconds that the block spends in
+        the phases ``SOLVING``, which are recorded there."""
         began, solved = time.perf_counter(), self._solving_seconds
         try:
             yield

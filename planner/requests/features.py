@@ -42,13 +42,17 @@ CHANGES = ("servers", "ssp", "asp")
 """Features that the search uses only if allowed by name: parameter servers, whose prices are less
 certain, and ``ssp`` and ``asp``, which change the result of a step."""
 
+DERIVED_SCHEDULES = ("chimera", "terapipe")
+"""Schedules derived from others; the search uses them only if forced or allowed by name."""
+
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name may be given to mean all their features."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Features (``GROUPS``) that a plan must not use, and the allowed subset of ``CHANGES``."""
+    """Features of parallelism, named as in ``--allow`` and ``--deny``, that a plan must not use,
+    and the features of ``CHANGES`` and ``DERIVED_SCHEDULES`` that the user allowed by name."""
 
     denied: frozenset[str] = frozenset()
     changes: frozenset[str] = frozenset()
@@ -57,11 +61,13 @@ class Features:
         return name not in self.denied
 
     def allows_change(self, name: str) -> bool:
-        """Return whether the search may use ``name``, a feature of ``CHANGES``."""
+        """Return whether the user allowed ``name``, a feature of ``CHANGES`` or a derived schedule,
+        by name."""
         return name in self.changes and name not in self.denied
 
     def allows_mesh(self, mesh: Mesh, max_tp: int | None = None) -> bool:
-        """Return whether a stage may be on a mesh.
+        """Return whether a stage may be on a mesh: its axes, their number, and its tensor-parallel
+        degree, at most ``max_tp``, are all allowed.
 
         >>> features = Features(frozenset({"2d-mesh"}))
         >>> features.allows_mesh(Mesh(("tp",), (4,)))
@@ -87,7 +93,8 @@ class Features:
 
 
 def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str, ...]) -> Features:
-    """Build the features from an allow and a deny list. Raises ``UsageError`` AP185 and AP186.
+    """Return the features denied by the lists ``--allow`` and ``--deny``. Allowing some features of
+    a group denies the rest of the group. Raises UsageError AP185 and AP186.
 
     >>> sorted(features_of(["zero1"], ["pp"], ("1f1b", "gpipe")).denied)
     ['pp', 'zero2', 'zero3']
@@ -107,7 +114,7 @@ def features_of(allow: Iterable[str], deny: Iterable[str], schedules: tuple[str,
         raise UsageError(
             "AP186", "every schedule is denied", fix=f"allow at least one of {', '.join(schedules)}"
         )
-    return Features(frozenset(denied), frozenset(allowed & set(CHANGES)))
+    return Features(frozenset(denied), frozenset(allowed & {*CHANGES, *DERIVED_SCHEDULES}))
 
 
 def _expanded(names: Iterable[str], groups: dict[str, tuple[str, ...]], option: str) -> set[str]:
@@ -137,7 +144,9 @@ def allowed(
     dims: Callable[[], Dims],
     features: Features,
 ) -> tuple[AxisStrategy, ...]:
-    """Return an op's strategies on one axis that use no denied feature; all if none remains."""
+    """Return an op's sharding strategies on one mesh axis that use no denied feature; all
+    strategies if none remains. ``dims`` returns the tensor dimensions that are sequence
+    positions."""
     own = "cp" if node.op.startswith(ATTENTION) else "sp"
     found = strategies
     if not features.allows("dp") and graph.batch_dims:
@@ -151,7 +160,7 @@ def allowed(
 
 
 def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether a strategy splits an input or output along the batch."""
+    """Return whether a strategy shards an input or output of an op along the batch dimension."""
     rows = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs]
     rows += graph.batch_dims[node.name]
     placements = (*strategy.inputs, *strategy.outputs)
@@ -162,7 +171,7 @@ def _splits_rows(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
 
 
 def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Dims) -> bool:
-    """Return whether a strategy splits a batch's tensor along positions of sequences, not rows."""
+    """Return whether a strategy shards an op's input or output along positions (``dims``)."""
     refs = (*node.inputs, *(Ref(node.name, index) for index in range(len(node.outputs))))
     placements = (*strategy.inputs, *strategy.outputs)
     for ref, placement in zip(refs, placements, strict=True):
@@ -173,7 +182,7 @@ def _splits_positions(node: Node, graph: Graph, strategy: AxisStrategy, dims: Di
 
 
 def _splits_experts(node: Node, graph: Graph, strategy: AxisStrategy) -> bool:
-    """Return whether a strategy splits a weight of three dimensions along the first, experts."""
+    """Return whether a strategy shards a three-dimensional weight along its first dim, experts."""
     if "conv" in node.op:
         return False
     return any(

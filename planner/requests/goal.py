@@ -43,8 +43,8 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Objective with its prices and deadline. ``prices``: dollars per hour of one device, by the
-    device's name or ``ANY_DEVICE``."""
+    """Objective of a plan, with device prices and a deadline. ``prices``: dollars per hour of one
+    device by its name; the key ``ANY_DEVICE`` is for all devices that are not named."""
 
     objective: Objective = "time"
     prices: Mapping[str, float] = field(default_factory=dict)

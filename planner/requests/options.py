@@ -19,8 +19,8 @@ from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 
 def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
-    """Raise ``UsageError`` if the forced degrees cannot use every device exactly once, or cannot
-    spread the experts of ``graph``."""
+    """Raise UsageError AP127 if the forced degrees of parallelism cannot use every device of the
+    cluster exactly once, or ``ep`` does not divide the experts of a layer of ``graph``."""
     check_experts(forced.dp, forced.ep, () if graph is None else experts_of_layers(graph))
     degrees = {
         name: value
@@ -47,8 +47,8 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
 
 
 def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
-    """Raise ``UsageError`` AP127 if ``ep`` does not divide ``dp`` or one of ``numbers``, the
-    experts per layer."""
+    """Raise UsageError AP127 if ``ep`` does not divide ``dp`` or one of ``numbers``, the numbers of
+    experts of the layers."""
     if ep is None:
         return
     possible = divisors(gcd(dp or 0, *numbers) or ep)
@@ -67,10 +67,11 @@ def _host_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def microbatch_rows(graph: Graph, request: Request, cluster: Cluster) -> tuple[int, ...]:
-    """Return the possible rows of a micro-batch, the most promising first. Raises ``UsageError``.
+    """Return the possible rows (samples) of a micro-batch over all data-parallel ranks, the most
+    promising first. Raises UsageError AP124 or AP125 if the request allows none.
 
     If rows interact (``batch_norm``), only the whole batch as one micro-batch is exact; it is the
-    only size unless the request sets another.
+    only size unless the request sets a number of micro-batches.
     """
     batch, forced = request.global_batch, request.forced
     if forced.num_microbatches is not None and batch % forced.num_microbatches:
@@ -132,8 +133,8 @@ def _asked(request: Request) -> str:
 
 
 def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
-    """Return a remedy for an error message: the batch, micro-batch sizes or numbers of
-    micro-batches that ``forced`` allows.
+    """Return a remedy for an error message: a batch, micro-batch size or number of micro-batches
+    that ``forced`` allows. ``rows``: the user's micro-batch size per data-parallel rank.
 
     >>> fix_of_split(6, Forced(dp=4), None)
     'a --global-batch that is a multiple of dp=4, such as 8'
@@ -158,7 +159,7 @@ def fix_of_split(batch: int, forced: Forced, rows: int | None) -> str:
 
 
 def _split_by(forced: Forced) -> str:
-    """Return the degree that splits rows, as text for errors.
+    """Return the forced degree that splits the batch ("dp=8" or "ep=4"), as text for errors.
 
     >>> _split_by(Forced(dp=8, ep=4)), _split_by(Forced(ep=4)), _split_by(Forced())
     ('dp=8', 'ep=4', 'dp=1')
@@ -167,7 +168,8 @@ def _split_by(forced: Forced) -> str:
 
 
 def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, ...]:
-    """Return the possible numbers of pipeline ranks if each rank has several stages."""
+    """Return the possible numbers of pipeline ranks for a schedule with several stages per rank.
+    Raises UsageError AP546 if devices or blocks do not suffice for two."""
     least = request.forced.least_chunks
     most = min(num_devices, num_blocks // least)
     if most < 2:
@@ -184,9 +186,10 @@ def _several(request: Request, num_devices: int, num_blocks: int) -> tuple[int, 
 def stage_numbers(
     request: Request, cluster: Cluster, num_blocks: int, *, least_stages: int = 1
 ) -> tuple[int, ...]:
-    """Return the numbers of stages to try, at least as many as ``--stage-at`` requires.
+    """Return the numbers of pipeline ranks to try; ``least_stages`` is the minimum that
+    ``--stage-at`` requires, ``num_blocks`` the maximum.
 
-    Raises ``UsageError`` if a forced number exceeds the blocks, or is below that minimum.
+    Raises UsageError AP128, AP183, AP186 or AP546 if the request allows none.
     """
     forced, least = request.forced.pp, least_stages
     asked = request.forced
@@ -233,16 +236,17 @@ def stage_numbers(
 
 
 def _possible_stages(most: int, cluster: Cluster, num_blocks: int) -> tuple[int, ...]:
-    """Return the numbers of stages to try, only divisors of ``most`` if hosts are equal."""
+    """Return the numbers of stages, up to ``most`` and ``num_blocks``, that an error may suggest;
+    only divisors of ``most`` if all hosts have equally many devices."""
     are_equal = len(set(_host_sizes(cluster))) == 1
     numbers = divisors(most) if are_equal else range(1, most + 1)
     return tuple(number for number in numbers if number <= num_blocks)
 
 
 def check_forced_schedule(request: Request, num_blocks: int) -> None:
-    """Raise UsageError AP546 for an impossible number of stages per rank, AP153 for an odd number
-    of Chimera's ranks or a size that a registered schedule refuses, AP549 if positions are split in
-    two ways."""
+    """Raise UsageError if a forced schedule is impossible with other forced choices: AP546 for its
+    number of stages per rank, AP153 for its number of ranks or micro-batches, AP549 if both
+    TeraPipe and ``cp`` split sequences."""
     forced = request.forced
     _check_chunks(request)
     if request.forces_chunks and forced.pp is not None:
@@ -289,5 +293,5 @@ def _check_ranks(schedule: str | None, num_ranks: int) -> None:
 
 
 def refused(what: str, fix: str) -> UsageError:
-    """Return error AP546 for an option that conflicts with several stages per rank."""
+    """Return error AP546: an option cannot be met under a schedule of several stages per rank."""
     return UsageError("AP546", what, where="--parallel", fix=fix)

@@ -34,7 +34,8 @@ PENALTY_SECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Placement required on one mesh axis. ``pattern`` is the path as the user wrote it."""
+    """Placement that the user requires of a node's value on one mesh axis. ``pattern`` is the path
+    of the node as the user wrote it."""
 
     pattern: str
     placement: Placement
@@ -58,7 +59,8 @@ Pins = Mapping[str, tuple[Pin, ...]]
 
 
 def parse_pin(text: str) -> Pin:
-    """Parse a pin. Raises ``UsageError`` AP180 for its form and AP182 for its axis.
+    """Parse a pin such as ``layers.*.weight=S(0)@tp``. Raises UsageError AP180 if it does not have
+    this form, AP182 for an unknown mesh axis.
 
     >>> str(parse_pin("layers.*.up_proj.weight = S(0)@tp"))
     'layers.*.up_proj.weight=S(0)@tp'
@@ -87,7 +89,8 @@ def parse_pin(text: str) -> Pin:
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
-    """Compile a path with ``*``, ``**`` and ``?`` (one letter of a part) to a regular expression.
+    """Compile a dotted path to a regular expression. ``*`` matches any text without dots, ``**``
+    any text, ``?`` one letter.
 
     >>> [bool(pattern_of("layers.*.up").fullmatch(path)) for path in
     ...  ("layers.3.up", "layers.3.mlp.up")]
@@ -99,7 +102,7 @@ def pattern_of(text: str) -> re.Pattern[str]:
 
 
 def paths(graph: Graph) -> dict[str, str]:
-    """Map every path that can be pinned to the name of its node."""
+    """Map each path that can be pinned (of a parameter, module or op) to the name of its node."""
     found: dict[str, str] = {}
     for node in graph:
         if node.kind == "op":
@@ -111,7 +114,8 @@ def paths(graph: Graph) -> dict[str, str]:
 
 
 def match_pins(graph: Graph, pins: Iterable[Pin]) -> dict[str, tuple[Pin, ...]]:
-    """Map each pinned node to its pins. Raises ``UsageError`` AP181 and AP183."""
+    """Map the name of each pinned node to its pins. Raises UsageError AP181 if a pin matches no
+    node, AP183 if it cannot be met."""
     known = paths(graph)
     found: dict[str, dict[Pin, None]] = {}
     for pin in pins:
@@ -181,7 +185,8 @@ def _check_agreement(name: str, pins: Sequence[Pin]) -> None:
 
 
 def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
-    """Return the blocks, split into kinds with different pins. Raises UsageError AP181, AP183."""
+    """Return the blocks with kinds split, so that blocks of one kind (planned alike) have equal
+    pins. Raises UsageError AP181, AP183."""
     if not pins:
         return blocks
     by_name = match_pins(graph, pins)
@@ -191,10 +196,8 @@ def pinned_blocks(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Blocks:
 
 
 def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
-    """Return the pins by node of each kind's template (first block), after ``pinned_blocks``.
-
-    Parameters of several blocks are listed under their own names.
-    """
+    """Map nodes to their pins, under their own names and under the names of the corresponding nodes
+    in the first block of their kind. ``blocks`` are the result of ``pinned_blocks``."""
     template = blocks.template if pins else {}
     found: dict[str, tuple[Pin, ...]] = {}
     for name, own in match_pins(graph, pins).items():
@@ -203,10 +206,9 @@ def by_template(graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Pins:
 
 
 def in_given_kinds(plan: Plan, blocks: Blocks, given: Blocks) -> Plan:
-    """Convert a plan for ``blocks`` to a plan for ``given``, which distinguishes fewer kinds.
-
-    Layouts that the given kind's template does not have are stored under the nodes' own names.
-    """
+    """Convert a plan for ``blocks``, whose kinds are split by pins, to a plan for the original
+    blocks ``given``. Layouts of blocks whose kind was split off are stored by their nodes' own
+    names."""
     if blocks is given:
         return plan
     start, stages = 0, []
@@ -247,12 +249,12 @@ def keep_pinned(layouts: Sequence[Layout], pins: Sequence[Pin], mesh: Mesh) -> t
 
 
 def num_broken(layout: Layout, pins: Sequence[Pin], mesh: Mesh) -> int:
-    """Return the number of pins that ``layout`` breaks."""
+    """Return the number of pins that ``layout`` does not satisfy on ``mesh``."""
     return sum(not pin.keeps(layout, mesh) for pin in pins)
 
 
 def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> dict[Pin, str]:
-    """Return the pins that a plan breaks, each with a text that names a node and its layout."""
+    """Map each pin that a plan breaks to a text that names a node and its layout."""
     found: dict[Pin, str] = {}
     start = 0
     by_name = match_pins(graph, pins)
@@ -271,7 +273,7 @@ def broken_pins(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -
 
 
 def _read(block: Block, graph: Graph) -> Iterable[str]:
-    """Yield the ops of a block and the parameters that they read."""
+    """Yield the names of a block's ops and of the parameters that they read."""
     yield from block.nodes
     for name in block.nodes:
         for ref in graph[name].inputs:
@@ -280,7 +282,8 @@ def _read(block: Block, graph: Graph) -> Iterable[str]:
 
 
 def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) -> Plan:
-    """Return the plan without alternatives that break pins. Raises AP184 if the plan breaks one."""
+    """Return the plan without alternatives that break pins. Raises UsageError AP184 if the plan
+    itself breaks a pin."""
     if not pins:
         return plan
     found = broken_pins(plan, graph, blocks, pins)
@@ -299,7 +302,8 @@ def check_kept(plan: Plan, graph: Graph, blocks: Blocks, pins: Sequence[Pin]) ->
 
 
 def check_priced(seconds: Iterable[float], pins: Sequence[Pin]) -> None:
-    """Raise UsageError AP184 if a configuration's seconds include the penalty of a broken pin."""
+    """Raise UsageError AP184 if one of a configuration's ``seconds`` includes the penalty of a
+    broken pin (``PENALTY_SECONDS``)."""
     if pins and max(seconds) >= PENALTY_SECONDS:
         raise UsageError(
             "AP184",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ...cost_model.collectives.all_reduce import BY_MESSAGES, LIBRARY
@@ -13,6 +14,7 @@ from ..errors import UsageError
 from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
 from ..schedules.registered import registered_schedule
 from ..schedules.schedules import find_schedule
+from .features import DERIVED_SCHEDULES as DERIVED_SCHEDULES
 from .features import Features
 from .goal import Goal
 from .pins import Pin
@@ -31,9 +33,6 @@ MOST_CHUNKS = 8
 
 CHUNKED_NAMES = {name: name for name in CHUNKED_SCHEDULES} | {"interleaved-1f1b": "interleaved"}
 """Names and aliases of the schedules with several stages per rank."""
-
-DERIVED_SCHEDULES = ("chimera", "terapipe")
-"""Schedules that are tried on the best pipelines of other schedules, with their layouts."""
 
 BASE_SCHEDULE = {"chimera": "1f1b", "terapipe": "gpipe"}
 """Schedule of the pipelines that are searched for each derived schedule."""
@@ -57,7 +56,7 @@ ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
 class Placer(Protocol):
     """Function that searches pipelines in place of the dynamic program (``inter_op.pipelines``).
 
-    It runs in the process of the search; to reach another process it must be picklable.
+    It runs in the search's process; it must be picklable if the search runs in another process.
     """
 
     def __call__(
@@ -68,7 +67,8 @@ class Placer(Protocol):
         *,
         time_limit_seconds: float,
     ) -> Sequence[Pipeline]:
-        """Return the best pipelines found within the time limit, the fastest first."""
+        """Return the best pipelines found within the time limit, fastest first. ``table`` has the
+        seconds of all possible stages, ``stage_numbers`` the allowed numbers of stages."""
         ...
 
 
@@ -77,17 +77,16 @@ class Forced:
     """Choices of the user, which the search must keep; None leaves a choice to the search.
 
     ``dp=k``: k ranks split the batch and replicate parameters, except experts. ``tp=k``: a mesh
-    axis "tp" of size k that does not split the batch of the inputs; it splits, and computes split
-    with, every parameter of two or more dimensions that it divides. ``pp=k``: k stages, or k times
-    ``chunks`` under a schedule with several per rank. ``cp=k``: a mesh axis "cp" of size k that
-    splits positions; ``ep=k``: k neighbouring data-parallel ranks split the weights of experts by
-    expert. ``sequence_parallel``: values between the split parameters of "tp" are split along
-    positions (True), whole (False), or either (None). ``slices``: number of equal slices of
-    sequences; with "auto", and with None under a sliced schedule, the planner chooses their
-    lengths. ``allreduce``: one of ``ALL_REDUCES`` for every gradient sum, ``gradients``: their
-    order; either excludes sharded states. ``offload``: see ``Plan``; with None, states are
-    offloaded if nothing fits otherwise. ``servers``: number of parameter servers, on separate ranks
-    or ``beside`` workers.
+    axis "tp" of size k that splits no batch, but every parameter of two or more dimensions that k
+    divides, and the compute with it. ``pp=k``: k pipeline ranks, each with ``chunks`` stages.
+    ``cp=k``: a mesh axis "cp" of size k that splits positions. ``ep=k``: k neighbouring
+    data-parallel ranks split the weights of experts by expert. ``sequence_parallel``: whether
+    values between the parameters split by "tp" are split along positions. ``slices``: number of
+    equal slices of sequences; with "auto", and with None under a sliced schedule, the planner
+    chooses their lengths. ``allreduce``: algorithm of every gradient sum (``ALL_REDUCES``);
+    ``gradients``: order of the sums; both exclude ZeRO. ``offload``: see ``Plan``; with None,
+    states are offloaded if nothing fits otherwise. ``servers``: number of parameter servers, whose
+    ``place`` is on separate ranks or ``beside`` workers.
     """
 
     dp: int | None = None
@@ -159,12 +158,13 @@ class Forced:
 
     @property
     def row_parts(self) -> int:
-        """Return the least number of ranks that split the batch: ``dp`` (which includes ``ep``)."""
+        """Return the forced number of ranks that split the batch: ``dp`` (which includes ``ep``),
+        else ``ep``, else 1."""
         return self.dp or self.ep or 1
 
     @property
     def all_reduces(self) -> tuple[str, ...]:
-        """Return the forced options that require gradient all-reduces, as text."""
+        """Return the forced options that require gradient all-reduces, as texts "name=value"."""
         said = [f"allreduce={self.allreduce}"] if self.allreduce not in (None, LIBRARY) else []
         return (*said, *(["gradients=priority"] if self.gradients == "priority" else []))
 
@@ -184,7 +184,7 @@ class Forced:
 
     @property
     def least_chunks(self) -> int:
-        """Return the forced number of stages per rank, else the minimum of the forced schedule."""
+        """Return the forced number of stages per rank, else the forced schedule's minimum or 1."""
         if self.chunks is not None:
             return self.chunks
         own = registered_schedule(self.schedule)
@@ -193,17 +193,17 @@ class Forced:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Input of a planning job.
+    """Input of the planner.
 
-    ``global_batch`` rows make a step. ``microbatch_size`` is the rows of one micro-batch on one
-    data-parallel rank; with None the search chooses. ``memory_limit_bytes`` per device overrides
-    the device's memory. ``top`` is the number of candidates that the simulator ranks. ``gap``:
-    allowed relative distance of the plan from a proven bound. ``tolerance``: the simplest plan
-    within this relative distance of the fastest is chosen; 0 requires the fastest. ``pins`` are
-    required layouts, ``stage_at`` the blocks that must begin stages; ``max_tp`` and ``features``
-    are limits, ``goal`` is the objective. ``target`` and ``settings`` are only copied to the plan.
-    ``solver`` solves the integer programs (``pulp_solver.find_solver``). ``placer`` finds the
-    pipelines; with None the dynamic program does.
+    ``global_batch`` rows make a step. ``microbatch_size``: rows of a micro-batch on one
+    data-parallel rank; None leaves it to the search. ``memory_limit_bytes`` replaces the memory of
+    each device. ``top``: number of candidate plans that the simulator ranks. ``gap``: allowed
+    relative distance of the plan's step time from a proven lower bound. ``tolerance``: relative
+    distance from the fastest plan within which the simplest plan is chosen (0: the fastest).
+    ``pins`` are required layouts, ``stage_at`` blocks that must begin stages; ``max_tp`` and
+    ``features`` are limits, ``goal`` is the objective. ``target`` and ``settings`` are only copied
+    to the plan. ``solver`` names the solver of integer programs. ``placer`` searches pipelines;
+    with None the dynamic program does.
     """
 
     global_batch: int
@@ -248,12 +248,13 @@ class Request:
 
     @property
     def states(self) -> StateOptions:
-        """Format and place of gradients and optimizer states."""
+        """Format of summed gradients, and whether optimizer states are in host memory."""
         return StateOptions(self.gradient_dtype, self.offload == "optimizer")
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """Return the allowed schedules with one stage per rank, of plans or base pipelines."""
+        """Return the schedules of one stage per rank for which to search pipelines: all allowed;
+        for a forced Chimera or TeraPipe the schedule whose pipelines it takes over."""
         name = self.forced.schedule
         if name is not None and not self.forces_chunks:
             return (BASE_SCHEDULE.get(name, name),)
@@ -285,12 +286,7 @@ class Request:
         """Return the allowed schedules derived from others: Chimera and TeraPipe."""
         if self.forced.schedule is not None:
             return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
-        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows(name))
-
-    @property
-    def frees_axes(self) -> bool:
-        """Return whether an axis "dp" may also split weights, like a tensor-parallel axis."""
-        return self.features.allows("tp") and self.max_tp is None
+        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows_change(name))
 
     @property
     def zeros(self) -> tuple[int, ...]:
@@ -301,19 +297,21 @@ class Request:
 
     @property
     def recompute(self) -> Recompute | None:
-        """Return the recomputation mode of every block; None if the search chooses it."""
+        """Return the recomputation mode that the request requires of every block; None if the
+        search may choose it."""
         if self.forced.recompute is None and self.features.recompute == ("none",):
             return "none"
         return self.forced.recompute
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """Return the allowed recomputation modes, in descending order of kept bytes."""
+        """Return the allowed recomputation modes, in descending order of kept activations."""
         return self.features.recompute if self.recompute is None else (self.recompute,)
 
 
 def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap: float) -> None:
-    """Raise UsageError AP186 if a choice is both forced and denied, AP187 for an invalid gap."""
+    """Raise UsageError AP186 if a choice is both forced and denied, AP187 if ``gap`` is not between
+    0 and 1, AP120 if ``max_tp`` is below 1."""
     if not 0 <= gap < 1:
         raise UsageError("AP187", f"a gap of {gap:g} is not between 0 and 1")
     if max_tp is not None and max_tp < 1:
@@ -340,13 +338,13 @@ def check_allowed(forced: Forced, features: Features, *, max_tp: int | None, gap
 
 
 def check_schedule_name(name: str | None) -> None:
-    """Raise AP150 for an unknown name, AP122 for one that cannot be forced."""
+    """Raise UsageError AP150 if no schedule has this name, AP122 if a request cannot force it."""
     if name is not None and name not in FORCED_SCHEDULES and not find_schedule(name).is_registered:
         raise UsageError("AP122", f"schedule={name} is not one of {', '.join(FORCED_SCHEDULES)}")
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Raise UsageError AP841 if the tolerance is not between 0 and 1."""
+    """Raise UsageError AP841 if ``--tolerance`` is not between 0 and 1."""
     if not 0 <= tolerance < 1:
         raise UsageError(
             "AP841",
@@ -362,4 +360,5 @@ def divisors(number: int) -> tuple[int, ...]:
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
     """
-    return tuple(size for size in range(1, number + 1) if number % size == 0)
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))

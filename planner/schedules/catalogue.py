@@ -38,7 +38,8 @@ Family = Literal["synchronous", "asynchronous", "inference"]
 
 
 class Size(NamedTuple):
-    """Parameters of a schedule: the numbers that its order of actions depends on."""
+    """Numbers that determine a schedule's order of actions. Chunks are stages per rank, slices are
+    parts of each sequence, and ``per_update`` is the number of micro-batches per weight update."""
 
     num_ranks: int
     num_microbatches: int
@@ -52,10 +53,9 @@ Orders = Callable[[Size], Table]
 
 
 class InFlight(Protocol):
-    """Function (num_stages, num_microbatches, stage) → most micro-batches in flight on the stage.
-
-    Schedules with several stages (chunks) per rank also take their number.
-    """
+    """Function (num_stages, num_microbatches, stage) → largest number of micro-batches whose
+    activations ``stage`` holds at once. For several stages (chunks) per rank it also takes their
+    number."""
 
     def __call__(
         self, num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
@@ -64,12 +64,12 @@ class InFlight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleInfo:
-    """Description of a schedule. ``chunks``: minimum and maximum stages per rank.
+    """Description of a pipeline schedule.
 
     Synchronous schedules give one device's result exactly; asynchronous schedules compute gradients
-    at other weights, as ``weights`` says (``cost_model.simulator.actions.weight_versions``).
-    ``is_v``: see ``stages_of_ranks``. ``splits_backward``: whether a schedule that a user
-    registered splits backwards; None in this catalogue.
+    at older weights, as ``weights`` says. ``chunks``: minimum and maximum stages per rank.
+    ``is_v``: chunks run alternately down and up the ranks (a V). ``splits_backward``: for a user's
+    schedule, whether it computes weight gradients in separate actions; None for built-in schedules.
     """
 
     name: str
@@ -99,8 +99,8 @@ MANY = 2**31
 
 
 def stages_of_ranks(num_ranks: int, num_chunks: int, *, is_v: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each rank: chunk after chunk over the ranks, always from rank 0 or, in a
-    V, alternately forth and back."""
+    """Return the stages of each rank. Each chunk places one stage on every rank, in ascending order
+    of ranks; in a V (``is_v``) every second chunk goes in descending order."""
     rows = [
         range(first, first + num_ranks) for first in range(0, num_ranks * num_chunks, num_ranks)
     ]
@@ -110,7 +110,8 @@ def stages_of_ranks(num_ranks: int, num_chunks: int, *, is_v: bool) -> tuple[tup
 
 
 def _held(actions: Iterable[Action], stage: int) -> int:
-    """Return the most micro-batches of ``stage`` between their forward and (weight) backward."""
+    """Return the largest number of micro-batches of ``stage`` that are, at one time, between their
+    forward and their backward (their weight backward if backwards are split)."""
     held = most = 0
     for action in actions:
         if action.stage == stage:
@@ -123,7 +124,8 @@ def _held(actions: Iterable[Action], stage: int) -> int:
 
 
 def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
-    """Return a function that counts the micro-batches in flight in the table of ``orders``."""
+    """Return a function that counts, in the table that ``orders`` builds, the most micro-batches
+    that a stage holds at once. ``v_shape``: odd chunks run from the last rank to the first."""
 
     def in_flight(
         num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /
@@ -138,13 +140,13 @@ def counted(orders: Orders, *, v_shape: bool = False) -> InFlight:
 
 
 def _both_ways(num_stages: int, num_microbatches: int, stage: int, num_chunks: int = 1, /) -> int:
-    """Return the most micro-batches in flight on Chimera's rank ``stage``, over its two stages."""
+    """Return the most micro-batches that Chimera's rank ``stage`` holds at once, in two stages."""
     return _held_both_ways(num_stages, num_microbatches)[stage]
 
 
 @lru_cache(maxsize=16)
 def _held_both_ways(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return, for every rank of Chimera, the most micro-batches in flight over its two stages."""
+    """Return, by rank of Chimera, the most micro-batches held at once over its two stages."""
     most = []
     for row in chimera(num_stages, num_microbatches):
         held = accumulate(1 if action.kind == FORWARD else -1 for action in row)

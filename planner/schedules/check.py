@@ -36,7 +36,7 @@ from ..errors import PlanError
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise PlanError if a schedule's table is not a correct training (or inference) step."""
+    """Raise PlanError AP540 if a schedule's table is not a correct training (or inference) step."""
     trains = any(a.kind in (BACKWARD, INPUT_BACKWARD) for row in schedule.table for a in row)
     _check_ownership(schedule)
     _check_passes(schedule, trains)
@@ -89,10 +89,8 @@ def _held_through(row: Row) -> Iterator[Counter[int]]:
 
 
 def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iterator[Action]:
-    """Yield the actions that must precede ``action``; a receive stands for its message.
-
-    ``split`` is the set of all input backwards in the table.
-    """
+    """Yield the actions that must precede ``action`` on its rank. For an input from another rank
+    this is the receive of its message. ``split`` is the set of all input backwards in the table."""
     kind, stage, m, part = action
     ranks, wiring = schedule.stage_rank, schedule.wiring
     if kind == FORWARD:
@@ -121,7 +119,8 @@ def requirements(action: Action, schedule: Schedule, split: Set[Action]) -> Iter
 
 
 def _gradient(split: Set[Action], stage: int, microbatch: int, part: int) -> Action:
-    """Return the action by which a stage computes input gradients: a whole or an input backward."""
+    """Return the action that computes a stage's input gradients: its input backward if ``split``,
+    the set of the table's input backwards, contains it; else its whole backward."""
     half = Action(INPUT_BACKWARD, stage, microbatch, part)
     return half if half in split else half._replace(kind=BACKWARD)
 
@@ -144,7 +143,8 @@ def _check_ownership(schedule: Schedule) -> None:
 
 
 def _check_passes(schedule: Schedule, trains: bool) -> None:
-    """Check that each slice of each micro-batch passes each model part exactly once."""
+    """Check that each slice of each micro-batch runs once through every part of the model, on one
+    of the stages that hold this part. With ``trains`` its backward is checked too."""
     positions = [_positions(schedule, row) for row in schedule.table]
     stages: dict[int, list[int]] = {}
     for stage in range(schedule.num_stages):
@@ -170,7 +170,8 @@ def _check_passes(schedule: Schedule, trains: bool) -> None:
 def _check_pass(
     schedule: Schedule, position: Mapping[Action, int], forward: Action, *, trains: bool
 ) -> None:
-    """Check that a forward is followed by its backward, or by the backward's halves in order."""
+    """Check that ``forward`` is in a rank's row and, if the table trains, precedes its backward or
+    its input and weight backward. ``position`` maps the row's actions to their indices."""
     whole = forward._replace(kind=BACKWARD)
     halves = (forward._replace(kind=INPUT_BACKWARD), forward._replace(kind=WEIGHT_BACKWARD))
     if forward not in position:
@@ -202,7 +203,8 @@ def _positions(schedule: Schedule, row: Row) -> dict[Action, int]:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Check that each send has its receives, and each receive a send by each of its sources."""
+    """Check that every send is received by all stages that need it, and that every receive has a
+    send from each stage that it waits for."""
     sent: Counter[tuple[int, Action]] = Counter()
     received: Counter[tuple[int, Action]] = Counter()
     for row in schedule.table:
@@ -230,11 +232,10 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def sends_under_way(schedule: Schedule) -> int:
-    """Return how many unreceived sends to another rank a rank needs, before its next send waits, so
-    that the table completes.
+    """Return the least number of unreceived messages per (sender, receiver) pair of ranks that lets
+    the table complete, if a further send waits. It is rounded up to a power of two.
 
-    The result is rounded up to a power of two. It bounds the messages that a rank keeps, however
-    far its host runs ahead.
+    A rank need not keep more sent messages than this, however far its host runs ahead.
 
     >>> from .schedules import build_schedule
     >>> sends_under_way(build_schedule("1f1b", 4, 16))
@@ -249,8 +250,8 @@ def sends_under_way(schedule: Schedule) -> int:
 
 
 def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
-    """Simulate the table; describe the actions at which ranks are stuck. With ``under_way``, a send
-    waits until fewer than that many sends of its rank to the same rank are unreceived."""
+    """Simulate the table; return a text for each rank that deadlocks, with the action where it
+    waits. With ``under_way`` a send waits while this many sends to the same rank are unreceived."""
     ranks = schedule.stage_rank
     split = {a for row in schedule.table for a in row if a.kind == INPUT_BACKWARD}
     done: set[Action] = set()
@@ -288,7 +289,7 @@ def _stuck(schedule: Schedule, under_way: int | None = None) -> list[str]:
 
 
 def _senders_of(receive: Action, schedule: Schedule) -> tuple[int, ...]:
-    """Return the stages on other ranks whose messages ``receive`` takes."""
+    """Return the stages on other ranks that send the message, or messages, of ``receive``."""
     return schedule.messages[receive.kind == RECV_BACKWARD][receive.stage]
 
 
@@ -298,7 +299,8 @@ def _receives_of(send: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _check_step(schedule: Schedule) -> None:
-    """Check that each stage has a REDUCE after the last backward of each update, then a STEP.
+    """Check that after the last backward of each update a stage has a REDUCE (its gradients' sum),
+    then a STEP (its optimizer step).
 
     All stages update equally often; with a synchronous schedule, once.
     """
@@ -325,7 +327,8 @@ def _check_step(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    """Check that no action uses a version of its stage's weights before its update made it."""
+    """Check, for an asynchronous schedule, that each version of a stage's weights is made, by an
+    optimizer step, before an action uses it."""
     if schedule.weights == "flushed":
         return
     versions = weight_versions(schedule)

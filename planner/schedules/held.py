@@ -55,8 +55,8 @@ def splits(name: str) -> bool:
 @lru_cache(maxsize=65536)
 def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) -> HalfPairs:
     """Return the largest pairs (micro-batches before their backward, micro-batches with deferred
-    weight gradients) that a stage holds at some time, without dominated pairs; ``depth``: number of
-    stages from it to the last, itself included."""
+    weight gradients) that a stage holds at one time, without pairs that another pair exceeds in
+    both. ``depth``: number of stages from this stage to the last, both included."""
     if find_schedule(name).is_registered:
         number = max(num_stages, depth)
         if not can_have(name, number, num_microbatches, 1):
@@ -75,7 +75,8 @@ def half_pairs(name: str, depth: int, num_stages: int, num_microbatches: int) ->
 def stage_half_pairs(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[HalfPairs, ...]:
-    """Return the pairs of ``half_pairs`` for every stage, counted in the schedule's table."""
+    """Return, for every stage, the largest pairs (micro-batches before their backward, with
+    deferred weight gradients) held at one time, counted in the schedule's table."""
     held = [[0, 0] for _ in range(num_stages)]
     seen: list[set[tuple[int, int]]] = [set() for _ in range(num_stages)]
     for row in compute_orders(name, num_stages, num_microbatches, num_chunks):
@@ -101,17 +102,21 @@ def _largest(pairs: set[tuple[int, int]]) -> HalfPairs:
 
 
 def is_split(pairs: HalfPairs) -> bool:
-    """Return whether the pairs come from a schedule that defers weight gradients."""
+    """Return whether some micro-batches have deferred weight gradients. ``pairs`` are numbers of
+    micro-batches (before their backward, with deferred weight gradients)."""
     return any(late for _, late in pairs)
 
 
 def most_held(pairs: HalfPairs) -> int:
-    """Return the most micro-batches held at once, whichever half they wait for."""
+    """Return the most micro-batches held at once. ``pairs`` are numbers of micro-batches (before
+    their backward, with deferred weight gradients)."""
     return max(waiting + late for waiting, late in pairs)
 
 
 def held_bytes(pairs: HalfPairs, kept_bytes: float, late_bytes: float) -> float:
-    """Return the most bytes held at once. A micro-batch holds ``kept_bytes``, then ``late_bytes``.
+    """Return the most bytes of activations that a stage holds at once, given its ``pairs`` of
+    numbers of micro-batches (before their backward, with deferred weight gradients), which hold
+    ``kept_bytes`` and ``late_bytes`` each.
 
     >>> held_bytes(((3, 0), (2, 1)), 10.0, 20.0)
     40.0
@@ -131,14 +136,15 @@ _Unit = tuple[bool, int, int, int]
 
 
 def sends_kept(schedule: Schedule, *, is_gpu: bool) -> int:
-    """Return the most sent messages per receiving rank that a rank keeps in memory."""
+    """Return how many sent messages a rank keeps in memory, at most, per receiving rank."""
     most = sends_under_way(schedule)
     return most if is_gpu else max(most, KEPT_ON_GLOO)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBytes:
-    """Bytes of a micro-batch's messages on a sending and on a receiving device, by pair of stages.
+    """Bytes of one micro-batch's message by (sending stage, receiving stage): ``sent`` as held by a
+    sending device, ``taken`` as held by a receiving device.
 
     A pair of stages without an entry sends nothing.
     """
@@ -150,7 +156,8 @@ class MessageBytes:
 def messages_held(
     schedule: Schedule, rank: int, sizes: MessageBytes, most: int
 ) -> Iterator[tuple[Action, float]]:
-    """Yield a rank's actions except sends and receives, with the bytes of messages held in each.
+    """Yield each action of a rank except sends and receives, with the bytes of the messages that
+    the rank holds during it. ``most``: number of sent messages kept per receiving rank.
 
     Example: two stages on two ranks that exchange messages of 8 bytes and keep one:
 
@@ -174,7 +181,8 @@ def messages_held(
 
 @dataclass
 class _Walk:
-    """Messages that a rank holds at a point of its row; each method advances by an action."""
+    """Messages that a rank holds at one point of its list of actions; each method advances by an
+    action. ``most``: number of sent messages kept per receiving rank."""
 
     schedule: Schedule
     rank: int
@@ -198,7 +206,7 @@ class _Walk:
             self.expected[other] = deque(sends) if other != self.rank else deque()
 
     def post(self, receive: Action) -> None:
-        """Receive the message for ``receive``, and all messages that were sent before it."""
+        """Add the messages that ``receive`` takes, and all earlier messages of the senders."""
         is_forward = receive.kind == RECV_FORWARD
         kind = SEND_FORWARD if is_forward else "SEND_B"
         for source in self.senders.get((receive.stage, is_forward), ()):
@@ -216,7 +224,7 @@ class _Walk:
             self._wait(send, pair, self.sizes.taken[pair])
 
     def send(self, action: Action) -> None:
-        """Keep a sent message for each receiving rank; drop the oldest beyond the limit."""
+        """Keep a sent message for each receiving rank; drop the rank's oldest beyond ``most``."""
         for peer in dict.fromkeys(self.schedule.stage_rank):
             pairs = self._to(action, peer) if peer != self.rank else ()
             if not pairs:
@@ -233,7 +241,7 @@ class _Walk:
             self.num_bytes -= self.waiting.pop(unit, 0.0)
 
     def give(self, action: Action) -> None:
-        """Keep the results of an action that other stages of the same rank read."""
+        """Add the results of an action that other stages of the same rank will read."""
         if action.kind in (FORWARD, BACKWARD, INPUT_BACKWARD):
             for pair in self._to(action, self.rank):
                 self._wait(action, pair, self.sizes.taken[pair])
@@ -245,10 +253,10 @@ class _Walk:
         self.num_bytes += size
 
     def _to(self, made: Action, rank: int) -> Sequence[Pair]:
-        """Return the (sender, receiver) pairs of an action's messages to stages of ``rank``."""
+        """Return the (sending, receiving) stages by which ``rank`` gets the result ``made``."""
         return self.takers.get((made.stage, made.kind in (FORWARD, SEND_FORWARD), rank), ())
 
     def _share(self, action: Action) -> float:
-        """Return the fraction of a micro-batch's message that an action's slice makes up."""
+        """Return the fraction of a sequence in the action's slice; 1 if it is not sliced."""
         slices = self.schedule.slices
         return slices[action.slice] / sum(slices) if slices else 1.0

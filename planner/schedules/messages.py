@@ -38,10 +38,11 @@ WAITING = frozenset((FORWARD, BACKWARD, INPUT_BACKWARD))
 def complete(
     orders: Table, *, ahead: int = 0, edges: Edges | None = None, parts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], Table]:
-    """Return (rank of each stage, table): ``orders`` with receives, sends, REDUCE and STEP added.
+    """Add receives, sends, REDUCE and STEP to ``orders``; return (rank of each stage, table).
 
-    A receive is posted ``ahead`` forwards and backwards before the action that needs it. ``parts``:
-    see ``Schedule``. Rows that already have a STEP get no further one.
+    A receive is posted ``ahead`` forwards and backwards before the action that needs it. ``edges``:
+    (producer, consumer) stages, a chain by default. ``parts``: part of the model that each stage
+    holds, if several stages hold one. Rows that have a STEP already get no further one.
     """
     owner = {action.stage: rank for rank, row in enumerate(orders) for action in row}
     stage_rank = tuple(owner[stage] for stage in range(len(owner)))
@@ -52,10 +53,9 @@ def complete(
 
 
 def _with_messages(row: Row, remote: Wiring, ahead: int) -> list[Action]:
-    """Return a row with receives before and sends after its compute actions.
-
-    ``remote`` connects stages of different ranks only.
-    """
+    """Return a rank's row with receives before and sends after its compute actions. ``remote``
+    connects stages of different ranks only; ``ahead``: how many actions earlier to post
+    receives."""
     receives = deque(_receives(row, remote))
     first = [receives.popleft() for _ in range(min(ahead, len(receives)))]
     actions = [receive for receive in first if receive is not None]
@@ -75,7 +75,8 @@ def _with_messages(row: Row, remote: Wiring, ahead: int) -> list[Action]:
 
 
 def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
-    """Yield, for each forward and backward of a row, its receive, or None if it needs none."""
+    """Yield, for each forward and backward of a row, the receive of its input, or None if its input
+    comes from the same rank."""
     for kind, stage, m, part in row:
         if kind in WAITING:
             needs = remote.producers[stage] if kind == FORWARD else remote.consumers[stage]
@@ -84,11 +85,12 @@ def _receives(row: Row, remote: Wiring) -> Iterator[Action | None]:
 
 
 def _with_step(row: Sequence[Action], parts: Sequence[int]) -> Row:
-    """Return a row with REDUCE, then STEP, of each trained stage appended.
+    """Return a row followed by a REDUCE, then a STEP, of each trained stage; unchanged if it has a
+    STEP.
 
-    A reduction may wait for other ranks (for parameters that several stages hold, or replicas of a
-    stage). So it comes after all actions that those ranks wait for, and all ranks reduce the parts
-    of the model in the same order.
+    A reduction may wait for other ranks: those that share a parameter or hold a replica of the
+    stage. So it comes after all other actions, and all ranks reduce the ``parts`` in the same
+    order.
     """
     if any(action.kind == STEP for action in row):
         return tuple(row)

@@ -26,7 +26,8 @@ from ...cost_model.simulator.actions import (
 
 
 def depths(wiring: Wiring) -> tuple[int, ...]:
-    """Return, for each stage, the number of stages on the longest path to an end, itself included.
+    """Return, for each stage, the number of stages on the longest path from it to a last stage,
+    both included.
 
     In a chain it is ``num_stages - stage``, the forwards of 1F1B before its first backward.
 
@@ -53,7 +54,8 @@ def one_forward_one_backward(
 ) -> Table:
     """Order actions as 1F1B; ``eager=2`` doubles the forwards of the warm-up.
 
-    ``depth`` has the depth of each stage, see ``depths``; by default the stages form a chain.
+    ``depth``: for each stage, the number of stages to the last, itself included (a chain by
+    default).
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), figure 4 top; eager: Zhuang et al. 2023
     (arXiv:2211.05322), section 4.
@@ -77,10 +79,11 @@ def inference(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """Order actions as interleaved 1F1B: rounds of micro-batches pass chunk after chunk of a rank.
+    """Order actions as interleaved 1F1B: each round of micro-batches runs through all chunks in
+    turn.
 
-    A rank's warm-up is the rounds of all chunks but the last, and twice its distance to the last
-    rank in forwards. A round is ``num_ranks`` micro-batches, or as many as make all rounds equal
+    A rank's warm-up is a round for each chunk but the last, and two forwards per rank after it. A
+    round is ``num_ranks`` micro-batches, or more if only then all rounds are equal
     (``round_size``). Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2 and figure 4
     bottom.
     """
@@ -99,7 +102,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
 
 
 def round_size(num_ranks: int, num_microbatches: int) -> int:
-    """Return the micro-batches per round of interleaved 1F1B; 0 if rounds cannot be equal.
+    """Return the micro-batches per round of interleaved 1F1B if ``num_microbatches // num_ranks``
+    rounds (at least one) can be equal; else 0.
 
     >>> round_size(4, 8), round_size(4, 10), round_size(4, 3), round_size(4, 9), round_size(4, 13)
     (4, 5, 3, 0, 0)
@@ -111,7 +115,8 @@ def round_size(num_ranks: int, num_microbatches: int) -> int:
 def interleaved_rounds(
     num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the size of a round, and (chunk, micro-batch) pairs in the order of the rounds."""
+    """Return the number of micro-batches per round of interleaved 1F1B, and the (chunk,
+    micro-batch) pairs of all rounds in the order in which a rank runs them."""
     size = num_microbatches if num_chunks == 1 else round_size(num_ranks, num_microbatches)
     return size, [
         (chunk, m)
@@ -122,7 +127,8 @@ def interleaved_rounds(
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
-    """Order forwards chunk by chunk, then backwards from the last chunk and micro-batch back.
+    """Order all forwards of a rank's first chunk, then of the next; then all backwards in reverse
+    order of chunks and micro-batches.
 
     Source: Lamy-Poirier 2022, Breadth-First Pipeline Parallelism (arXiv:2211.05953), figure 4;
     the backwards in the order of ``torch.distributed.pipelining.ScheduleLoopedBFS``.
@@ -143,7 +149,7 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
 
 
 def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
-    """Alternate forwards and backwards after ``warmup`` forwards; end with remaining backwards."""
+    """Return ``warmup`` forwards, then forwards and backwards in turn, then remaining backwards."""
     warmup = min(len(forwards), warmup)
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
@@ -153,12 +159,12 @@ def in_turn(forwards: Row, backwards: Row, *, warmup: int) -> Row:
 def updating_1f1b(num_ranks: int, num_microbatches: int, per_update: int = 1) -> Table:
     """Order actions as 1F1B that updates a stage's weights after every ``per_update`` backwards.
 
-    With 1: PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), whose stages compute a
-    micro-batch's backward with the weights of its forward; and AMPNet (Gaunt et al. 2017,
-    arXiv:1705.09786, section 3), which uses the newest weights. AMPNet's workers process messages
-    as they arrive, backwards first; with at most ``num_ranks`` micro-batches admitted and equal
-    stages this gives the same order. With more: PipeDream-2BW (Narayanan et al. 2021,
-    arXiv:2006.09503, section 3.1).
+    ``per_update=1``: PipeDream (Harlap et al. 2018, arXiv:1806.03377, section 3.2), where a
+    micro-batch's backward uses the weights of its forward, and AMPNet (Gaunt et al. 2017,
+    arXiv:1705.09786, section 3), which uses the newest weights. AMPNet's workers run messages as
+    they arrive, backwards first; for equal stages and at most ``num_ranks`` micro-batches under way
+    this is the same order. More: PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503, section
+    3.1).
     """
     return tuple(
         tuple(_with_updates(row, num_microbatches, per_update))
@@ -176,12 +182,12 @@ def _with_updates(row: Row, num_microbatches: int, per_update: int) -> Iterator[
 
 
 def per_update_of_2bw(num_ranks: int, num_microbatches: int) -> int:
-    """Return the least number of micro-batches per update for which two weight versions suffice.
+    """Return the least number of micro-batches per update for which two versions of the weights
+    suffice.
 
-    It divides the number of micro-batches. A forward for update k uses version k - 1, which the
-    backwards of update k - 2 must have made; 1F1B is at most ``num_ranks - 1`` forwards ahead of
-    them. Source: Narayanan et al. 2021 (arXiv:2006.09503), section 3.1: at least the number of
-    stages.
+    It divides the number of micro-batches. Update k's forwards use version k - 1, made after the
+    backwards of update k - 2; 1F1B runs at most ``num_ranks - 1`` forwards ahead of backwards.
+    Source: Narayanan et al. 2021 (arXiv:2006.09503), section 3.1: at least the number of stages.
 
     >>> per_update_of_2bw(4, 16), per_update_of_2bw(4, 6), per_update_of_2bw(4, 3)
     (4, 6, 3)
@@ -193,11 +199,10 @@ def per_update_of_2bw(num_ranks: int, num_microbatches: int) -> int:
 def chimera(num_ranks: int, num_microbatches: int) -> Table:
     """Order actions as Chimera: two opposite 1F1B pipelines that fill each other's bubbles.
 
-    Micro-batches go in units of ``num_ranks``, the first half of a unit down and the second up; if
-    forward and backward take one slot each and ``num_ranks`` is even, no two actions of a unit are
-    due on a rank at the same time. A unit begins in the bubbles at the end of the previous unit
-    (direct concatenation), which has priority. Source: Li and Hoefler 2021, Chimera
-    (arXiv:2107.06925), sections 3.1 and 3.5, figures 3 and 7.
+    Micro-batches run in groups of ``num_ranks``: the first half of a group from rank 0 to the last
+    rank, the second half from the last rank to rank 0. A group starts in the bubbles at the end of
+    the previous group (direct concatenation), whose actions have priority. Source: Li and Hoefler
+    2021, Chimera (arXiv:2107.06925), sections 3.1 and 3.5, figures 3 and 7.
     """
     due: list[list[tuple[_Due, Action]]] = [[] for _ in range(num_ranks)]
     for unit, first in enumerate(range(0, num_microbatches, num_ranks)):
@@ -215,7 +220,8 @@ def chimera(num_ranks: int, num_microbatches: int) -> Table:
 
 
 class _Due(NamedTuple):
-    """Sort key of an action: its time slot, then earlier units first, then backwards first."""
+    """Sort key of one of Chimera's actions: by time slot, then earlier groups of micro-batches
+    (``unit``) first, then backwards first."""
 
     slot: int
     unit: int
@@ -223,13 +229,12 @@ class _Due(NamedTuple):
 
 
 def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, ActionKind, int]]:
-    """Yield (slot, kind, micro-batch) of a stage's actions in 1F1B if every action takes one time
-    slot.
+    """Yield (time slot, kind, micro-batch) of a stage's actions in 1F1B with ``count``
+    micro-batches, if every action takes one time slot.
 
-    Micro-batches enter and leave in every other slot. Forwards of a stage are in slots of its
-    parity, backwards in the others; in Chimera's other pipeline it is reversed. So only forwards of
-    one pipeline and backwards of the other share slots, and with up to ``num_ranks / 2``
-    micro-batches the forwards end before the backwards begin.
+    Forwards of a stage with an even number are in even slots, backwards in odd slots; for odd
+    numbers it is reversed. In Chimera, if ``num_ranks`` is even, a rank has a stage of each sort,
+    so only forwards of one and backwards of the other share slots.
     """
     for m in range(count):
         yield stage + 2 * m, FORWARD, m
@@ -237,7 +242,8 @@ def _slots(stage: int, num_ranks: int, count: int) -> Iterator[tuple[int, Action
 
 
 def two_ways(num_ranks: int) -> tuple[tuple[int, ...], Edges]:
-    """Return the model part of each stage of Chimera, and the edges of its two pipelines.
+    """Return, for Chimera, the part of the model that each stage holds, and the (producer,
+    consumer) edges between the stages of its two pipelines.
 
     >>> two_ways(2)
     ((0, 1, 0, 1), ((0, 1), (2, 3)))

@@ -31,7 +31,7 @@ REGISTERED: dict[str, ScheduleInfo] = {}
 
 
 def register(info: ScheduleInfo) -> None:
-    """Add a schedule to this process's register; replace an earlier one with its name."""
+    """Add a schedule to this process's register; it replaces a schedule of the same name."""
     orders = lru_cache(maxsize=64)(partial(_checked_table, info))
     REGISTERED[info.name] = replace(info, orders=orders)
 
@@ -42,7 +42,8 @@ def registered_schedule(name: str | None) -> ScheduleInfo | None:
 
 
 def _checked_table(info: ScheduleInfo, size: Size) -> Table:
-    """Return the user's table. Raises UsageError AP159 if it is no correct training step."""
+    """Return the table that a user's schedule orders. Raises UsageError AP159 if it is not a
+    correct training step."""
     table = info.orders(size)
     if len(table) != size.num_ranks:
         raise _fault(info, size, f"it has {len(table)} rows", fix="a row for each rank")
@@ -62,8 +63,8 @@ def _checked_table(info: ScheduleInfo, size: Size) -> Table:
 
 
 def _check_row(info: ScheduleInfo, size: Size, rank: int, row: Row, stages: Sequence[int]) -> None:
-    """Raise UsageError AP159 for an action that may not be in the row, or a stage without all its
-    forwards and backwards."""
+    """Raise UsageError AP159 if the row of a user's schedule has an action that it must not have,
+    or lacks a forward or backward of one of the rank's ``stages``."""
     backward = INPUT_BACKWARD if info.splits_backward else BACKWARD
     for action in row:
         why = fix = ""

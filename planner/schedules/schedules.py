@@ -60,14 +60,12 @@ def build_schedule(
 ) -> Schedule:
     """Build the action table of the schedule ``name``.
 
-    ``edges`` are the dependences between stages; by default each stage needs the stage before.
-
-    ``num_chunks`` stages share a pipeline rank: in looped schedules, stage ``s`` is on rank ``s %
-    (num_stages / num_chunks)``; V-shaped schedules have two. Chimera has one model part per rank
-    and direction; ``num_stages`` counts one direction. ``slices``: lengths of sequence slices, for
-    TeraPipe only. A receive is posted ``ahead`` forwards and backwards before the action that needs
-    its message: see ``messages``. Raises UsageError for an unknown name, an empty pipeline, or
-    unsupported numbers of chunks and micro-batches.
+    ``edges``: (producer, consumer) stages; by default each stage needs the stage before.
+    ``num_chunks``: stages per rank; in looped schedules stage ``s`` is on rank ``s % (num_stages /
+    num_chunks)``, V-shaped schedules have two. For Chimera ``num_stages`` counts one of its two
+    directions. ``slices``: lengths of sequence slices, for TeraPipe only. A receive is posted
+    ``ahead`` forwards and backwards before the action that needs its message. Raises UsageError for
+    an unknown name, an empty pipeline, or unsupported numbers of chunks and micro-batches.
 
     >>> from autoparallel.cost_model.simulator.actions import format_table
     >>> print(format_table(build_schedule("1f1b", 2, 2).table))
@@ -120,7 +118,8 @@ def compute_orders(name: str, num_stages: int, num_microbatches: int, num_chunks
 
 
 def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Return whether a schedule supports these numbers of stages, micro-batches, chunks per rank.
+    """Return whether a schedule supports these numbers of stages, micro-batches and stages per rank
+    (``num_chunks``).
 
     >>> can_have("zbv", 4, 8, 2), can_have("zbv", 6, 8, 3), can_have("1f1b", 4, 8, 2)
     (True, False, False)
@@ -138,14 +137,16 @@ def can_have(name: str, num_stages: int, num_microbatches: int, num_chunks: int)
 
 
 def table_text(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> str:
-    """Return a registered schedule's table as text, for cache keys; "" for all other schedules."""
+    """Return the action table of a user's registered schedule as text, for cache keys; "" for a
+    built-in schedule or an unsupported size."""
     size = name, num_stages, num_microbatches, num_chunks
     has_table = registered_schedule(name) is not None and can_have(*size)
     return format_table(compute_orders(*size)) if has_table else ""
 
 
 def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the model parts of each rank: its stages, or the stages that they replicate.
+    """Return, for each rank, the parts of the model that it holds, numbered from the input. A part
+    is a stage; in Chimera two ranks hold each part.
 
     >>> parts_of_ranks("bfs", 2, 2), parts_of_ranks("zbv", 2, 2), parts_of_ranks("chimera", 2, 1)
     (((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1), (1, 0)))
@@ -162,7 +163,8 @@ def parts_of_ranks(name: str, num_ranks: int, num_chunks: int) -> tuple[tuple[in
 def _of_graph(
     info: ScheduleInfo, num_stages: int, num_microbatches: int, edges: Edges, ahead: int
 ) -> Schedule:
-    """Build the schedule for stages that depend on each other as a directed acyclic graph."""
+    """Build the schedule for stages that form a directed acyclic graph with ``edges``. Raises
+    UsageError AP154 if the schedule supports only chains."""
     if info.name not in OF_GRAPHS:
         raise UsageError(
             "AP154",
@@ -189,7 +191,8 @@ OF_GRAPHS: Mapping[str, Callable[[int, tuple[int, ...]], Table]] = {
 
 
 def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> int:
-    """Return the most micro-batches that a stage of depth ``depth`` (see ``depths``) holds at once.
+    """Return the most micro-batches whose activations a stage holds at once. ``depth``: number of
+    stages on the longest path from it to a last stage, both included.
 
     >>> in_flight("1f1b", 2, 3, 8), in_flight("gpipe", 2, 3, 8), in_flight("gpipe", 1, 1, 8)
     (2, 8, 1)
@@ -206,7 +209,7 @@ def in_flight(name: str, depth: int, num_stages: int, num_microbatches: int) -> 
 
 
 def _size(info: ScheduleInfo, num_stages: int, num_microbatches: int, num_chunks: int) -> Size:
-    """Check and return the schedule's parameters. Raises UsageError AP153."""
+    """Return the schedule's parameters. Raises UsageError AP153 if it cannot have these numbers."""
     if num_chunks < 1 or num_stages % num_chunks:
         raise _bad(f"{num_stages} stages cannot be divided into {num_chunks} chunks per rank")
     _check_chunks(info, num_chunks)

@@ -15,7 +15,8 @@ from ...cost_model.simulator.actions import BACKWARD, FORWARD, Action, Table
 
 
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Table:
-    """Order all forwards slice by slice, then all backwards, a micro-batch's last slice first."""
+    """Order, on each rank, all forwards in the order of micro-batches and slices, then all
+    backwards, each micro-batch's last slice first."""
     units = [(m, part) for m in range(num_microbatches) for part in range(num_slices)]
     back = [(m, part) for m in range(num_microbatches) for part in reversed(range(num_slices))]
     return tuple(
@@ -35,11 +36,12 @@ def slice_lengths(
     granularity: int = 1,
     num_sequences: int = 1,
 ) -> tuple[int, ...]:
-    """Return slice lengths that minimize the step: sum of times + (num_stages - 1) · longest time.
+    """Return the lengths of a sequence's slices that minimize the step's seconds: the sum of a
+    stage's times for all slices + (num_stages - 1) · the longest time.
 
-    ``seconds(n, before)``: a stage's time, forward and backward, of ``n`` positions that follow
-    ``before`` others. All sequences (micro-batches) are cut alike, so the sum counts
-    ``num_sequences`` times. Lengths are multiples of ``granularity``.
+    ``seconds(n, before)``: seconds of a stage for the forward and backward of ``n`` positions after
+    ``before`` others. All ``num_sequences`` sequences are cut alike, so the sum counts that often.
+    Lengths are multiples of ``granularity``.
 
     Source: Li et al. 2021 (arXiv:2102.07988), equation 5 and algorithm 1: for every limit on the
     longest slice, dynamic programming finds the cheapest cut within it; limits ascend until the
@@ -79,8 +81,8 @@ def slice_lengths(
 def _cheapest(
     times: Sequence[Sequence[float]], limit: float
 ) -> tuple[float, tuple[int, ...], float] | None:
-    """Return the cut with the least sum of times in which no slice takes longer than ``limit``, as
-    (sum, ends, longest time).
+    """Return the cut of a sequence with the least sum of times among cuts with no slice above
+    ``limit`` seconds, as (sum, ends of slices, longest time); None without any.
 
     ``times[start][k]`` is the time of the slice from ``start`` to ``start + 1 + k``.
     """

@@ -25,12 +25,14 @@ from .orders import in_turn, interleaved_rounds
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
-    """Order actions as ZB-H1, 1F1B with split backwards: a third of the bubble if F = I = W.
+    """Order actions as ZB-H1, 1F1B with split backwards, whose bubble is a third of 1F1B's if F = I
+    = W.
 
-    F, I and W are the seconds of a forward, an input and a weight backward. Rank ``r`` warms up as
-    1F1B and defers its weight gradients by ``r`` micro-batches. With chunks it is the interleaved
-    order with the same rule, as in ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble``.
-    Source: Qi et al. 2023 (arXiv:2401.10241), section 2.1 and figure 3 top.
+    F, I and W are the seconds of a forward, an input backward and a weight backward. Rank ``r``
+    warms up as in 1F1B and defers weight gradients by ``r`` micro-batches. With several chunks the
+    order is interleaved 1F1B, also as in
+    ``torch.distributed.pipelining.ScheduleInterleavedZeroBubble``. Source: Qi et al. 2023
+    (arXiv:2401.10241), section 2.1 and figure 3 top.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, num_chunks, pace=1)
@@ -41,9 +43,9 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
 def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
     """Order actions as ZB-H2: no bubble if F = I = W, for twice the memory of 1F1B.
 
-    F, I, W: see ``zb_h1``. Its warm-up is twice ZB-H1's, which fills the wait for the first
-    backward; weight gradients are deferred twice as far, so that every rank ends as much later as
-    it began. Source: Qi et al. 2023 (arXiv:2401.10241), section 2.2 and figure 3 bottom.
+    F, I and W are the seconds of a forward, an input backward and a weight backward. The warm-up is
+    twice ZB-H1's, which fills the wait for the first backward, and weight gradients are deferred
+    twice as far. Source: Qi et al. 2023 (arXiv:2401.10241), section 2.2 and figure 3 bottom.
     """
     return tuple(
         _split_1f1b(rank, num_ranks, num_microbatches, 1, pace=2) for rank in range(num_ranks)
@@ -53,7 +55,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 def _split_1f1b(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, *, pace: int
 ) -> Row:
-    """Order a rank's row as 1F1B with split backwards; weight gradients ``pace * rank`` later."""
+    """Return the row of ``rank`` in 1F1B with split backwards, where a weight backward comes ``pace
+    * rank`` input backwards after its own. ``pace`` also multiplies the warm-up."""
     size, turns = interleaved_rounds(num_ranks, num_microbatches, num_chunks)
     last = num_chunks - 1
     order = in_turn(
@@ -65,7 +68,8 @@ def _split_1f1b(
 
 
 def _with_weights(order: Row, *, behind: int) -> Row:
-    """Insert each weight backward after the ``behind`` input backwards that follow its own."""
+    """Return a row of forwards and input backwards with each weight backward added, ``behind``
+    input backwards after the input backward of its micro-batch."""
     actions: list[Action] = []
     waiting: deque[Action] = deque()
     for action in order:
@@ -80,11 +84,11 @@ def _with_weights(order: Row, *, behind: int) -> Row:
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
     """Order actions as ZBV, two chunks per rank in a V: no bubble if F = I = W, memory of 1F1B.
 
-    F, I, W: see ``zb_h1``. Stages ``r`` and ``2 num_ranks - 1 - r`` are on rank ``r``, so the last
-    stage is on the rank of the first, and a micro-batch's backward begins where its forward ended.
-    The order is built for at least ``2 num_ranks - 1`` micro-batches; surplus micro-batches are
-    dropped. Source: Qi et al. 2023 (arXiv:2401.10241), section 6, figure 7; for equal F, I and W,
-    ordered as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+    F, I and W are the seconds of a forward, an input backward and a weight backward. Rank ``r`` has
+    stages ``r`` and ``2 num_ranks - 1 - r``, so a micro-batch's backward begins on the rank where
+    its forward ended. The order is built for at least ``2 num_ranks - 1`` micro-batches; surplus
+    actions are removed. Source: Qi et al. 2023 (arXiv:2401.10241), section 6, figure 7; for equal
+    F, I and W, ordered as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
     """
     count = max(num_microbatches, 2 * num_ranks - 1)
     return tuple(
@@ -94,7 +98,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
-    """Yield a rank's actions; chunk ``down`` is towards the last rank, ``up`` on the way back."""
+    """Yield the actions of ``rank`` in ZBV with ``count`` micro-batches."""
     down, up = _Chunk(rank), _Chunk(2 * num_ranks - 1 - rank)
     left = num_ranks - rank
     for _ in range(2 * left - 1):
@@ -117,7 +121,7 @@ def _zbv_row(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
 
 
 class _Chunk:
-    """Counter of a stage's actions; each method returns the action of the next micro-batch."""
+    """Counter of a stage's actions; each method returns the stage's next action of one kind."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
@@ -137,12 +141,13 @@ class _Chunk:
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Table:
-    """Order actions as DualPipeV, half of DualPipe: a V of two chunks, whose passes run in pairs.
+    """Order actions as DualPipeV, half of DualPipe: two chunks per rank in a V, whose passes run in
+    pairs.
 
-    A pair (forward of one chunk, backward of the other) may overlap communication with compute;
-    here its two actions follow each other. Takes at least ``2 num_ranks`` micro-batches. Source:
-    github.com/deepseek-ai/DualPipe, ``dualpipe/dualpipev.py``, for the eight phases; DeepSeek-V3
-    (arXiv:2412.19437), section 3.2.1.
+    A pair (forward of one chunk, backward of the other chunk) may overlap communication with
+    compute; here its two actions follow each other. Takes at least ``2 num_ranks`` micro-batches.
+    Source: github.com/deepseek-ai/DualPipe, ``dualpipe/dualpipev.py``, for the eight phases;
+    DeepSeek-V3 (arXiv:2412.19437), section 3.2.1.
     """
     return tuple(
         tuple(_dualpipev_row(rank, num_ranks, num_microbatches)) for rank in range(num_ranks)
@@ -150,7 +155,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield a rank's actions in eight phases. ``after`` is the number of ranks after this rank."""
+    """Yield the actions of ``rank`` in the eight phases of DualPipeV."""
     row = _Pairs(rank, 2 * num_ranks - 1 - rank)
     down, up, after = row.down, row.up, num_ranks - 1 - rank
     for _ in range(2 * after):
@@ -174,7 +179,8 @@ def _dualpipev_row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator
 
 
 class _Pairs:
-    """Counter of the micro-batches of a rank's two chunks, and its deferred weight backwards."""
+    """Number of micro-batches that each of a rank's two chunks (stages ``down`` and ``up``) has
+    started, forward and backward, with the rank's deferred weight backwards."""
 
     def __init__(self, down: int, up: int) -> None:
         self.down, self.up = down, up

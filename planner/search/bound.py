@@ -13,12 +13,10 @@ the devices (Lagrangian relaxation):
 N is the number of micro-batches. C is the compute and communication of the block per micro-batch,
 with its share of the step's end; B are the bytes of its states and of its saved values for one
 micro-batch; M is the memory limit minus the bytes that hold no tensor. Each block chooses its
-layouts, ZeRO stage and recomputation independently, by eliminating its ops (``kind_tables``). A
-block that follows a block of the same kind also converts the values it reads from that block,
-except at the start of a stage; there are at most as many stages as the request allows.
+layouts, ZeRO stage and recomputation independently, by eliminating its ops (``kind_tables``).
 
-The bound ignores waits between stages, their messages, all but one of the micro-batches in flight,
-and that blocks are indivisible. It is at least ``work_bound``.
+The bound ignores conversions between blocks, waits between stages, their messages, all but one of
+the micro-batches in flight, and that blocks are indivisible. It is at least ``work_bound``.
 """
 
 from __future__ import annotations
@@ -36,20 +34,16 @@ from ...cost_model.ops.compute import COMPUTE_FAMILIES, rate
 from ..costs.choices import input_specs
 from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.sweep import Tiling
-from ..intra_op.elimination import BATCH_AXES, Factor, Floats
-from ..intra_op.families import Family
+from ..intra_op.elimination import Floats
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import KindTables, Rates, TooWideError
 from ..plan import Recompute
-from ..requests.request import MOST_CHUNKS
 from ..stage.assembly import context_bytes
 from ..stage.branches import find_sections
-from ..stage.stage_model import StageModel
-from ..stage.structure import Edge, Run, Structure
 from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
-PRICES = (0.02, 0.06, 0.15, 0.3, 0.6, 1.0, 2.0, 6.0)
+PRICES = (0.05, 0.2, 0.5, 1.0, 3.0)
 """Prices per byte to try, relative to the price at which all bytes of a device cost its work."""
 
 UNLIMITED = 1e18
@@ -68,72 +62,86 @@ def lower_bound(context: SearchContext) -> float:
 
 
 def _lower_bound(context: SearchContext) -> float:
-    work = least = work_bound(context, context.microbatch_rows)
-    with context.stoppable():
-        # each process bounds its own micro-batch sizes, whose tables it has
-        least = max(work, min(context.workers.map(relaxed_bound)))
+    work = work_bound(context, context.microbatch_rows)
+    least = max(work, relaxed_bound(context))
     if context.shared_bound is not None:
         return min(least, context.shared_bound)
     return work if is_mixed(context.cluster) else least
 
 
-def relaxed_bound(context: SearchContext, rows: Sequence[int]) -> float:
-    """Return a lower bound of the step time over micro-batches of ``rows`` rows, from the cost
-    tables of blocks (not ``work_bound``); 0 if unknown."""
-    least = float("inf")
+def relaxed_bound(context: SearchContext) -> float:
+    """Return a lower bound of the step time from the cost tables of blocks; 0 if unknown.
+
+    A sample takes no less time in a smaller micro-batch, and keeps as many bytes: so the seconds
+    are priced in the largest micro-batch, and the saved bytes are the smallest one's.
+    """
+    rows = context.microbatch_rows
     with context.stoppable(), suppress(TooWideError):
-        for each in rows:
-            for tilings, most_stages in _parts(context, each):
-                if context.ended_by:
-                    return 0.0
-                least = min(least, _Relaxation(context, each, tilings, most_stages).seconds())
-        return least
+        found = float("inf")
+        for tilings in _parts(context, max(rows)):
+            if context.ended_by:
+                return 0.0
+            part = _Relaxation(context, max(rows), tilings, min(rows) / max(rows))
+            found = min(found, part.seconds())
+        return found
     return 0.0
 
 
-def _parts(context: SearchContext, rows: int) -> Iterator[tuple[Sequence[Tiling], int]]:
-    """Yield parts of the search space: tilings of the devices, and their maximum of stages."""
+def unequal_bound(context: SearchContext, rows: int, tiling: Tiling) -> float:
+    """Return a lower bound of the step time of pipelines of several stages on ``tiling``; 0 if
+    unknown.
+
+    Of D devices, let stages of t_i seconds per micro-batch work W device seconds in all. N
+    micro-batches take Σ t_i + (N − 1)·max t_i, which is least if two stages are equally long, (N +
+    1)·W/D, or if nearly all work is on D − 1 devices, N·W/(D − 1).
+    """
+    with suppress(TooWideError):
+        work = _Relaxation(context, rows, (tiling,), 1.0).work
+        count, number = context.num_microbatches(rows), context.cluster.num_devices
+        return work * min(count + 1, count * number / (number - 1))
+    return 0.0
+
+
+def _parts(context: SearchContext, rows: int) -> Iterator[Sequence[Tiling]]:
+    """Yield parts of the search space, as tilings of the devices into stages."""
     place, features = context.costs(rows).place, context.request.features
-    most_chunks = 1
-    if context.request.chunked_schedules:
-        most_chunks = context.request.forced.chunks or MOST_CHUNKS
-    uniform = {}
-    for number in context.stage_numbers:
-        tiling = uniform_tiling(context.cluster, number, place)
-        if tiling is not None:
-            uniform[number] = tiling
-    if 1 in uniform:
-        yield (uniform.pop(1),), 1
+    found = (uniform_tiling(context.cluster, number, place) for number in context.stage_numbers)
+    uniform = [tiling for tiling in found if tiling is not None]
     most = max(context.stage_numbers)
     is_any = features.allows("mixed-stages")
     is_any |= features.allows("branches") and bool(find_sections(context.structure))
     if is_any and most > 1:
-        every = (*uniform.values(), mixed_tiling(context.cluster, most, place))
-        yield every, most * most_chunks
+        yield (*uniform, mixed_tiling(context.cluster, most, place))
     else:
-        for number, tiling in uniform.items():
-            yield (tiling,), number * most_chunks
+        yield from ((tiling,) for tiling in uniform)
 
 
 @dataclass
 class _Relaxation:
     """Relaxed search problem, which bounds all plans on some tilings (divisions of the devices into
-    stages) at one micro-batch size: every block takes its cheapest mesh and layouts."""
+    stages) at one micro-batch size: every block takes its cheapest mesh and layouts.
+
+    ``saved_share``: the fraction of the saved bytes that counts.
+    """
 
     context: SearchContext
     rows: int
     tilings: Sequence[Tiling]
-    most_stages: int
+    saved_share: float
+
+    @cached_property
+    def work(self) -> float:
+        """Lower bound of a device's mean seconds per micro-batch, whatever the memory; infinite if
+        no mesh is possible. Raises ``TooWideError``."""
+        return float(self._device_seconds(np.zeros(1))[0]) if self._solvers else float("inf")
 
     def seconds(self) -> float:
         """Return a lower bound of the step's seconds over all plans; infinite if no mesh is
         possible. Raises ``TooWideError``."""
-        solvers = self._solvers
-        if not solvers:
-            return float("inf")
-        count = self.context.num_microbatches(self.rows)
-        work = float(self._device_seconds(np.zeros(1))[0])
-        free = self._free_bytes
+        work = self.work
+        if not np.isfinite(work):
+            return work
+        count, free = self.context.num_microbatches(self.rows), self._free_bytes
         if not np.isfinite(free) or free <= 0:
             return count * work
         prices = np.array(PRICES) * (work / free)
@@ -163,172 +171,52 @@ class _Relaxation:
 
     def _device_seconds(self, prices: Floats) -> Floats:
         """Return, by price of a byte, a device's mean seconds of work per micro-batch."""
-        structure = self.context.at(self.rows)
-        neighbours, count = Neighbours.of(structure), self.context.num_microbatches(self.rows)
-        shares = [
-            solver.model.prices.mesh.size / self.context.cluster.num_devices
-            for solver in self._solvers
-        ]
-        every = [block_seconds(solver, count, neighbours, prices) for solver in self._solvers]
-        total, saved = np.zeros(len(prices)), np.zeros(len(prices))
-        blocks = Counter(
-            (block.kind, linked)
-            for block, linked in zip(structure.blocks.blocks, neighbours.linked, strict=True)
-        )
-        for (kind, is_linked), number in blocks.items():
-            first = np.minimum.reduce(
-                [share * own[kind].first for share, own in zip(shares, every, strict=True)]
+        count, cluster = self.context.num_microbatches(self.rows), self.context.cluster
+        shares = [solver.model.prices.mesh.size / cluster.num_devices for solver in self._solvers]
+        every = [block_seconds(solver, count, prices, self.saved_share) for solver in self._solvers]
+        blocks = Counter(block.kind for block in self.context.at(self.rows).blocks.blocks)
+        found: Floats = np.zeros(len(prices))
+        for kind, number in blocks.items():
+            found += number * np.minimum.reduce(
+                [share * own[kind] for share, own in zip(shares, every, strict=True)]
             )
-            if is_linked:
-                later = np.minimum.reduce(
-                    [share * own[kind].later for share, own in zip(shares, every, strict=True)]
-                )
-                saved = np.maximum(saved, later - first)
-                first = later
-            total += number * first
-        others = sum(number for (_, is_linked), number in blocks.items() if is_linked)
-        starts = min(max(self.most_stages - 1, 0), others)
-        found: Floats = total - starts * saved
         return found
 
 
-@dataclass(frozen=True)
-class BlockSeconds:
-    """Least seconds of a block by price of a byte: as a stage's ``first`` block, or ``later``,
-    after a block of its own kind."""
-
-    first: Floats
-    later: Floats
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Values that blocks of a kind read. ``edges``: from the block before, if of the same kind, in
-    most blocks of the kind; ``linked`` marks the blocks with exactly these edges. ``read_bytes``:
-    the least bytes of values that a block is the first to read."""
-
-    edges: Mapping[str, tuple[Edge, ...]]
-    linked: tuple[bool, ...]
-    read_bytes: Mapping[str, int]
-
-    @staticmethod
-    def of(structure: Structure) -> Neighbours:
-        blocks = structure.blocks.blocks
-        found: list[tuple[Edge, ...]] = []
-        read: dict[str, int] = {}
-        for at, block in enumerate(blocks):
-            values = [
-                (ref, uses)
-                for ref, uses in structure.outside[at]
-                if structure.graph[ref.name].kind == "op"
-            ]
-            firsts = structure.first_values(at)
-            num_bytes = sum(structure.graph.spec(ref).num_bytes for ref in firsts)
-            read[block.kind] = min(num_bytes, read.get(block.kind, num_bytes))
-            follows = at > 0 and blocks[at - 1].kind == block.kind
-            near = (e for e in values if follows and structure.position[e[0].name] == at - 1)
-            found.append(tuple(structure.inner_edge(at, ref, uses) for ref, uses in near))
-        commonest: dict[str, Counter[tuple[Edge, ...]]] = {}
-        for block, own in zip(blocks, found, strict=True):
-            if own:
-                commonest.setdefault(block.kind, Counter())[own] += 1
-        edges = {kind: each.most_common(1)[0][0] for kind, each in commonest.items()}
-        linked = (
-            bool(own) and edges[block.kind] == own for block, own in zip(blocks, found, strict=True)
-        )
-        return Neighbours(edges, tuple(linked), read)
-
-
 def block_seconds(
-    solver: IntraOp, count: int, neighbours: Neighbours, prices: Floats
-) -> Mapping[str, BlockSeconds]:
-    """Map each kind of block to the least cost (seconds plus priced bytes), over all layouts, of
-    one block of it on the solver's mesh, by price of a byte. Cached for all meshes with equal cost
-    tables.
+    solver: IntraOp, count: int, prices: Floats, saved_share: float
+) -> Mapping[str, Floats]:
+    """Map each kind of block to the least cost of one block on the solver's mesh, over all layouts,
+    ZeRO stages and recomputation modes: seconds per micro-batch plus bytes at each of ``prices``.
+    Cached for all meshes with equal cost tables.
 
-    ``count`` is the number of micro-batches. Raises ``TooWideError``.
+    ``count`` is the number of micro-batches; a saved byte counts ``saved_share`` bytes. Raises
+    ``TooWideError``.
     """
-    model = solver.model
-    key = (solver.zeros, solver.modes, count, tuple(prices.tolist()))
+    model, states = solver.model, tuple(prices.tolist())
+    saved = tuple((prices * saved_share).tolist())
+    modes = solver.modes if prices.any() else solver.modes[:1]  # recomputing only saves bytes
+    key = (solver.zeros, modes, count, states, saved)
 
-    def make() -> Mapping[str, BlockSeconds]:
-        tables = {kind: KindTables.of(model, kind) for kind in model.structure.blocks.kinds}
-        for own in tables.values():
-            own.check()
-        solver.budget.num_problems += len(solver.modes)
-        blocks = _Blocks(model, solver.zeros, solver.modes, count, neighbours, prices, tables)
-        return {kind: blocks.seconds(kind) for kind in tables}
+    def make() -> Mapping[str, Floats]:
+        return {
+            kind: np.minimum.reduce([least(kind, mode) for mode in modes])
+            for kind in model.structure.blocks.kinds
+        }
+
+    def least(kind: str, mode: Recompute) -> Floats:
+        tables, number = KindTables.of(model, kind), len(solver.zeros)
+        tables.check()
+        solver.budget.num_problems += 1
+        zeros = tuple(zero for zero in solver.zeros for _ in states)
+        rates = Rates(count, zeros, mode, states * number, saved * number, any_zero=True)
+        table = tables.solve(rates).table[0]
+        sync = min(
+            float(np.array(model.block_sync(kind, zero)) @ rates.weights) for zero in solver.zeros
+        )
+        return np.broadcast_to(sync + table.reshape(len(table), -1).min(axis=1), len(states))
 
     return model.common(model.prices.cache.block_seconds, key, make)
-
-
-@dataclass
-class _Blocks:
-    """Cost tables of blocks on one mesh, with prices per byte to bound their least seconds."""
-
-    model: StageModel
-    zeros: tuple[int, ...]
-    modes: tuple[Recompute, ...]
-    count: int
-    neighbours: Neighbours
-    prices: Floats
-    tables: Mapping[str, KindTables]
-
-    def seconds(self, kind: str) -> BlockSeconds:
-        every = [self._in_mode(kind, mode) for mode in self.modes]
-        first = np.minimum.reduce([alone for alone, _ in every])
-        later = np.minimum.reduce([linked for _, linked in every])
-        return BlockSeconds(np.minimum(first, later), later)
-
-    def _in_mode(self, kind: str, mode: Recompute) -> tuple[Floats, Floats]:
-        """Return the least seconds of a block recomputed by ``mode``: as a stage's first block, and
-        after a block of its kind."""
-        number, states = len(self.zeros), tuple(self.prices.tolist())
-        rates = Rates(
-            self.count,
-            tuple(zero for zero in self.zeros for _ in states),
-            mode,
-            states * number,
-            states * number,
-            any_zero=True,
-        )
-        table = self.tables[kind].solve(rates).table[0]
-        sync = min(
-            float(np.array(self.model.block_sync(kind, zero)) @ rates.weights)
-            for zero in self.zeros
-        )
-        alone = table.reshape(len(table), -1).min(axis=1)
-        if mode != "none":
-            size = self.model.prices.mesh.size
-            alone = alone + self.prices * (self.neighbours.read_bytes[kind] // size)
-        linked = self._linked(kind, table, rates)
-        linked = linked.reshape(len(linked), -1).min(axis=1)
-        shape = len(states)
-        return np.broadcast_to(sync + alone, shape), np.broadcast_to(sync + linked, shape)
-
-    def _linked(self, kind: str, table: Floats, rates: Rates) -> Floats:
-        """Return a block's cost table over the kind's ends (decisions that other blocks see), with
-        the costs of values from the block before added."""
-        edges = self.neighbours.edges.get(kind, ())
-        alone = Run(0, 1, (kind,), ((),), (), {}, (), (), has_loss=False)
-        family = Family.of(self.model, alone, dict(self.tables)) if edges else None
-        for edge in edges:
-            assert family is not None
-            own, number = family.crossing(edge), table.ndim - 1
-            if own.link is not None:
-                table = table + _over_ends(own.link.factor(rates.mode), number)[0]
-            if rates.mode != "none":
-                held = Factor((own.source,), (self.prices[:, None] * own.held_bytes)[None])
-                table = table + _over_ends(held, number)[0]
-        return table
-
-
-def _over_ends(factor: Factor, number: int) -> Floats:
-    """Reshape a factor's table to have an axis for each of ``number`` variables (ends)."""
-    order = sorted(range(len(factor.scope)), key=lambda axis: factor.scope[axis])
-    table = factor.table.transpose((0, 1, *(BATCH_AXES + axis for axis in order)))
-    index = (slice(None) if end in factor.scope else None for end in range(number))
-    return table[(slice(None),) * BATCH_AXES + tuple(index)]
 
 
 def work_bound(context: SearchContext, rows: Sequence[int]) -> float:

@@ -8,7 +8,7 @@ is simulated in full.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,6 @@ from ..schedules.orders import round_size
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
 from ..stage.assembly import StageOptions
 from ..stage.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
-from ..stage.range_classes import NO_RUN
 from ..stage.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..stage.stage_model import StageModel
 from ..stage.weight_versions import num_versions, with_versions
@@ -32,7 +31,6 @@ from ..summary import RankSummary, schedule_text, summary_text
 from ..variants.slice_costs import SliceShares
 from .branch_and_bound import PipelineProposal
 from .context import SearchContext
-from .costs import answer_seconds
 
 Chosen = tuple[IntraOp, StageAnswer]
 
@@ -52,21 +50,20 @@ def stage(
     *,
     versions: int = 1,
     programs: int = 0,
-    free: bool = False,
 ) -> Chosen | None:
     """Return the best solver (of a mesh) for a pipeline stage and its solution; None if the stage
     does not fit in memory.
 
     ``versions`` of its weights are kept. ``programs``: maximum number of integer programs to narrow
-    its gap. ``free``: the solver may use mesh axes in any way.
+    its gap.
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
         number = most_held(held) + more
-        chosen = _stage(context, rows, choice, number, free=free)
+        chosen = _stage(context, rows, choice, number)
         if chosen is not None and programs:
             chosen[0].refine(chosen[1].run, context.num_microbatches(rows), number, programs)
-            chosen = _stage(context, rows, choice, number, free=free)
+            chosen = _stage(context, rows, choice, number)
         if chosen is None or not holds_more:
             return chosen
         solver, answer = chosen
@@ -83,25 +80,10 @@ def stage(
     return None
 
 
-def _stage(
-    context: SearchContext, rows: int, choice: StageChoice, in_flight: int, *, free: bool = False
-) -> Chosen | None:
+def _stage(context: SearchContext, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
     costs = context.costs(rows)
     place = costs.places[costs.place(choice.first_device, choice.num_devices)]
-    number = int(costs.runs.classes.numbers[choice.start, choice.stop])
-    if not free:
-        return place.answer(number, in_flight)
-    if number == NO_RUN:
-        return None
-    run, count = costs.runs.run(number), context.num_microbatches(rows)
-    answers: list[Chosen] = []
-    for mesh in place.meshes:
-        axes = mesh.solver.model.prices.mesh
-        solver = context.solver(rows, axes, choice.first_device, free=True)
-        answer = solver.best(run, count, in_flight) if solver.is_quick(run, count) else None
-        if answer is not None:
-            answers.append((solver, answer))
-    return min(answers, key=lambda each: answer_seconds(each[1], count), default=None)
+    return place.answer(int(costs.runs.classes.numbers[choice.start, choice.stop]), in_flight)
 
 
 def split_backward(solver: IntraOp, answer: StageAnswer, held: HalfPairs) -> Chosen:
@@ -132,12 +114,11 @@ def candidate(
     schedule: str | None = None,
     *,
     programs: int = 0,
-    free: bool = False,
 ) -> Candidate | None:
     """Return the candidate of a proposed pipeline under a schedule; None if it does not fit.
 
     ``schedule`` defaults to the dynamic program's. ``programs``: maximum integer programs to narrow
-    each stage's gap. ``free``: see ``stage``.
+    each stage's gap.
     """
     schedule = schedule or context.in_flight_schedule
     stages, rows = proposal.pipeline.stages, proposal.rows
@@ -150,7 +131,7 @@ def candidate(
     versions = num_versions(schedule, len(stages), count)
     chosen: list[Chosen] = []
     for choice, in_flight, kept in zip(stages, held, versions, strict=True):
-        found = stage(context, rows, choice, in_flight, versions=kept, free=free)
+        found = stage(context, rows, choice, in_flight, versions=kept)
         if found is None:
             return None
         chosen.append(found)
@@ -189,24 +170,21 @@ def candidates(
     context: SearchContext,
     proposal: PipelineProposal,
     *,
-    programs: int = 0,
     below: float = float("inf"),
-    without: Collection[str] = (),
-    free: bool = False,
 ) -> Iterator[Candidate]:
-    """Yield a proposed pipeline's candidates under all schedules that fit, except ``without``.
+    """Yield a proposed pipeline's candidates under all schedules that fit.
 
     A schedule that splits backwards is only tried if it can be faster than the first other schedule
     that fits, and than ``below``: the stages' own work takes as long in any order, and no less with
-    more micro-batches in flight. ``free``: see ``stage``.
+    more micro-batches in flight.
     """
     stages = proposal.pipeline.stages
     needs = edges(context, proposal.rows, stages)
     work = 0.0
     for schedule in schedules(context, len(stages), is_chain=needs is None):
-        if schedule in without or (splits(schedule) and work >= below):
+        if splits(schedule) and work >= below:
             continue
-        found = candidate(context, proposal, schedule, programs=programs, free=free)
+        found = candidate(context, proposal, schedule)
         if found is not None:
             yield found
             below = min(below, found.step_seconds)

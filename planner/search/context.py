@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -184,8 +183,8 @@ class SearchContext:
         return self.start_workers(self, self.microbatch_rows)
 
     @cached_property
-    def place_key(self) -> Any:
-        return place_key(self.cluster)
+    def place_key(self) -> Callable[[int, int], Hashable]:
+        return cache(place_key(self.cluster))
 
     def num_microbatches(self, rows: int) -> int:
         return self.request.global_batch // rows
@@ -203,16 +202,9 @@ class SearchContext:
         """Return the costs of stages at micro-batches of ``rows`` rows."""
         if rows not in self._costs:
             count = self.num_microbatches(rows)
-            key: dict[tuple[int, int], Hashable] = {}
-
-            def place(first: int, size: int) -> Hashable:
-                if (first, size) not in key:
-                    key[first, size] = self.place_key(first, size)
-                return key[first, size]
-
             self._costs[rows] = Costs(
                 Runs(self.at(rows), self.classes, count),
-                place,
+                self.place_key,
                 lambda first, size: self.solvers_on(rows, first, size),
                 lambda left: self._least_held(left, count),
                 self.budget,
@@ -246,9 +238,7 @@ class SearchContext:
         size = self.request.microbatch_size
         return rows % parts == 0 and size in (None, rows // parts)
 
-    def solver(
-        self, rows: int, mesh: Mesh, first: int, *, free: bool = False, link: Link | None = None
-    ) -> IntraOp:
+    def solver(self, rows: int, mesh: Mesh, first: int, *, link: Link | None = None) -> IntraOp:
         """Return the solver of stages on a mesh. With ``free`` it may use the axes in any way. Its
         stages receive values over ``link``, by default the link from the devices before."""
         ranks, request = tuple(range(first, first + mesh.size)), self.request
@@ -256,10 +246,10 @@ class SearchContext:
         if link is None:
             link = self.cluster.entry_link(first, mesh.size)
         limits = self.limits_on(ranks)
-        key = (rows, mesh, prices.groups, prices.speed, limits, link, free)
+        key = (rows, mesh, prices.groups, prices.speed, limits, link)
         if key not in self.solvers:
             limited = replace(
-                restriction(mesh, request.forced, free=free),
+                restriction(mesh, request.forced),
                 pins=self.pins,
                 features=request.features,
             )

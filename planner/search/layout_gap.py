@@ -2,7 +2,7 @@
 
 In: the winner of a search. Out: the winner with narrower gaps of its stages, or a faster candidate
 if the integer programs find better layouts. Other candidates are solved only until they are proven
-worse than the winner (``proposers.refined``).
+worse than the winner.
 """
 
 from __future__ import annotations

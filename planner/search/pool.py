@@ -97,19 +97,6 @@ class CandidatePool:
         """Return the candidates that may win, the fastest first."""
         return sorted(self.allowed, key=_order)
 
-    def hopeless_schedules(self, proposal: PipelineProposal) -> set[str] | None:
-        """Return the schedules under which a proposed pipeline cannot win even with optimal
-        layouts; None if it cannot win under any schedule."""
-        bar = self.step_seconds * (1 - self.context.request.gap)
-        least: dict[str, float] = {}
-        for each in self.known:
-            if each.base is None and (each.rows, each.stages) == proposal.key:
-                gap = max(answer.gap for _, answer in each.answers)
-                seconds = each.step_seconds * (1 - gap)
-                least[each.schedule] = min(seconds, least.get(each.schedule, seconds))
-        hopeless = {name for name, seconds in least.items() if seconds >= bar}
-        return None if len(hopeless) == len(least) else hopeless
-
     def settle(self) -> None:
         """Simulate the whole step of the fastest allowed candidate; repeat until the fastest is not
         extrapolated."""

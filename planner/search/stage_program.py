@@ -165,14 +165,9 @@ def assembly_of(
         states=plan.states,
     )
     link = plan.cluster.entry_link(stage.devices[0], stage.mesh.size)
-    found: list[StageProblem] = []
-    for free in (False, True):
-        limited = restriction(stage.mesh, Forced(), free=free)
-        found.append(StageProblem(StageModel(structure, prices, limited, link), run))
-        planned = _planned_choices(found[-1], stage.layouts)
-        if planned is not None:
-            return found[-1], planned
-    return found[0], None
+    limited = restriction(stage.mesh, Forced())
+    problem = StageProblem(StageModel(structure, prices, limited, link), run)
+    return problem, _planned_choices(problem, stage.layouts)
 
 
 def _planned_choices(

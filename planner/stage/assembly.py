@@ -33,12 +33,13 @@ GATHERED_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """Options of a stage: ZeRO, micro-batches per step and in flight, recomputed blocks.
+    """Options under which a stage is priced: ZeRO stage, micro-batches per step and in flight, and
+    recomputation.
 
-    ``policy`` has the number of recomputed blocks of each class (equal blocks). ``limit_bytes``
-    limits the memory; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
-    schedule that splits backwards, pairs (micro-batches that wait for their whole backward,
-    micro-batches that wait for weight gradients only; ``schedules.held``).
+    ``policy``: number of recomputed blocks of each class of equal blocks. ``limit_bytes`` limits
+    the memory per device; ``memory_weight`` is a price in seconds per byte. ``halves``: under a
+    schedule with split backwards, the largest pairs (micro-batches before their backward,
+    micro-batches with deferred weight gradients) held at one time.
     """
 
     num_microbatches: int = 1
@@ -51,8 +52,9 @@ class StageOptions:
 
 
 class StageProblem:
-    """Layout problem of a run of blocks: its decisions (groups of nodes laid out together) in one
-    list, which can be converted to an integer program."""
+    """Problem of choosing the layouts of consecutive blocks (``run``): the decisions (groups of
+    nodes laid out together) in one list, to be converted to an integer program. Blocks of one kind
+    share their decisions."""
 
     def __init__(self, model: StageModel, run: Run) -> None:
         self.model = model
@@ -74,7 +76,7 @@ class StageProblem:
         return self.model.kind(kind).edges
 
     def position(self, name: str) -> int:
-        """Return the position in the list of the decision that lays out node ``name``."""
+        """Return the index in ``decisions`` of the decision that lays out node ``name``."""
         structure = self.model.structure
         if structure.graph[name].kind == "parameter" and structure.is_shared(name):
             return self.start[name]
@@ -82,7 +84,7 @@ class StageProblem:
         return self.start[owner] + self.model.kind(owner).where[name]
 
     def problem(self, setting: StageOptions) -> Problem:
-        """Build the integer program that shards this run of blocks under ``setting``."""
+        """Build the integer program that chooses the layouts of these blocks under ``setting``."""
         rows = self.run.occurrences(setting.policy)
         costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
         for boundary, count in self.model.boundaries(self.run):
@@ -98,7 +100,8 @@ class StageProblem:
         )
 
     def _sync(self, setting: StageOptions) -> float:
-        """Return the latencies of gradient sums, and waits that no layout avoids."""
+        """Return the seconds per micro-batch that no choice changes: latencies of gradient sums and
+        gathers, and waits for the collectives of the first and last block."""
         share = objective_weights(setting.num_microbatches)
         wait = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
         return wait + float(
@@ -144,7 +147,7 @@ class StageProblem:
         )
 
     def solution(self, choices: tuple[int, ...]) -> Solution:
-        """Convert choices in list order to choices by kind and shared parameter."""
+        """Convert choices, one per entry of ``decisions``, to choices by kind of block."""
         found: dict[str, tuple[int, ...]] = {}
         for kind in self.run.counts:
             start = self.start[kind]
@@ -154,7 +157,7 @@ class StageProblem:
         return found
 
     def choices(self, solution: Solution) -> tuple[int, ...]:
-        """Return a solution's choices in list order; the inverse of ``solution``."""
+        """Convert choices by kind of block to a choice per entry of ``decisions``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
     def _memory(self, setting: StageOptions, rows: Mapping[Row, Occurrences]) -> Memory:
@@ -192,7 +195,8 @@ class StageProblem:
         )
 
     def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
-        """Return the tensors' storages that a kind's block keeps, with bytes times ``factor``."""
+        """Return the storages (memory of a tensor and its views) that a block keeps, with bytes by
+        layout choice, times ``factor``. ``kept``: (storage, bytes) by decision and choice."""
         holders: dict[str, dict[int, list[set[int]]]] = {}
         for number, choices in enumerate(kept):
             for index, parts in enumerate(choices):
@@ -217,7 +221,9 @@ class StageProblem:
     def _peaks(
         self, rows: Mapping[Row, Occurrences], zero: int
     ) -> tuple[tuple[Alternative, ...], ...]:
-        """Return transient bytes as two peaks: largest op; gathered weights and rerun block."""
+        """Return two groups of alternatives of transient bytes, by layout choice: for each op its
+        working memory; for each kind of block its gathered weights and recomputed values. The
+        largest of each group counts."""
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
@@ -237,7 +243,8 @@ class StageProblem:
         return tuple(working), tuple(blocks)
 
     def _made_again(self, kind: str, gathered: tuple[tuple[int, Floats], ...]) -> Alternative:
-        """Return the bytes that a selectively recomputed block gathers and recomputes."""
+        """Return the transient bytes of a selectively recomputed block, by choice: the recomputed
+        values and the ``gathered`` parameters."""
         model = self.model.kind(kind)
         either = tuple(
             tuple((*own, *kept) for own, kept in zip(saved, selected, strict=True))
@@ -254,7 +261,7 @@ class StageProblem:
 
 
 def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """Return ``sides`` without repetitions of one decision with the same classes."""
+    """Return the uses of a value without duplicates (one decision with equal layout classes)."""
     found: list[Side] = []
     for side in sides:
         if not any(
@@ -266,7 +273,8 @@ def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 
 def constant_bytes(model: StageModel, run: Run) -> int:
-    """Return the bytes of a run that no choice changes: constants, buffers, batch inputs."""
+    """Return the bytes per rank of the constants, buffers and batch inputs of a stage's blocks
+    (``run``), which no choice changes."""
     return model.structure.leaf_bytes(run, model.prices.mesh.row_parts)
 
 
@@ -277,8 +285,8 @@ def context_bytes(model: StageModel) -> int:
 
 
 def fixed_bytes(model: StageModel, run: Run) -> float:
-    """Return the bytes that a run takes at least, whatever the choices: constants, buffers, and the
-    largest op in its smallest layout."""
+    """Return the bytes per device that a stage's blocks (``run``) take whatever the choices:
+    constants, buffers, CUDA context, and the largest op in its smallest layout."""
     sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
     working = max((float(each.min()) for each in sizes), default=0.0)
     return constant_bytes(model, run) + context_bytes(model) + working

@@ -22,7 +22,8 @@ Origin = Literal["block", "parameter", "received"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Use:
-    """Use of a value: input ``position`` of a node of a block's template (first of its kind)."""
+    """Use of a value: input number ``position`` of ``node``, which belongs to the first block of
+    the kind ``kind`` and stands for the corresponding nodes of all blocks of this kind."""
 
     kind: str
     node: str
@@ -31,12 +32,13 @@ class Use:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """A value and all its uses in one block, which share its layout conversions.
+    """A value from outside a block (or from another decision in it) and all its uses in the block,
+    which share its layout conversions.
 
-    ``name``/``index``: the template of a block's value; the key of a parameter; the template of a
-    received value's producer, with ``first``, the stage's first use of it. ``again``: an earlier
-    block of the stage also reads the value; under recomputation its bytes count for the first
-    reader.
+    ``name``/``index``: the node that makes the value, named by the first block of its kind; for a
+    parameter the name of its layout. ``first``: for a value received from another stage, its first
+    use in the stage. ``again``: an earlier block of the stage reads the value too; under
+    recomputation its bytes count for the first reader.
     """
 
     origin: Origin
@@ -48,7 +50,7 @@ class Edge:
 
     @property
     def is_held(self) -> bool:
-        """Return whether a recomputed block keeps the value for itself and later readers."""
+        """Return whether a recomputed block keeps the value, for itself and later readers."""
         return self.origin != "parameter" and not self.again
 
 
@@ -61,7 +63,8 @@ Occurrences = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockClass:
-    """Class of equal blocks in a run: they have the same kind and equal edges from other blocks."""
+    """Class of equal blocks in a stage: ``count`` blocks of one kind with equal values from other
+    blocks (``edges``)."""
 
     kind: str
     edges: tuple[Edge, ...]
@@ -83,12 +86,12 @@ def _class_key(own: Alike) -> Any:
 class Run:
     """Consecutive blocks ``start`` to ``stop`` (exclusive) of the model as a stage.
 
-    ``kinds`` and ``edges_of`` list each block's kind and edges from other blocks; ``counts`` and
-    ``edges`` count them. ``leaves`` are the inputs, constants and buffers that the run reads. Runs
-    with equal ``key`` cost the same; runs of one ``family`` have the same kinds, and so the same
-    decisions. ``received`` has each received value with its first use, ``sent`` counts, by
-    template, the values that later stages read. ``shared`` are the parameters that several blocks
-    use.
+    ``kinds`` and ``edges_of``: each block's kind and the values that it reads from other blocks;
+    ``counts`` and ``edges`` count them. ``leaves``: inputs, constants and buffers that the blocks
+    read. Runs with equal ``key`` cost the same; runs of one ``family`` have the same kinds, and so
+    the same decisions. ``received``: each received value with its first use. ``sent``: number of
+    values that later stages read, by the node of the first block of the kind. ``shared``:
+    parameters that several blocks use.
     """
 
     start: int
@@ -112,9 +115,10 @@ class Run:
 
     @cached_property
     def _alike(self) -> tuple[Alike, ...]:
-        """Return each block's key, which is the same object for equal blocks.
+        """Return, for each block, its kind and edges (values that it reads from other blocks), as
+        the same object for equal blocks.
 
-        Most equal tuples of edges already are the same object, which is hashed only once.
+        Most equal tuples of edges are the same object already, which is hashed only once.
         """
         marks = [*zip(self.kinds, map(id, self.edges_of), strict=True)]
         every = dict(zip(marks, zip(self.kinds, self.edges_of, strict=True), strict=True))
@@ -124,20 +128,20 @@ class Run:
 
     @cached_property
     def _distinct(self) -> list[tuple[Alike, int]]:
-        """Return (key, number of blocks) for every distinct key of blocks, in order."""
+        """Return (kind and edges, number of blocks) for each class of equal blocks."""
         counts = Counter(map(id, self._alike))
         every = dict(zip(map(id, self._alike), self._alike, strict=True))
         return [(own, counts[mark]) for mark, own in every.items()]
 
     @cached_property
     def block_classes(self) -> tuple[BlockClass, ...]:
-        """Return the classes of equal blocks."""
+        """Return the classes of equal blocks: one kind, equal values read from other blocks."""
         own = sorted(self._distinct, key=lambda each: _class_key(each[0]))
         return tuple(BlockClass(kind, edges, count) for (kind, edges), count in own)
 
     @cached_property
     def classes(self) -> tuple[tuple[BlockClass, ...], tuple[int, ...]]:
-        """Return the classes of equal blocks, and the class number of each block."""
+        """Return the classes of equal blocks, and for each block the number of its class."""
         found = self.block_classes
         numbers = {(each.kind, each.edges): number for number, each in enumerate(found)}
         one = {id(own): numbers[own] for own, _ in self._distinct}
@@ -145,12 +149,14 @@ class Run:
 
     @cached_property
     def class_counts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return the number of blocks and the kind of each class."""
+        """Return two tuples by class of equal blocks: numbers of blocks, and kinds of block."""
         classes = self.block_classes
         return tuple(each.count for each in classes), tuple(each.kind for each in classes)
 
     def modes(self, policy: RecomputePolicy) -> tuple[Recompute, ...]:
-        """Return each block's recomputation mode: full for the first of a class, then selective."""
+        """Return each block's recomputation mode. In each class of equal blocks the first are
+        recomputed fully, the next selectively, as many as ``policy`` says, and the rest not at
+        all."""
         if not policy.num_blocks:
             return tuple("none" for _ in self.kinds)
         seen: Counter[int] = Counter()
@@ -165,7 +171,8 @@ class Run:
         return tuple(found)
 
     def occurrences(self, policy: RecomputePolicy) -> Mapping[Row, Occurrences]:
-        """Map each row of the cost table to its number in the run under a recomputation policy."""
+        """Map each term of the stage's cost (kind of block, shared parameter, or value that a block
+        reads) to how often it occurs in blocks that are not, fully, and selectively recomputed."""
         if policy not in self._occurrences:
             recomputed: dict[Row, list[int]] = {}
             numbers = zip(self.block_classes, policy.full, policy.selective, strict=True)
@@ -198,8 +205,8 @@ class Run:
 
     @cached_property
     def full_family(self) -> object:
-        """Return the key of the run's family: runs with the same kinds of blocks and the same
-        received and sent values."""
+        """Return a key that is equal for runs (consecutive blocks) with the same kinds of blocks
+        and the same received and sent values."""
         return (
             tuple(self.counts),
             tuple(sorted(use for _, use in self.received)),
@@ -210,7 +217,7 @@ class Run:
 
     @cached_property
     def full_key(self) -> object:
-        """Return the key of all facts that determine the run's price."""
+        """Return a key of all facts that determine the cost of these blocks as a stage."""
         return (
             self.classes,
             tuple(sorted(self.sent.items())),

@@ -33,10 +33,8 @@ WeightedEdges = tuple[tuple[int, int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parallel branches of a model: the runs of blocks between neighbouring positions ``bounds``.
-
-    No branch reads values of another branch.
-    """
+    """Consecutive blocks that form parallel branches: each branch is the blocks between
+    neighbouring positions in ``bounds``, and reads no value of another branch."""
 
     bounds: tuple[int, ...]
 
@@ -55,13 +53,14 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """Devices of pipeline stages: the first and the last device of each stage."""
+    """Devices of pipeline stages: ``ends`` has the first and the last device of each stage."""
 
     cluster: Cluster
     ends: tuple[tuple[int, int], ...]
 
     def slowness(self, source: int, target: int) -> float:
-        """Return how much slower ``target`` receives from ``source`` than from its neighbour."""
+        """Return how many times as long stage ``target`` takes to receive from stage ``source`` as
+        from the devices just before its own."""
         (first, last), (other, end) = self.ends[target], self.ends[source]
         before = self.cluster.entry_link(first, last - first + 1)
         if end + 1 == first:
@@ -71,7 +70,8 @@ class StagePlacement:
 
 
 def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | None:
-    """Return the fewest edges whose paths imply all ``pairs``; None if they form a chain.
+    """Return the fewest (source, target) edges between stages whose paths imply all ``pairs``; None
+    if they form a chain.
 
     >>> reduce_edges([(0, 1), (1, 2), (0, 2)], 3), reduce_edges([(0, 2), (1, 2)], 3)
     (None, ((0, 2), (1, 2)))
@@ -88,11 +88,11 @@ def reduce_edges(pairs: Iterable[tuple[int, int]], num_stages: int) -> Edges | N
 def stage_edges(
     structure: Structure, starts: Sequence[int], places: StagePlacement | None = None
 ) -> WeightedEdges | None:
-    """Return the data dependences (``WeightedEdges``) between stages that begin at the blocks
-    ``starts``; None if the stages form a chain.
+    """Return (source stage, target stage, fraction of the target's receive seconds) of the
+    transfers between stages that begin at the blocks ``starts``; None if the stages form a chain.
 
-    Received values are priced over the link from the devices just before a stage; with ``places``,
-    the fractions of edges over slower links are scaled up.
+    A stage's receive seconds assume the link from the devices just before it; with ``places``,
+    fractions over slower links are scaled up.
     """
     stage_of = _stage_of(structure, starts)
     num_bytes: dict[tuple[int, int], int] = {}
@@ -126,7 +126,8 @@ def stage_starts(plan: Plan) -> list[int]:
 
 
 def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...]:
-    """Return each stage's number of stages on the longest path to the last, itself included.
+    """Return, for each stage, the number of stages on the longest path from it to a last stage,
+    both included.
 
     >>> stage_depths(None, 3), stage_depths(((0, 2, 0.5), (1, 2, 0.5)), 3)
     ((3, 2, 1), (2, 2, 1))
@@ -136,7 +137,7 @@ def stage_depths(edges: WeightedEdges | None, num_stages: int) -> tuple[int, ...
 
 
 def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
-    """Return the pairs (block, later block that reads from it)."""
+    """Return the pairs (block, later block that reads a value of it)."""
     return frozenset(
         (structure.position[ref.name], reader)
         for ref, readers in structure.readers.items()
@@ -146,7 +147,7 @@ def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
 
 
 def find_sections(structure: Structure) -> tuple[Section, ...]:
-    """Return the sections of parallel branches, disjoint and in order.
+    """Return the sections of parallel branches of a model, disjoint and in order.
 
     A boundary between two independent blocks separates two branches, which extend on both sides
     until an edge crosses it; the best boundary has the most ops on its smaller side. The largest
@@ -159,8 +160,8 @@ def find_sections(structure: Structure) -> tuple[Section, ...]:
 def parallel_sections(
     edges: Iterable[tuple[int, int]], weights: Sequence[int]
 ) -> tuple[Section, ...]:
-    """Return the sections (parallel branches) of blocks with these edges, and ``weights`` (numbers
-    of ops).
+    """Return the sections of parallel branches among blocks that read from each other by ``edges``
+    (block, later block); ``weights`` are the numbers of ops of the blocks.
 
     >>> parallel_sections([(0, 1), (0, 2), (1, 3), (2, 3)], [1, 1, 1, 1])
     (Section(bounds=(1, 2, 3)),)
@@ -187,8 +188,8 @@ def parallel_sections(
 def _widest(
     edges: Iterable[tuple[int, int]], weights: Sequence[int], split: int
 ) -> tuple[int, int, int] | None:
-    """Return the best section with a boundary before block ``split``, as (ops on its smaller side,
-    start, stop)."""
+    """Return the section, with a boundary between branches before block ``split``, whose smaller
+    side has the most ops, as (these ops, start, stop); None without any."""
     crossing = [(i, j) for i, j in edges if i < split <= j]
     best: tuple[int, int, int] | None = None
     for start in sorted({0, *(i + 1 for i, _ in crossing)}):

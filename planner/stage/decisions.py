@@ -46,11 +46,12 @@ MOST_COMPARED = 1 << 22
 
 @dataclass(frozen=True)
 class Decision:
-    """Nodes whose layouts are chosen together. ``members`` are op nodes in order, then parameters.
+    """Nodes whose layouts are chosen together. A choice is a layout for each node. ``members`` are
+    op nodes in order, then parameters.
 
     ``seconds[zero, choice]`` and ``states[zero, choice]`` have the fields of ``Seconds`` and
-    ``StateBytes``; ``skipped_seconds[mode, choice]`` is the part of the forward (device, host,
-    collectives) that recomputation in a mode of ``RECOMPUTE_MODES`` does not rerun.
+    ``StateBytes``; ``skipped_seconds[mode, choice]`` are the forward seconds (device, host,
+    collectives) that a recomputation mode of ``RECOMPUTE_MODES`` does not rerun.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Decision:
 
     @cached_property
     def recompute_seconds(self) -> Floats:
-        """Return the device seconds that recomputation reruns, ``[mode, choice]``."""
+        """Return ``[mode, choice]``: device seconds of the forward that recomputation reruns."""
         skipped = self.skipped_seconds[:, :, DEVICE] + self.skipped_seconds[:, :, SENT]
         again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
         return again
@@ -70,7 +71,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """The arrays of ``Decision``, over all candidate choices of a kind of block."""
+    """Seconds and bytes of all layout choices of a kind of block, in arrays as in ``Decision``."""
 
     seconds: Floats
     states: Floats
@@ -85,7 +86,8 @@ def decide(
     *,
     merge: bool = True,
 ) -> tuple[Decision, ...]:
-    """Return the decisions (nodes laid out together) of a block, in the order of first nodes."""
+    """Return the decisions (nodes whose layouts are chosen together) of a block, with costs,
+    without dominated choices. ``merge``: views join the decision whose result they read."""
     own = find(
         prices.cache.spaces,
         (merge, structure_key(block, graph, prices, restriction)),
@@ -135,7 +137,8 @@ def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
 
 
 def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
-    """Return the ``Seconds`` of every strategy, ``[strategy, field]``, and a last row of zeros."""
+    """Return the ``Seconds`` of each op under each of its sharding strategies, as ``[strategy,
+    field]``, and a last row of zeros."""
     computes = [
         prices.op(graph[name], input_specs(graph[name], graph), layout)
         for name, layout in own.computes
@@ -152,9 +155,9 @@ def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
 def _holding_costs(
     own: DecisionSpace, graph: Graph, prices: Prices
 ) -> tuple[Floats, Floats, Floats]:
-    """Price every holding (parameter stored in one layout and used in another), then zeros:
-    ``Seconds`` of its conversion ``[holding, field]``; seconds and bytes of its states, ``[zero,
-    holding, field]``."""
+    """Return three arrays of costs of each holding (parameter stored in one layout and used in
+    another), zeros last: conversion ``Seconds`` ``[holding, field]``; seconds of states and bytes
+    of states ``[zero, holding, field]``."""
     none = len(own.holdings)
     converting = np.zeros((none + 1, len(Resource)))
     converting[:none, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = [
@@ -173,8 +176,8 @@ def _holding_costs(
 
 
 def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
-    """Return the candidates that are not dominated: no other with the same layouts towards other
-    decisions is at least as good in all seconds and bytes."""
+    """Return the numbers of the candidate choices that are not dominated. A choice is dominated if
+    another, with the same layouts towards other decisions, is no worse in any seconds or bytes."""
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
@@ -191,8 +194,8 @@ def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
 
 
 def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
-    """Return, as ``[group, member]``, whether another member is no worse in any of ``figures[group,
-    member, figure]``; of equal members, all but the first are dominated."""
+    """Return an array ``[group, member]``: whether another member of the group has no larger entry
+    in ``figures[group, member]``. Of equal members all but the first are dominated."""
     at_most = np.logical_and.reduce(figures[:, :, None] <= figures[:, None], axis=3)
     earlier = np.triu(np.ones(at_most.shape[1:], dtype=bool), 1)
     better = at_most & (earlier | ~at_most.transpose(0, 2, 1))
@@ -203,7 +206,7 @@ def _is_dominated(figures: Floats) -> NDArray[np.bool_]:
 def parameter_decision(
     node: Node, graph: Graph, prices: Prices, restriction: Restriction
 ) -> Decision:
-    """Return the decision of a parameter that is used several times."""
+    """Return the layout decision, with costs, of a parameter that is read more than once."""
     layouts = held_layouts(node, graph, prices, restriction)
     costs = [[prices.parameter(node.spec, layout, zero) for layout in layouts] for zero in ZEROS]
     seconds = np.array([[own for own, _ in each] for each in costs])
@@ -222,7 +225,7 @@ def parameter_decision(
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:
-    """Return a choice per layout; equal arguments return the same objects."""
+    """Return, for each layout, the choice to store parameter ``name`` in it. Cached."""
     return find(
         prices.cache.held_choices,
         (name, layouts),

@@ -29,13 +29,14 @@ NO_STATES = np.zeros((len(ZEROS), len(State)))
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of one occurrence of a row (term of a stage's cost: a block, shared parameter or edge).
+    """Cost of one occurrence of a term of a stage's cost: a block, a shared parameter, or an edge
+    (value that a block reads).
 
-    The first axis of ``seconds[mode, zero, RESOURCE]``, ``kept_bytes[mode]`` and
-    ``transient_bytes[mode, zero]`` is the recomputation mode of its block: none, full or selective.
-    ``recompute_seconds[mode]`` is the device time of full and selective recomputation.
-    ``transient_bytes`` are gathered parameters and recomputed values; ``working_bytes`` belong to
-    the largest op.
+    ``mode`` is the block's recomputation: none, full or selective. ``seconds[mode, zero,
+    RESOURCE]``, ``kept_bytes[mode]`` (for the backward), ``states[zero]``.
+    ``recompute_seconds[mode]``: device seconds of full and selective recomputation.
+    ``transient_bytes[mode, zero]``: gathered parameters and recomputed values; ``working_bytes``:
+    memory of the largest op.
     """
 
     seconds: Floats
@@ -47,8 +48,8 @@ class RowCost:
 
     @cached_property
     def unrecomputed(self) -> Floats:
-        """Return ``[zero, figure]`` without recomputation: seconds by resource and of received
-        messages, bytes of states and bytes kept."""
+        """Return an array ``[zero, figure]`` for blocks without recomputation: seconds by resource
+        and of received messages, bytes of states, bytes kept."""
         found = np.zeros((len(ZEROS), NUM_FIGURES))
         found[:, : len(Resource)] = self.seconds[0]
         found[:, STATES] = self.states[:, HELD].sum(axis=1)
@@ -61,9 +62,9 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 
 
 class SavedTensors(NamedTuple):
-    """Bytes of a decision's choice: (storage, bytes) saved by autograd; inputs and outputs of its
-    largest op; (storage, bytes) kept by selective recomputation; (storage, bytes) of batch
-    inputs."""
+    """Bytes per rank of a decision's choice, with storages (memory of a tensor and its views) as
+    (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation, ``read`` from
+    the batch; ``working_bytes``: inputs and outputs of the largest op."""
 
     saved: tuple[Part, ...]
     working_bytes: int
@@ -73,12 +74,13 @@ class SavedTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class KindModel:
-    """Decisions (nodes laid out together) of a kind of block on a mesh, with their bytes.
+    """Decisions (nodes whose layouts are chosen together) of a kind of block on a mesh, with their
+    bytes.
 
-    ``where`` maps a node to its decision. ``edges`` are values that another decision of the block
-    reads. ``held`` returns the ``SavedTensors`` of a choice, on demand, as most meshes do not need
-    all. ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and choice.
-    ``costs`` caches a block's cost by choices.
+    ``where`` maps a node to its decision. ``edges`` are values of one decision of the block that
+    another reads. ``held(decision, choice)`` returns ``SavedTensors``, on demand, as most meshes do
+    not need all; ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and
+    choice. ``costs`` caches a block's cost by choices.
     """
 
     kind: str
@@ -118,14 +120,16 @@ class KindModel:
         return tuple(tuple(held.read for held in choices) for choices in self._held)
 
     def parts(self, mode: Recompute) -> Kept:
-        """Return (storage, bytes) kept from forward to backward, without other blocks' values."""
+        """Return the storages (memory of a tensor and its views) kept from forward to backward
+        under a recomputation mode, as (storage, bytes) by decision and choice, without values of
+        other blocks."""
         if mode == "none":
             return self.saved
         return self.selected if mode == "selective" else self.read
 
     def kept_bytes(self, mode: Recompute) -> Floats:
-        """Return the bytes kept by each choice, over all decisions in turn; a storage that several
-        decisions keep counts for the first.
+        """Return the bytes that each choice of each decision (nodes laid out together) keeps from
+        forward to backward; a storage that several decisions keep counts for the first.
 
         The sum over a block's decisions is at most the bytes that the block keeps.
         """

@@ -39,14 +39,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of a decision (nodes laid out together): the layouts of its nodes."""
+    """Choice of a decision (nodes whose layouts are chosen together): a layout for each."""
 
     layouts: Mapping[str, NodeLayout]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Decision (nodes laid out together) before pricing: op nodes in order, then parameters."""
+    """Decision (nodes whose layouts are chosen together) with all its choices, before they are
+    priced. ``members``: op nodes in order, then parameters."""
 
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -54,7 +55,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Parameter stored in layout ``held`` and used in layout ``wanted``."""
+    """A parameter that is stored in layout ``held`` and used in layout ``wanted``."""
 
     parameter: str
     held: Layout
@@ -63,17 +64,17 @@ class Holding:
 
 @dataclass(frozen=True)
 class DecisionSpace:
-    """All decisions (nodes laid out together) of a kind of block. Their candidate choices are
-    numbered through.
+    """All decisions (nodes whose layouts are chosen together) of a kind of block. Their candidate
+    choices are numbered through.
 
-    ``computes`` are the distinct computations (a node with layouts of equal splits);
-    ``computes_as`` maps each strategy to its computation; ``inner`` are the strategies with
-    collectives inside. ``rounds`` have, by candidate, the strategy of its first, second, … op,
-    ``skipped_rounds`` of the ops that recomputation skips (for each of ``RECOMPUTE_MODES``),
-    ``held_rounds`` the holdings of its parameters; the number after the last stands for none.
-    ``held`` are the distinct stored parameters, ``held_as`` maps each holding to an entry of it.
-    ``alike`` are candidates of a decision that look equal from outside, ``[group, member]``, an
-    array per group size. ``broken`` counts violated pins.
+    ``computes``: distinct computations (a node with layouts of equal splits); ``computes_as`` maps
+    each strategy's number to one; ``inner``: strategies with collectives inside. ``rounds``: arrays
+    by candidate of the strategy number of its first, second, … op; ``skipped_rounds``: likewise for
+    ops that recomputation skips (for each of ``RECOMPUTE_MODES``); ``held_rounds``: likewise for
+    holdings of its parameters. A number after the last means none. ``held``: distinct stored
+    parameters; ``held_as`` maps each holding to one. ``alike``: candidates of one decision with
+    equal layouts towards other decisions, ``[group, member]``, an array per group size. ``broken``
+    counts violated pins.
     """
 
     decisions: tuple[Candidates, ...]
@@ -92,12 +93,12 @@ class DecisionSpace:
 
     @property
     def bounds(self) -> list[int]:
-        """Return, for each decision, the number after its last candidate."""
+        """Return, for each decision, one more than its last choice's number."""
         found: list[int] = np.cumsum([len(each.choices) for each in self.decisions]).tolist()
         return found
 
     def kept(self, rows: Ints) -> tuple[Candidates, ...]:
-        """Return the decisions with only the candidates ``rows``, cached by ``rows``."""
+        """Return the decisions with only the layout choices numbered ``rows``. Cached."""
         key = rows.tobytes()
         if key not in self.pruned:
             starts = [0, *self.bounds[:-1]]
@@ -108,14 +109,15 @@ class DecisionSpace:
         return self.pruned[key]
 
     def split(self, rows: Ints) -> list[Ints]:
-        """Split candidate numbers, in ascending order, into an array per decision."""
+        """Split ascending numbers of layout choices into an array for each decision."""
         return np.split(rows, np.searchsorted(rows, self.bounds[:-1]))
 
 
 def decision_space(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool = True
 ) -> DecisionSpace:
-    """Build the decision space of a block; decisions are in the order of their first nodes."""
+    """Build the layout decisions of a block, without prices, in the order of their first nodes.
+    ``merge``: views join the decision whose result they read."""
     skipped = replay(block, graph, prices).skipped
     builder = _Builder(graph, prices, restriction, tuple(skipped[mode] for mode in RECOMPUTE_MODES))
     for draft in merge_nodes(block, graph, prices, restriction, merge=merge):
@@ -141,7 +143,8 @@ def is_own_parameter(ref: Ref, node: Node, graph: Graph) -> bool:
 def merge_nodes(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction, *, merge: bool
 ) -> list[_Draft]:
-    """Group the op nodes whose strategies are chosen together, with their strategies."""
+    """Return groups of op nodes whose strategies are chosen together, each with the possible
+    choices. With ``merge`` views join the group whose result they read."""
     found: list[_Draft] = []
     home: dict[str, int] = {}
     own = [
@@ -162,7 +165,8 @@ def merge_nodes(
 
 
 def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices) -> int | None:
-    """Return the decision that ``node`` may join; it must be a view of that decision's output."""
+    """Return the number of the group that ``node``, a view of results of one group, may join; else
+    None. ``home`` maps nodes to groups."""
     read = [ref for ref in node.inputs if graph[ref.name].kind not in ("constant", "buffer")]
     if not read or any(ref.name not in home or not _read_once(ref, graph) for ref in read):
         return None
@@ -173,14 +177,15 @@ def _followed(node: Node, graph: Graph, home: Mapping[str, int], prices: Prices)
 
 
 def _read_once(ref: Ref, graph: Graph) -> bool:
-    """Return whether only one node reads a value, so that no other use shares its conversion."""
+    """Return whether a single node reads a value, so that no other shares its conversion."""
     return sum(ref in graph[user].inputs for user in graph.users[ref.name]) == 1
 
 
 def _follow(
     draft: _Draft, node: Node, options: Sequence[NodeStrategy], home: dict[str, int], leader: int
 ) -> bool:
-    """Add ``node`` to a decision if it has a strategy for every choice; return whether it does."""
+    """Add ``node`` to the group number ``leader`` and return True, if one of the node's strategies
+    (``options``) matches each choice of the group; else return False."""
     extended: list[dict[str, NodeStrategy]] = []
     refs = node.inputs
     for option in draft.options:
@@ -205,7 +210,7 @@ def _follow(
 
 @dataclass
 class _Builder:
-    """Builder of a decision space, to which decisions are added one by one."""
+    """Builder of a block's layout decisions (``DecisionSpace``), added one by one."""
 
     graph: Graph
     prices: Prices
@@ -263,7 +268,8 @@ class _Builder:
         self.decisions.append(Candidates(members, tuple(choices)))
 
     def _number(self, name: str, strategy: NodeStrategy) -> int:
-        """Return the number of a strategy; strategies with equal splits share a computation."""
+        """Return the number of a node's strategy; new strategies are recorded. Strategies of a node
+        with equal splits share a computation."""
         number = self.numbers.get(id(strategy))
         if number is None:
             number = self.numbers[id(strategy)] = len(self.computes_as)
@@ -288,7 +294,7 @@ class _Builder:
         )
 
     def _compare(self, members: Sequence[str], choices: Sequence[Choice]) -> None:
-        """Record groups of a decision's candidates with equal layouts towards the outside."""
+        """Record the groups of a decision's choices with equal layouts towards other decisions."""
         start, groups = len(self.rows) - len(choices), dict[object, list[int]]()
         exposed = _exposed(members, self.graph)
         for number, choice in enumerate(choices, start):
@@ -319,12 +325,13 @@ class _Builder:
 
 
 def _rounds(rows: Sequence[Sequence[int]], none: int) -> tuple[Ints, ...]:
-    """Transpose rows of different lengths into columns, padded with ``none``."""
+    """Transpose rows of different lengths into arrays of their first, second, … entries; ``none``
+    where a row has no such entry."""
     return tuple(np.array(column) for column in zip_longest(*rows, fillvalue=none))
 
 
 def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
-    """Return the decision's nodes that other decisions see: read by them or reading from them."""
+    """Return the nodes among ``members`` that read from, or are read by, nodes outside."""
     inside = set(members)
     found = []
     for name in members:
@@ -339,7 +346,7 @@ def _exposed(members: Sequence[str], graph: Graph) -> tuple[str, ...]:
 def structure_key(
     block: Block, graph: Graph, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return a key of a block's decision space: equal keys mean equal decision spaces.
+    """Return a key that is equal if the layout decisions of a block (``DecisionSpace``) are equal.
 
     It is equal for all meshes and numbers of rows for which the block's nodes have the same
     strategies on every axis (ignoring bytes of collectives) and the same products of axes divide
@@ -364,7 +371,7 @@ def structure_key(
 def _axis_key(
     block: Block, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[object, ...]:
-    """Return a key of an axis's permitted uses and of the nodes' strategies on it."""
+    """Return a key of a mesh axis: its permitted uses, and the strategies of the block's nodes."""
     size = prices.mesh.shape[axis]
     given = (
         restriction.split_batch,
@@ -389,7 +396,7 @@ def _axis_key(
 
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
-    """Return a number of the result of ``make``, cached by ``key``; equal results share it."""
+    """Return a number that is equal for equal results of ``make``; cached by ``key``."""
     numbers = prices.cache.trait_numbers
     number: int = find(
         prices.cache.traits,
@@ -410,7 +417,7 @@ def _strategies_key(block: Block, graph: Graph, size: int, prices: Prices) -> in
 
 
 def _form(strategy: AxisStrategy) -> tuple[object, ...]:
-    """Return a key of a strategy without the bytes of its collectives."""
+    """Return a key of a strategy: everything except the bytes of its collectives."""
     inner = tuple((each.kind, each.backward) for each in strategy.collectives)
     return strategy.label, strategy.inputs, strategy.outputs, inner, strategy.groups
 
@@ -440,7 +447,8 @@ def _refs(block: Block, graph: Graph) -> list[Ref]:
 
 
 def _divided(block: Block, graph: Graph, prices: Prices) -> bytes:
-    """Return, as packed bits, whether each product of axes divides each dimension in the block."""
+    """Return, as packed bits, whether each product of sizes of mesh axes divides each dimension of
+    the block's tensors."""
 
     def make() -> Ints:
         nodes = [graph[name] for name in block.nodes]

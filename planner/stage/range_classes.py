@@ -40,8 +40,8 @@ NO_RUN = -1
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Classes of runs that differ only in how often one block is repeated, in ascending order of
-    ``lengths``, the numbers of repetitions.
+    """Classes of equal-cost runs (consecutive blocks) that differ only in how often one block is
+    repeated; ``lengths`` are the numbers of repetitions, ascending.
 
     From length ``regular`` on, each further block adds the same to every cost.
     """
@@ -53,8 +53,10 @@ class Series:
 
 @dataclass(frozen=True)
 class RunClasses:
-    """Classes of runs (consecutive blocks) that cost the same as a stage: ``numbers[k, i]`` is the
-    class of blocks k to i − 1, ``firsts`` has one run (start, stop) of each class."""
+    """Classes of runs (consecutive blocks) that cost the same as a stage. ``numbers[k, i]``: class
+    of blocks k to i − 1; ``firsts``: one run (start, stop) of each class; ``signatures``: for each
+    block a number, equal for equal blocks; ``reach``: largest distance in blocks that this
+    compares."""
 
     numbers: Ints
     firsts: tuple[tuple[int, int], ...]
@@ -67,12 +69,13 @@ class RunClasses:
 
     @cached_property
     def lengths(self) -> Ints:
-        """Return the number of blocks in the runs of each class."""
+        """Return the number of blocks of a run, by class."""
         return np.array([stop - start for start, stop in self.firsts], dtype=np.int64)
 
     @cached_property
     def roles(self) -> Mapping[tuple[bool, bool], Ints]:
-        """Map (run begins at the first block, run ends at the last block) to classes of runs."""
+        """Map (whether a run of blocks begins at the model's first, whether it ends at the last) to
+        the numbers of the classes of such runs."""
         size, found = self.num_blocks, {}
         for first in (True, False):
             for last in (True, False):
@@ -84,7 +87,8 @@ class RunClasses:
 
     @cached_property
     def series(self) -> tuple[Series, ...]:
-        """Return all series (classes that differ in repetitions); every class is in exactly one."""
+        """Return the classes in series. Classes of a series differ only in how often one block is
+        repeated; every class is in one series."""
         found: dict[object, list[tuple[int, int]]] = {}
         for number, (start, stop) in enumerate(self.firsts):
             parts = self._parts(start, stop)
@@ -102,14 +106,14 @@ class RunClasses:
 
     @cached_property
     def _ends(self) -> Ints:
-        """Return, for each block, the end of the run of equal blocks around it."""
+        """Return, for each block, the position after the last of the equal neighbours around it."""
         changes = np.flatnonzero(np.diff(self.signatures)) + 1
         bounds = np.append(changes, self.num_blocks)
         found: Ints = bounds[np.searchsorted(changes, np.arange(self.num_blocks), side="right")]
         return found
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return a run as a list of (block signature, repetitions in a row)."""
+        """Return blocks ``start`` to ``stop`` as (block signature, repetitions) pairs."""
         found = []
         while start < stop:
             end = min(int(self._ends[start]), stop)
@@ -119,7 +123,7 @@ class RunClasses:
 
 
 def run_classes(structure: Structure) -> RunClasses:
-    """Return the classes of equal cost of all runs of a structure's blocks."""
+    """Return the classes of runs (consecutive blocks) that cost the same as a stage."""
     marks, reach = _marks(structure)
     known: dict[object, int] = {}
     signatures = np.array([known.setdefault(mark, len(known)) for mark in marks], dtype=np.int64)
@@ -137,8 +141,8 @@ def run_classes(structure: Structure) -> RunClasses:
 
 
 def _marks(structure: Structure) -> tuple[list[object], int]:
-    """Return a key of each block, equal for blocks that cost the same at the same place in a run,
-    and the largest distance in blocks over which keys refer to values."""
+    """Return a key of each block, equal for blocks that cost the same at the same place in a stage,
+    and the largest distance in blocks over which the keys identify values."""
     readers = structure.readers
     position = structure.position
     reach = 1
@@ -186,8 +190,8 @@ def _leaf(structure: Structure, name: str, readers: Mapping[str, int]) -> object
 
 
 def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
-    """Return the lengths of a series to price: all short lengths, then each ``growth`` times
-    longer.
+    """Return the lengths of a series (stages with more and more repetitions of one block) to price:
+    all short lengths, then each ``growth`` times longer.
 
     >>> sampled_lengths(Series(tuple(range(100)), tuple(range(1, 101)), 2))
     (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 35, 46, 60, 78, 100)
@@ -200,11 +204,12 @@ def sampled_lengths(series: Series, growth: float = 1.3) -> tuple[int, ...]:
 
 
 def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> Floats:
-    """Return lower bounds for ``lengths`` of a series from the bounds of the ``known`` lengths.
+    """Return lower bounds of the seconds of stages of ``lengths`` repeated blocks from the bounds
+    ``seconds`` for the lengths ``known``.
 
-    A concave function is above the chords between its points; below ``regular``, the bound between
-    two known lengths is the bound of the shorter (a run costs at least as much as a shorter run of
-    its series).
+    The seconds are concave from length ``regular`` on, so bounds are interpolated linearly. Between
+    shorter known lengths the bound is that of the next shorter one (a stage costs at least as much
+    as one with fewer repetitions).
 
     >>> chord_bounds(np.arange(1, 6), np.array([1, 3, 5]), np.array([1.0, 3.0, 4.0]), 1).tolist()
     [1.0, 2.0, 3.0, 3.5, 4.0]
@@ -217,10 +222,11 @@ def chord_bounds(lengths: Ints, known: Ints, seconds: Floats, regular: int) -> F
 
 
 def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
-    """Return lower bounds raised to a shorter run's bound plus ``slope`` per further block.
+    """Return the lower bounds ``seconds`` of stages of ``lengths`` blocks, raised to the bound of
+    each shorter stage plus ``slope`` seconds per further block.
 
-    ``seconds`` are lower bounds. Removing blocks from the best solution of a longer run gives a
-    solution of the shorter run, which costs at least ``slope`` less per block.
+    Removing blocks from the best solution of a longer stage gives a solution of the shorter stage,
+    which costs at least ``slope`` less per block.
 
     >>> at_least((1, 2, 4), np.array([5.0, 1.0, 2.0]), 0.5).tolist()
     [5.0, 5.5, 6.5]
@@ -231,7 +237,8 @@ def at_least(lengths: Sequence[int], seconds: Floats, slope: float) -> Floats:
 
 
 def stage_begins(graph: Graph, blocks: Blocks, asked: Sequence[str]) -> tuple[int, ...]:
-    """Return the positions of the blocks that ``asked`` (``--stage-at``) names, ascending.
+    """Return the positions, ascending, of the blocks that the paths ``asked`` (``--stage-at``)
+    name.
 
     Raises ``UsageError`` AP181 for unknown modules, AP183 for modules that begin inside a block.
     """
@@ -268,13 +275,13 @@ def _is_under(module: str, path: str) -> bool:
 
 
 def _first_of_a_module(graph: Graph, block: Block) -> str:
-    """Return the first op of a block that a submodule makes; the model's own ops may precede it."""
+    """Return a block's first op that belongs to a submodule; the model's own ops may precede it."""
     own = [name for name in block.nodes if graph[name].module]
     return (own or list(block.nodes))[0]
 
 
 def without_inner(classes: RunClasses, begins: Collection[int]) -> RunClasses:
-    """Return the classes without runs that contain a block of ``begins`` after the first."""
+    """Return the classes without stages that contain a block of ``begins``, unless as the first."""
     if not begins:
         return classes
     numbers = classes.numbers.copy()

@@ -46,7 +46,7 @@ FEWEST_POINTS = 10
 
 
 class RecomputePolicy(NamedTuple):
-    """Numbers of fully and of selectively recomputed blocks, by class of equal blocks."""
+    """Numbers of fully and selectively recomputed blocks of a stage, by class of equal blocks."""
 
     full: tuple[int, ...] = ()
     selective: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ NO_RECOMPUTE = RecomputePolicy()
 
 
 def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
-    """Return the policy that recomputes all blocks in the same mode.
+    """Return the policy that recomputes all blocks in one mode; ``counts``: blocks of each class.
 
     >>> uniform_policy("full", (1, 3))
     RecomputePolicy(full=(1, 3), selective=(0, 0))
@@ -74,14 +74,15 @@ def uniform_policy(mode: Recompute, counts: Sequence[int]) -> RecomputePolicy:
 
 @dataclass(frozen=True)
 class Policies:
-    """Policies as an array ``blocks[mode, policy, class]``: numbers of recomputed blocks by mode
-    (full, selective) and class of equal blocks. The first policy recomputes no block."""
+    """Recomputation policies of a stage as an array ``blocks[mode, policy, class]``: numbers of
+    recomputed blocks by mode (full, selective) and class of equal blocks. The first recomputes no
+    block."""
 
     blocks: Ints
 
     @staticmethod
     def of(policy: RecomputePolicy, num_classes: int) -> Policies:
-        """Return a single policy as an array."""
+        """Return one policy for a stage of ``num_classes`` classes of equal blocks, as an array."""
         return Policies(np.array([[own or (0,) * num_classes] for own in policy]))
 
     def __len__(self) -> int:
@@ -92,7 +93,7 @@ class Policies:
         return RecomputePolicy(tuple(full), tuple(selective))
 
     def within(self, modes: Sequence[Recompute]) -> NDArray[np.bool_]:
-        """Return a mask of the policies that use only ``modes``."""
+        """Return a mask by policy: whether it recomputes only in the modes ``modes``."""
         is_used: NDArray[np.bool_] = np.logical_or.reduce(self.blocks > 0, axis=2)
         denied = [number for number, mode in enumerate(("full", "selective")) if mode not in modes]
         allowed: NDArray[np.bool_] = ~np.logical_or.reduce(is_used[denied], axis=0)
@@ -101,10 +102,10 @@ class Policies:
     def allowed(
         self, forced: Recompute | None, modes: Sequence[Recompute], counts: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """Return a mask of the allowed policies.
+        """Return a mask by policy: whether it is allowed. ``counts``: blocks of each class.
 
-        If a mode is ``forced``, only the policy with all blocks in it is allowed; otherwise every
-        policy of ``modes`` is.
+        If a mode is ``forced``, only the policy with all blocks in this mode is allowed; otherwise
+        every policy that recomputes only in ``modes`` is.
         """
         if forced is None:
             return self.within(modes)
@@ -113,14 +114,14 @@ class Policies:
         return allowed
 
     def sums(self, added: Floats) -> Floats:
-        """Return the total of each policy, given the value added by a block, ``[mode, class]``."""
+        """Return, for each policy, the sum over its recomputed blocks of ``added[mode, class]``."""
         total: Floats = self.blocks[0] @ added[0] + self.blocks[1] @ added[1]
         return total
 
     def largest(self, sizes: Floats) -> Floats:
-        """Return the largest size of a recomputed block in each policy, 0 if it has none.
+        """Return, for each policy, the largest size of its recomputed blocks, 0 if none.
 
-        Takes sizes ``[mode, …, class]``; returns ``[…, policy]``.
+        Takes ``sizes[mode, …, class]``; returns ``[…, policy]``.
         """
         largest = np.zeros((*sizes.shape[1:-1], len(self)))
         for used, of_mode in zip(self._is_used, sizes, strict=True):
@@ -136,9 +137,9 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCosts:
-    """Additional cost of a recomputed block: ``seconds[mode, class]`` per micro-batch,
-    ``kept_bytes[mode, class]`` (negative for savings), ``transient_bytes[mode, zero, class]``
-    during recomputation."""
+    """Cost that recomputing a block adds: ``seconds[mode, class]`` per micro-batch,
+    ``kept_bytes[mode, class]`` per micro-batch (negative for savings), ``transient_bytes[mode,
+    zero, class]`` while it is recomputed."""
 
     seconds: Floats
     kept_bytes: Floats
@@ -148,9 +149,9 @@ class RecomputeCosts:
 def group_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...]
 ) -> tuple[list[list[int]], list[Ints]]:
-    """Return groups of classes (equal blocks), and each group's policies as numbers of recomputed
-    blocks ``[mode, policy, class]``; every combination of the groups' policies is a policy of the
-    stage."""
+    """Return groups of classes (equal blocks), and for each group its policies: numbers of
+    recomputed blocks ``[mode, policy, class]``. Every combination of the groups' policies is a
+    policy of the stage. ``counts``, ``kinds``: blocks and kind of each class."""
     if prod(comb(count + 2, 2) for count in counts) <= FEW_POLICIES:
         return (
             [[number] for number in range(len(counts))],
@@ -171,13 +172,14 @@ def group_policies(
 
 @lru_cache(maxsize=4096)
 def num_policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> int:
-    """Return the number of policies that ``policies`` returns."""
+    """Return the number of recomputation policies that ``policies`` returns for these arguments."""
     return prod(own.shape[1] for own in group_policies(counts, kinds)[1])
 
 
 @lru_cache(maxsize=4096)
 def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
-    """Return a stage's policies, given the number of blocks and the kind of each class of blocks.
+    """Return the recomputation policies of a stage to try, given the number of blocks and the kind
+    of each class of equal blocks.
 
     >>> listed = policies((1,), ("layer",))
     >>> [tuple(listed[number]) for number in range(3)]
@@ -192,7 +194,8 @@ def policies(counts: tuple[int, ...], kinds: tuple[str, ...]) -> Policies:
 
 
 def _all_pairs(count: int) -> Ints:
-    """Return ``[mode, policy]``: all pairs of numbers of fully and selectively recomputed blocks.
+    """Return, as ``[mode, policy]``, all numbers of fully and selectively recomputed blocks among
+    ``count``.
 
     >>> _all_pairs(2).tolist()
     [[0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]]
@@ -203,7 +206,8 @@ def _all_pairs(count: int) -> Ints:
 
 
 def _mixes(count: int) -> Ints:
-    """Return policies that mix two of three modes over ``count`` blocks, sampled evenly if many.
+    """Return, as ``[mode, policy]``, numbers of fully and selectively recomputed blocks that mix
+    two of the three modes over ``count`` blocks, sampled evenly if many.
 
     >>> _mixes(100).shape, _mixes(1000).shape, _mixes(1000)[:, -1].tolist()
     ((2, 300), (2, 540), [994, 6])
@@ -216,7 +220,8 @@ def _mixes(count: int) -> Ints:
 
 
 def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
-    """Distribute numbers of recomputed blocks over classes in order, ``[mode, policy, class]``."""
+    """Distribute ``full`` and ``selective`` recomputed blocks (arrays by policy) over classes in
+    order, first the full; return ``[mode, policy, class]``. ``counts``: blocks of each class."""
     before = np.cumsum(counts) - counts
     first = np.clip(full[:, None] - before, 0, counts)
     both = np.clip((full + selective)[:, None] - before, 0, counts)
@@ -226,8 +231,9 @@ def _distributed(full: Ints, selective: Ints, *, counts: Ints) -> Ints:
 def efficient_policies(
     counts: tuple[int, ...], kinds: tuple[str, ...], costs: RecomputeCosts
 ) -> Policies:
-    """Return the policies on the Pareto fronts of seconds, kept bytes and transient bytes, for each
-    set of allowed modes; the first recomputes nothing, and uniform policies are included."""
+    """Return the policies on the Pareto fronts of seconds, kept bytes and transient bytes, a front
+    for each set of allowed modes. The first recomputes nothing, and uniform policies are
+    included."""
     allowed: tuple[tuple[Recompute, ...], ...] = (("full", "selective"), ("full",), ("selective",))
     modes: tuple[Recompute, ...] = ("none", "full", "selective")
     none, *uniform = (np.array(uniform_policy(mode, counts))[:, None] for mode in modes)
@@ -239,8 +245,8 @@ def efficient_policies(
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Policies as arrays, with their seconds and bytes: ``blocks[mode, point, class]`` is the
-    number of blocks of a class that a policy recomputes in a mode."""
+    """Recomputation policies as points of seconds and bytes. ``blocks[mode, point, class]``: number
+    of recomputed blocks."""
 
     blocks: Ints
     seconds: Floats
@@ -262,7 +268,7 @@ def _front(
     costs: RecomputeCosts,
     modes: Sequence[Recompute],
 ) -> _Points:
-    """Return the Pareto front of the policies that use only ``modes``."""
+    """Return the Pareto front (seconds, bytes) of policies that recompute only in ``modes``."""
     points = _points(np.zeros((2, 1, len(counts)), dtype=np.int64), costs)
     for group, own in zip(*group_policies(counts, kinds), strict=True):
         allowed = own[:, Policies(own).within(modes)]
@@ -283,7 +289,8 @@ def _points(blocks: Ints, costs: RecomputeCosts) -> _Points:
 
 
 def _combined(one: _Points, other: _Points) -> _Points:
-    """Return the combinations of every point of ``one`` with every point of ``other``."""
+    """Return all policies that join a policy of ``one`` and a policy of ``other``; their seconds
+    and kept bytes add up."""
     here = np.repeat(np.arange(len(one.seconds)), len(other.seconds))
     there = np.tile(np.arange(len(other.seconds)), len(one.seconds))
     return _Points(
@@ -295,7 +302,8 @@ def _combined(one: _Points, other: _Points) -> _Points:
 
 
 def _undominated(points: _Points) -> _Points:
-    """Return, by transient bytes, the Pareto front of seconds and bytes, thinned if long."""
+    """Return, for each distinct size of transient bytes, the Pareto front of seconds and kept
+    bytes, thinned if long."""
     _, group = np.unique(points.transient_bytes, axis=0, return_inverse=True)
     group = group.ravel()
     order = np.lexsort((points.seconds, points.kept_bytes, group))

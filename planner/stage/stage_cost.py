@@ -58,11 +58,11 @@ BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
 class StageCost:
     """Seconds and bytes of a stage. ``seconds`` per micro-batch and per step: see ``Seconds``.
 
-    ``receive_seconds`` are the transfers from earlier stages (forward, backward), per micro-batch.
-    ``memory_bytes`` are by category, see ``StagePrediction``. ``late_seconds`` is the part of the
-    backward for deferred weight gradients; None if unknown. Collectives of states overlap the
-    compute of the blocks in ``groups``, and other collectives unless both use the same links
-    (``shares_links``; see ``seconds_of_passes``). Without groups the stage counts as one block.
+    ``receive_seconds``: transfers from earlier stages (forward, backward), per micro-batch.
+    ``memory_bytes``: per device, by category. ``activation_bytes``: of one micro-batch.
+    ``late_seconds``: part of the backward for deferred weight gradients, None if unknown.
+    Collectives of states overlap the compute of the blocks in ``groups``, and other collectives
+    unless both use the same links (``shares_links``). Without groups the stage counts as one block.
     """
 
     seconds: Seconds
@@ -75,7 +75,7 @@ class StageCost:
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
-        """Return the seconds (forward, backward) in which all blocks are computed and issued."""
+        """Return (forward, backward): seconds to launch and compute all blocks of a micro-batch."""
         own = self.seconds
         forward = max(own.forward_compute, own.forward_issue)
         return forward, max(own.backward_compute, own.backward_issue)
@@ -90,7 +90,7 @@ class StageCost:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of the optimizer, exposed parameter gathers and gradient sums."""
+        """Return the seconds per step of the optimizer and of exposed gathers and gradient sums."""
         return self._passes[2] + self._passes[3]
 
     @property
@@ -105,7 +105,7 @@ class StageCost:
         return self._with_exposed(both, self.issued_groups)
 
     def _with_exposed(self, seconds: Seconds, groups: Groups) -> tuple[float, float, float, float]:
-        """Return ``seconds_of_passes`` as floats: forward, backward, first gathers, end of step."""
+        """Return seconds: (forward, backward, gathers before the first forward, step's end)."""
         found = seconds_of_passes(np.array(seconds), groups, self.shares_links)
         forward, backward, gather, end = map(float, found)
         return forward, backward, gather, end
@@ -116,7 +116,7 @@ class StageCost:
 
     @cached_property
     def issued_groups(self) -> Groups:
-        """Return the blocks' seconds, compute at least as long as the host's launches of it."""
+        """Return the seconds by block, with compute at least as long as its launch by the host."""
         seconds = self._groups.seconds.copy()
         for compute, issue in ISSUED:
             seconds[:, compute] = np.maximum(seconds[:, compute], seconds[:, issue])
@@ -124,14 +124,14 @@ class StageCost:
 
     @cached_property
     def buckets(self) -> Buckets:
-        """Return each block's share of the stage's compute and of its collectives per step."""
+        """Return each block's fraction of the stage's compute and of its collectives per step."""
         groups = self.issued_groups
         every = np.repeat(groups.seconds, groups.counts, axis=0)
         return Buckets(*(_shares(every[:, resource]) for resource in IN_PARTS))
 
     @property
     def exposed_states(self) -> tuple[float, float]:
-        """Return the seconds of ZeRO's collectives not hidden by compute (forward, backward)."""
+        """Return (forward, backward): seconds of ZeRO's collectives that compute does not hide."""
         own = self.seconds
         forward, backward = self.compute_seconds
         return (
@@ -141,14 +141,14 @@ class StageCost:
 
     @property
     def slowed_share(self) -> float:
-        """Return the fraction of compute lost during collectives that run once per step."""
+        """Return the fraction of compute lost while the collectives of a whole step run."""
         own = self.seconds
         collectives = own.parameter_gather + own.gradient_sync
         slowed = own.gather_slowed + own.sync_slowed
         return min(1.0, slowed / collectives) if collectives else 0.0
 
     def objective(self, num_microbatches: int) -> float:
-        """Return the solvers' objective: seconds per micro-batch with a share of the step's.
+        """Return the seconds per micro-batch that solvers minimize, with a share of the step's.
 
         It counts the device alone: the host's time to issue a pass is not a sum over ops.
         """
@@ -156,7 +156,7 @@ class StageCost:
         return forward + backward + (gather + end) / num_microbatches + sum(self.receive_seconds)
 
     def warmup_and_steady(self, num_microbatches: int) -> tuple[float, float]:
-        """Return (q, m): the first micro-batch's seconds, and the further seconds of a step if this
+        """Return (q, m): seconds of the first micro-batch, and further seconds of the step if this
         stage is the slowest. Messages overlap the compute of other micro-batches."""
         micro = self.forward_seconds + self.backward_seconds
         rest = (num_microbatches - 1) * micro + self.step_seconds
@@ -190,7 +190,7 @@ def _shares(values: Floats) -> tuple[float, ...]:
 
 
 def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> dict[str, N]:
-    """Add up the bytes of a rank's stages by category; of categories in ``once`` take the maximum.
+    """Add up the bytes of a rank's stages by category; for categories in ``once`` take the maximum.
 
     >>> combine_bytes(({"parameters": 3, "transient": 2}, {"parameters": 1, "transient": 4}),
     ...          once=("transient",))
@@ -208,7 +208,7 @@ def combine_bytes(stages: Iterable[Mapping[str, N]], once: Collection[str]) -> d
 
 @dataclass(frozen=True, slots=True)
 class PolicyCosts:
-    """Cost that each recomputation policy adds to a stage without recomputation.
+    """Cost that each recomputation policy adds to a stage.
 
     By policy: additional ``seconds`` and ``kept_bytes`` of a micro-batch (negative for savings),
     and total ``transient_bytes[zero, policy]``.
@@ -221,9 +221,9 @@ class PolicyCosts:
 
 
 class StageTable:
-    """Costs of a stage's rows (terms of its cost) with given layouts, for all runs of a family.
+    """Costs of all stages of the same kinds of blocks, with given layouts of their nodes.
 
-    ``choices`` are the choices of the decisions of ``assembly``.
+    ``choices``: for each decision (nodes laid out together), its choice.
     """
 
     def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
@@ -239,7 +239,7 @@ class StageTable:
         self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
     def row(self, row: Row) -> RowCost:
-        """Return the cost of one occurrence of a row (block, shared parameter or edge)."""
+        """Return the cost of one block, shared parameter or edge (value that a block reads)."""
         if row not in self.rows:
             self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
         return self.rows[row]
@@ -293,7 +293,7 @@ class StageTable:
         )
 
     def _edge(self, edge: Edge) -> RowCost:
-        """Return the cost of an edge between blocks; a recomputed reading block keeps the value."""
+        """Return the cost of a value read from another block; a recomputed reader keeps it."""
         forward, backward = self._conversion(edge)
         recompute = forward * np.array(self.model.repeats(edge))
         seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
@@ -312,7 +312,7 @@ class StageTable:
         return int(self.model.source(edge).of_choice[self._choice(maker)])
 
     def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Return the seconds (forward, backward) to convert a value to all layouts in a block."""
+        """Return the seconds (forward, backward) of a value's layout conversions in one block."""
         forward, backward = self.model.conversions(edge)
         source = self._source_class(edge)
         _, columns = self.model.targets(edge)
@@ -326,7 +326,7 @@ class StageTable:
         )
 
     def _shared(self, name: str) -> RowCost:
-        """Return the cost of a parameter of several blocks."""
+        """Return the cost of a parameter that several blocks use."""
         decision, choice = self.model.shared(name), self._choice(name)
         seconds = np.stack([decision.seconds[:, choice]] * len(BLOCK_MODES))
         return RowCost(
@@ -337,7 +337,7 @@ class StageTable:
         )
 
     def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
-        """Return the seconds (forward, backward) of layout conversions for sent values and the
+        """Return the seconds (forward, backward) per micro-batch of converting sent values and the
         loss, and of receiving values."""
         both = np.zeros((2, 2))
         for boundary, count in self.model.boundaries(run):
@@ -346,7 +346,7 @@ class StageTable:
         return both[0], both[1]
 
     def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """Return the seconds and bytes of a row or boundary (see ``RowCost.unrecomputed``)."""
+        """Return a term's seconds and bytes without recomputation, ``[zero, figure]``."""
         if not isinstance(row, Boundary):
             return self.row(row).unrecomputed
         added = np.zeros((len(ZEROS), NUM_FIGURES))
@@ -358,7 +358,7 @@ class StageTable:
         return added
 
     def policy_costs(self, run: Run) -> PolicyCosts:
-        """Return the costs of a run under every policy worth trying. Cached."""
+        """Return the costs of all recomputation policies to try on a stage ``run``. Cached."""
         if run.key not in self._policy_costs:
             costs, counts = self._recompute_costs(run), run.class_counts
             is_short = num_policies(*counts) <= MOST_POLICIES
@@ -372,7 +372,7 @@ class StageTable:
         return self._policy_costs[run.key]
 
     def _recompute_costs(self, run: Run) -> RecomputeCosts:
-        """Return the additional cost of a recomputed block of each class of a run."""
+        """Return the cost that recomputing a block adds, by class of equal blocks of a stage."""
         kinds = [self.kinds[own.kind] for own in run.block_classes]
         rows = [
             [kind, *map(self.row, own.edges)]
@@ -386,14 +386,14 @@ class StageTable:
         )
 
     def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
-        """Return ``[zero, policy]``: bytes of largest op plus gathered weights or rerun block."""
+        """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values."""
         largest = listed.largest(costs.transient_bytes)
         transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
         return transient
 
     @property
     def transient_bytes(self) -> Floats:
-        """Return, by ZeRO stage, bytes of the largest op plus gathered parameters."""
+        """Return, by ZeRO stage, the bytes of the largest op plus gathered parameters."""
         return self._working_bytes + self._gathered
 
     @cached_property
@@ -406,8 +406,8 @@ class StageTable:
         return largest
 
     def seconds_per_byte(self, modes: Sequence[Recompute]) -> tuple[float, float]:
-        """Return the least seconds per byte saved by recomputing a block of any kind, and the
-        largest fraction of a block's kept bytes saved; values read from outside are ignored."""
+        """Return the least seconds per saved byte of recomputing a block in one of ``modes``, and
+        the largest fraction of a block's bytes it saves. Values from outside are ignored."""
         rates, shares = [], []
         for kind in self.kinds.values():
             saved, _, selected = kind.kept_bytes.tolist()
@@ -418,7 +418,7 @@ class StageTable:
         return min(rates, default=0.0), max(shares, default=0.0)
 
     def price(self, run: Run, setting: StageOptions) -> StageCost:
-        """Return the cost of a run of this table's family under the options ``setting``."""
+        """Return the cost of a stage of the blocks ``run``, which are of this table's kinds."""
         cost = self._priced.get((run.key, setting))
         if cost is None:
             cost = self._priced[run.key, setting] = self._price(run, setting)
@@ -461,7 +461,7 @@ class StageTable:
         )
 
     def _groups_of(self, run: Run, setting: StageOptions, of_kind: Mapping[str, Floats]) -> Groups:
-        """Group the run's blocks in order; a parameter of several blocks counts with the first."""
+        """Return the seconds by block; a parameter of several blocks counts with the first."""
         entries, counts = group_blocks(list(zip(run.kinds, run.modes(setting.policy), strict=True)))
         seconds = np.array([of_kind[kind][BLOCK_MODES.index(mode)] for kind, mode in entries])
         for name in run.shared:
@@ -469,8 +469,8 @@ class StageTable:
         return Groups(seconds, counts)
 
     def _issued(self, kind: str, seconds: Floats, *, splits: bool) -> Floats:
-        """Return a block's ``seconds[mode, RESOURCE]`` with the issue time of each pass (or half of
-        a split backward) raised to its compute time."""
+        """Return a block's ``seconds[mode, RESOURCE]`` with the host's time of each pass (or half
+        of a split backward) raised to the device's."""
         seconds = seconds.copy()
         forward = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE]
         backward = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE]
@@ -481,13 +481,13 @@ class StageTable:
         return seconds
 
     def weight_grads(self, run: Run) -> tuple[float, float]:
-        """Return the seconds of a run's deferred weight gradients, and the bytes kept for them."""
+        """Return the seconds of a micro-batch's weight gradients, and the bytes kept for them."""
         own = [(count, *self._weight_grads_of(kind)) for kind, count in run.counts.items()]
         seconds = sum(count * float(each.max()) for count, each, _ in own)
         return seconds, sum(count * size for count, _, size in own)
 
     def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
-        """Return a block's weight gradients: seconds (device, host) and bytes kept for them."""
+        """Return (device, host) seconds of a block's weight gradients, and bytes kept for them."""
         if kind not in self._weight_grads:
             start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])

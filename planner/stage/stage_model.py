@@ -47,7 +47,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
     """A value that a stage sends or receives, or the loss. ``seconds[choice, direction]`` (forward,
-    backward) depend on the choice of the decision that lays out ``node``."""
+    backward) of its conversion or transfer, by the layout choice of ``node``."""
 
     node: str
     is_received: bool
@@ -56,14 +56,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Distinct possible layouts of a value or use; ``of_choice``: each choice's index in them."""
+    """Distinct layouts that a value may have. ``of_choice``: index of the layout by choice."""
 
     layouts: tuple[Layout, ...]
     of_choice: Ints
 
     @staticmethod
     def of(layouts: Sequence[Layout], cache: PriceCache) -> Options:
-        """Build the options from each choice's layout; ``cache`` shares equal tuples of layouts."""
+        """Build the options from the layouts of all choices. ``cache`` shares equal tuples."""
         of_choice, firsts = classes_of(layouts)
         distinct = tuple(layouts[first] for first in firsts.tolist())
         return Options(cache.layouts.setdefault(distinct, distinct), of_choice)
@@ -71,9 +71,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Distinct layouts that an edge's uses may need; per use, each choice's index among them.
+    """Distinct layouts that the uses of a value in a block may need. ``columns``: for each use, the
+    index of the layout by choice.
 
-    ``alone``: all uses belong to one decision and always need the same layout.
+    ``alone``: all uses belong to one decision (nodes laid out together) and need equal layouts.
     """
 
     layouts: tuple[Layout, ...]
@@ -83,8 +84,9 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """An edge's conversions with equal layouts merged into classes: the class of each choice of the
-    source and of each use, and the seconds, forward and backward, between classes."""
+    """Conversions of a value read by a block, where layouts that cost the same form a class: the
+    class of each choice of the value (``source``) and of each use, and the seconds between
+    classes."""
 
     source: Ints
     uses: tuple[Ints, ...]
@@ -98,8 +100,8 @@ WeightGrads = tuple[float, float, tuple[Part, ...]]
 
 @dataclass(frozen=True)
 class StageModel:
-    """Decisions (nodes laid out together) and their costs on a stage's mesh, by kind of block.
-    ``link`` connects the stage to the stage before it."""
+    """Decisions (nodes whose layouts are chosen together) and their costs on a stage's mesh, by
+    kind of block. ``link`` connects the stage to the stage before it."""
 
     structure: Structure
     prices: Prices
@@ -128,12 +130,13 @@ class StageModel:
         return self.merge, self.restriction.key, self.prices.key
 
     def common(self, table: ByIdentity[T], key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return the result of ``make``, cached for all models that differ in their links only."""
+        """Return the result of ``make``, cached for all models that are equal but for ``link``."""
         given = self.structure.graph, self.structure.blocks
         return table.find((*key, *self._key), given, make)
 
     def weight_grads(self, kind: str, number: int, choice: int) -> WeightGrads:
-        """Return the deferrable weight gradients of a decision's choice, in a kind of block."""
+        """Return the seconds and bytes of the weight gradients that a split backward defers, for
+        one choice of decision ``number`` of a kind of block."""
         key = (kind, number, choice)
         if key not in self._weight_grads:
             decision = self.kind(kind).decisions[number]
@@ -147,7 +150,7 @@ class StageModel:
         return self._weight_grads[key]
 
     def shared(self, parameter: str) -> Decision:
-        """Return the decision that lays out a parameter of several blocks."""
+        """Return the decision of the layout of a parameter that several blocks use."""
         found = self._shared.get(parameter)
         if found is None:
             found = self._parameter(parameter)
@@ -185,7 +188,7 @@ class StageModel:
         return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
 
     def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[..., SavedTensors]:
-        """Return the function ``KindModel.held`` of a kind, which caches its results."""
+        """Return a cached function (decision, choice) → ``SavedTensors`` for a kind of block."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], SavedTensors] = {}
@@ -224,12 +227,12 @@ class StageModel:
         return held
 
     def made(self, name: str, index: int) -> Options:
-        """Return the distinct layouts that a template node's output may have."""
+        """Return the layouts in which node ``name`` may compute its output number ``index``."""
         key = ("made", name, index)
         return self._options_of(key, name, lambda own: own.layouts[name].outputs[index])
 
     def wanted(self, use: Use) -> Options:
-        """Return the layouts in which a use may need its value."""
+        """Return the layouts in which an op may need its input (``use``)."""
         node, at = use.node, use.position
         key = ("wanted", node, at)
         return self._options_of(key, node, lambda own: own.layouts[node].inputs[at])
@@ -237,7 +240,8 @@ class StageModel:
     def _options_of(
         self, key: tuple[object, ...], member: str, layout: Callable[[Choice], Layout]
     ) -> Options:
-        """Return the distinct layouts that ``layout`` gives for the choices that lay out a node."""
+        """Return the distinct layouts of a node's input or output (``layout``) in all choices of
+        the decision that has node ``member``."""
         if key not in self._options:
             choices, cache = self.home(member)[1].choices, self.prices.cache
             self._options[key] = cache.options.find(
@@ -246,7 +250,7 @@ class StageModel:
         return self._options[key]
 
     def received(self, first: Use) -> Options:
-        """Return the layouts in which a stage may receive a value, given its first use."""
+        """Return the layouts in which a stage may receive a value whose first use is ``first``."""
         wanted, cache = self.wanted(first), self.prices.cache
 
         def make() -> Options:
@@ -264,7 +268,7 @@ class StageModel:
         }
 
     def home(self, name: str) -> tuple[str, Decision]:
-        """Return the kind (or shared parameter's name) and the decision that lay out a node."""
+        """Return the kind of block (or shared parameter) and the decision that has a node."""
         is_parameter = self.structure.graph[name].kind == "parameter"
         if is_parameter and self.structure.is_shared(name):
             return name, self.shared(name)
@@ -273,13 +277,13 @@ class StageModel:
         return kind, model.decisions[model.where[name]]
 
     def source(self, edge: Edge) -> Options:
-        """Return the layouts that an edge's value may have before its conversion."""
+        """Return the layouts that a value read by a block may have before its conversion."""
         if edge.first is not None:
             return self.received(edge.first)
         return self.made(edge.name, edge.index)
 
     def repeats(self, edge: Edge) -> tuple[bool, bool]:
-        """Return, by ``RECOMPUTE_MODES``, whether a recomputed block converts the value again."""
+        """Return, by ``RECOMPUTE_MODES``, whether recomputation repeats the value's conversion."""
         if edge not in self._repeats:
             block = self.structure.blocks.kinds[edge.uses[0].kind]
             own = replay(block, self.structure.graph, self.prices)
@@ -290,7 +294,8 @@ class StageModel:
         return self.structure.graph[edge.name].outputs[edge.index]
 
     def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """Return the distinct layouts an edge's uses may need, and per use each choice's index."""
+        """Return the distinct layouts that a value's uses in a block may need, and for each use the
+        index of the layout by choice."""
         found = self._targets(edge)
         return found.layouts, found.columns
 
@@ -317,7 +322,8 @@ class StageModel:
         return cache.targets.find((), wanted, make)
 
     def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
-        """Return the seconds, forward and backward, from every source to every target layout."""
+        """Return two matrices of seconds, forward and backward, to convert a value that a block
+        reads from each layout of ``source`` to each of ``targets``."""
         sources, targets = self.source(edge).layouts, self._targets(edge).layouts
         spec, prices = self.spec(edge), self.prices
         return prices.converted.matrices.find(
@@ -327,7 +333,8 @@ class StageModel:
         )
 
     def merged(self, edge: Edge) -> Merged:
-        """Return an edge's conversion seconds with equal rows and columns merged to classes."""
+        """Return the seconds of converting a value that a block reads, with layouts that cost the
+        same merged to classes."""
         found = self._merged.get(edge)
         if found is None:
             source, targets = self.source(edge), self._targets(edge)
@@ -348,7 +355,8 @@ class StageModel:
         return found
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
-        """Return (boundary, number of such) of a run's sent values, loss and received values."""
+        """Return (boundary, how often it occurs) for values that a stage of the blocks ``run``
+        sends and receives, and for the loss. A boundary has the seconds of one value."""
         found = [(self._outgoing(name, index), count) for (name, index), count in run.sent.items()]
         if run.has_loss:
             loss = self.structure.graph.loss
@@ -357,7 +365,7 @@ class StageModel:
         return found + [(self._incoming(ref, first), 1) for ref, first in run.received]
 
     def _outgoing(self, name: str, index: int, *, is_loss: bool = False) -> Boundary:
-        """Return the boundary of a value sent to other stages, or of the loss, sent whole."""
+        """Return the conversion seconds of a sent value, or of the loss, which is made whole."""
         key = (name, index, is_loss)
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
@@ -367,7 +375,7 @@ class StageModel:
         return self._boundaries[key]
 
     def _incoming(self, ref: Ref, first: Use) -> Boundary:
-        """Return the boundary of a value received in the layout that its first use needs."""
+        """Return the transfer seconds of a value received in the layout its first use needs."""
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
@@ -377,14 +385,14 @@ class StageModel:
         return self._boundaries[key]
 
     def block_sync(self, kind: str, zero: int) -> Seconds:
-        """Return the latencies of a block's collectives of states; none without parameters."""
+        """Return the latencies of a block's parameter gathers and gradient sums; 0 without any."""
         if not self.kind(kind).has_parameters:
             return Seconds()
         return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
-        """Return a lower bound of the seconds per micro-batch that a stage waits for collectives of
-        its first and last block that no compute hides (``wait_weights``)."""
+        """Return a lower bound of the seconds per micro-batch that a stage waits for the parameter
+        gathers of its first block and the gradient sums of its last, which no compute hides."""
         key = run.kinds[0], run.kinds[-1], run.shared, zero, num_microbatches
         if key not in self._least_waits:
             self._least_waits[key] = self._least_wait(run, zero, num_microbatches)

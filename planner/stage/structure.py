@@ -30,8 +30,8 @@ from .recompute_policy import Ints
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A block's edges in a run of blocks that also makes all values it reads; ``first``: the first
-    block that such a run contains; ``shared``: its parameters that other blocks use too."""
+    """A block's edges (values it reads) in a stage that also makes all these values; ``first``: the
+    first block that such a stage contains; ``shared``: its parameters that other blocks use too."""
 
     edges: tuple[Edge, ...]
     first: int
@@ -40,7 +40,8 @@ class _Inside:
 
 @dataclass(frozen=True)
 class Structure:
-    """Blocks of a graph and the values that they read. Runs of blocks are built once, on demand."""
+    """Blocks of a graph and the values that they read from each other. Runs (consecutive blocks as
+    a stage) are built once, on demand."""
 
     graph: Graph
     blocks: Blocks
@@ -50,14 +51,14 @@ class Structure:
     _known: dict[Alike, tuple[Edge, ...]] = field(default_factory=dict, repr=False)
 
     def at_batch(self, batch_size: int) -> Structure:
-        """Return the structure at another batch size, with all data that do not depend on it."""
+        """Return the structure at another batch size; data that do not depend on it are shared."""
         found = replace(self, graph=self.graph.with_batch_size(batch_size))
         found.__dict__.update({name: getattr(self, name) for name in _OF_ANY_BATCH})
         return found
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Map each op node to the position of its block."""
+        """Map each op node to the position of its block in the model."""
         return {
             name: position
             for position, block in enumerate(self.blocks.blocks)
@@ -66,7 +67,7 @@ class Structure:
 
     @cached_property
     def readers(self) -> dict[Ref, tuple[int, ...]]:
-        """Map each value of a block to the ascending positions of the blocks that read it."""
+        """Map each value made by an op to the ascending positions of the blocks that read it."""
         found: dict[Ref, dict[int, None]] = {}
         for position, block in enumerate(self.blocks.blocks):
             for name in block.nodes:
@@ -90,12 +91,13 @@ class Structure:
         return parameter in self._shared
 
     def parameter_key(self, parameter: str) -> str:
-        """Return the name of a parameter's layout: its template's, or its own if it is shared."""
+        """Return the name under which a parameter's layout is stored: the corresponding parameter
+        in the first block of the kind, or its own name if several blocks use it."""
         return parameter if self.is_shared(parameter) else self.blocks.template[parameter]
 
     @cached_property
     def outside(self) -> tuple[tuple[tuple[Ref, tuple[Use, ...]], ...], ...]:
-        """Return, for each block, the values that it reads from outside, with their uses."""
+        """Return, for each block, the values that it reads from outside, each with its uses."""
         return tuple(self._outside(block) for block in self.blocks.blocks)
 
     @cached_property
@@ -115,14 +117,16 @@ class Structure:
         )
 
     def leaf_bytes(self, run: Run, row_parts: int) -> int:
-        """Return the bytes on a rank of a run's inputs, constants and buffers (``leaf_bytes``)."""
+        """Return the bytes per rank of the inputs, constants and buffers that the blocks ``run``
+        read; the batch is split into ``row_parts`` parts."""
         key = run.key, row_parts
         if key not in self._leaf_bytes:
             self._leaf_bytes[key] = leaf_bytes(self.graph, run.leaves, row_parts)
         return self._leaf_bytes[key]
 
     def leaf_bytes_of_blocks(self, row_parts: int) -> tuple[int, ...]:
-        """Return the bytes on a rank of the inputs, constants and buffers of every block."""
+        """Return, for each block, the bytes per rank of the inputs, constants and buffers that it
+        reads; the batch is split into ``row_parts`` parts."""
         return tuple(leaf_bytes(self.graph, names, row_parts) for names in self.leaves)
 
     def _outside(self, block: Block) -> tuple[tuple[Ref, tuple[Use, ...]], ...]:
@@ -137,14 +141,14 @@ class Structure:
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
     def _is_priced(self, ref: Ref, node: Node) -> bool:
-        """Return whether a node's input from outside is laid out, and converted, separately."""
+        """Return whether the layout of a node's input from outside the block is chosen apart."""
         kind = self.graph[ref.name].kind
         if kind == "parameter":
             return not is_own_parameter(ref, node, self.graph)
         return kind == "op"
 
     def own_parameters(self, block: Block) -> tuple[str, ...]:
-        """Return the parameters that only ``block`` uses, but several times."""
+        """Return the parameters that ``block`` alone uses, but more than once."""
         found: dict[str, None] = {}
         for name in block.nodes:
             for ref in self.graph[name].inputs:
@@ -154,7 +158,8 @@ class Structure:
         return tuple(name for name in found if not self.is_shared(name))
 
     def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """Return a kind's edges from parameters that are used in its block only, several times."""
+        """Return the uses (``Edge``) of parameters that only one kind of block uses, but more than
+        once in a block."""
         return tuple(
             Edge("parameter", self.parameter_key(ref.name), 0, uses)
             for ref, uses in self._template_outside[kind]
@@ -162,8 +167,8 @@ class Structure:
         )
 
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
-        """Return the boundary of a kind of block: its values that other blocks read, its uses of
-        theirs."""
+        """Return the values of a kind of block, as (node, output), that other blocks read or that
+        are the loss, and the uses in the block of other blocks' values."""
         wanted = [
             use
             for ref, uses in self._template_outside[kind]
@@ -184,7 +189,8 @@ class Structure:
 
     @cached_property
     def _made_for_others(self) -> dict[str, dict[tuple[str, int], None]]:
-        """Map each kind to its values (by template) that other blocks read, or the loss."""
+        """Map each kind of block to its values that other blocks read or that are the loss, as keys
+        (node of the kind's first block, output)."""
         found: dict[str, dict[tuple[str, int], None]] = {}
         for ref, readers in self.readers.items():
             block = self.blocks.blocks[self.position[ref.name]]
@@ -197,7 +203,7 @@ class Structure:
         return found
 
     def run(self, start: int, stop: int) -> Run:
-        """Return the run of blocks ``start`` to ``stop`` (exclusive)."""
+        """Return the blocks ``start`` to ``stop`` (exclusive) as a stage."""
         found = self._runs.get((start, stop))
         if found is None:
             found = self._run(start, stop)
@@ -231,7 +237,7 @@ class Structure:
 
     @cached_property
     def _inside(self) -> tuple[_Inside, ...]:
-        """Return, for each block, its edges in a run that makes all its values (``_Inside``)."""
+        """Return, for each block, the values (``Edge``) it reads, if its stage makes them all."""
         found = []
         for at, outside in enumerate(self.outside):
             names = [ref.name for ref, _ in outside]
@@ -241,7 +247,9 @@ class Structure:
         return tuple(found)
 
     def _edges(self, at: int, start: int, received: dict[Ref, Use]) -> tuple[Edge, ...]:
-        """Return a block's edges in a run that begins at ``start``; equal edges are one object."""
+        """Return the edges (values it reads) of block ``at`` in a stage that begins at block
+        ``start``; equal edges are one object. Values from earlier stages are added to
+        ``received``."""
         outside = self.outside[at]
         own = tuple([self._edge(at, ref, uses, start, received) for ref, uses in outside])
         return self._known.setdefault((self.blocks.blocks[at].kind, own), own)
@@ -259,7 +267,7 @@ class Structure:
         return Edge("received", template, ref.index, uses, first, again)
 
     def first_reader(self, ref: Ref, start: int) -> int:
-        """Return the first block from ``start`` on that reads ``ref`` of another block."""
+        """Return the first block from ``start`` on that reads ``ref`` from another block."""
         readers = self.readers[ref]
         at = bisect_left(readers, start)
         return readers[at + (readers[at] == self.position[ref.name])]
@@ -270,7 +278,7 @@ class Structure:
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
     def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """Return the edge to block ``at`` from a value that another block of its run makes."""
+        """Return the edge (value with its uses) to block ``at`` from a block of the same stage."""
         return self._edge(at, ref, uses, 0, {})
 
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
@@ -283,14 +291,14 @@ class Structure:
 
     @cached_property
     def _crossed(self) -> tuple[Ints, Ints]:
-        """Return the making blocks and the last reading blocks of ``crossing`` as arrays."""
+        """Return two arrays over ``crossing``: blocks that make, and that last read, the values."""
         every = [(made, last) for _, made, last in self.crossing]
         made, last = np.array(every, dtype=np.int64).reshape(-1, 2).T
         return made, last
 
     @cached_property
     def crossing(self) -> tuple[tuple[Ref, int, int], ...]:
-        """Return (value, making block, last reading block) of all values read by later blocks."""
+        """Return (value, block that makes it, last block that reads it) if later blocks do."""
         return tuple(
             (ref, self.position[ref.name], readers[-1])
             for ref, readers in self.readers.items()
@@ -299,9 +307,10 @@ class Structure:
 
 
 def leaf_bytes(graph: Graph, names: Iterable[str], row_parts: int) -> int:
-    """Return the bytes on a rank of inputs, constants and buffers, whatever their layouts.
+    """Return the bytes per rank of the inputs, constants and buffers ``names``, whatever their
+    layouts.
 
-    A leaf that counts the batch is split into ``row_parts`` parts; any other leaf is whole.
+    A tensor with a batch dimension is split into ``row_parts`` parts; any other is whole.
     """
     total = 0
     for name in names:

@@ -17,7 +17,7 @@ from .stage_cost import StageCost
 
 
 def is_asynchronous(schedule: str | None) -> bool:
-    """Return whether a schedule updates weights while micro-batches are in flight.
+    """Return whether a schedule updates weights in the middle of a step's micro-batches.
 
     >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
     (True, False)
@@ -38,15 +38,15 @@ def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int
 
 
 def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
-    """Return the bytes of a stage's older weight versions; ``parameters``: bytes of its parameters
-    with all copies (master and compute format)."""
+    """Return the bytes per device of a stage's older weight versions. ``parameters``: bytes of its
+    parameters in all copies (master and compute format)."""
     rules = policy(plan.model.precision, plan.model.optimizer, plan.states)
     held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
     return (held[stage] - 1) * parameters * _version_share(rules)
 
 
 def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> StageCost:
-    """Return the cost of a stage that keeps ``versions`` versions of its weights."""
+    """Return the cost of a stage, changed by the memory of ``versions`` versions of its weights."""
     if versions == 1:
         return cost
     older = (versions - 1) * cost.memory_bytes["parameters"] * _version_share(rules)
@@ -54,7 +54,7 @@ def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> Sta
 
 
 def _version_share(rules: PrecisionPolicy) -> float:
-    """Return the fraction that one version makes up of the bytes of parameters in all copies.
+    """Return the bytes of one version of the weights, divided by the bytes of all their copies.
 
     Versions are in the compute format: in mixed precision they have no master copy.
     """

@@ -42,7 +42,7 @@ def describe_updates(plan: Plan) -> str:
 
 
 def num_updates(plan: Plan) -> int:
-    """Return how often a plan updates the weights per step; 1 for synchronous schedules."""
+    """Return a plan's weight updates per step: 1 unless its schedule is asynchronous."""
     if not is_asynchronous(plan.schedule):
         return 1
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
@@ -50,7 +50,7 @@ def num_updates(plan: Plan) -> int:
 
 
 def check_forced(forced: Forced) -> None:
-    """Raise UsageError AP158 if an asynchronous schedule is forced with unsupported options."""
+    """Raise UsageError AP158 if a forced asynchronous schedule excludes other forced options."""
     name = forced.schedule
     if not is_asynchronous(name):
         return
@@ -67,7 +67,8 @@ def check_forced(forced: Forced) -> None:
 
 
 def with_limits_of_schedule(request: Request) -> Request:
-    """Return the request limited to plans that its forced asynchronous schedule can run."""
+    """Return the request limited to plans that its forced asynchronous schedule can run: no ZeRO,
+    and for AMPNet no recomputation and no tensor parallelism unless it is forced."""
     forced = request.forced
     if not is_asynchronous(forced.schedule):
         return request
@@ -81,7 +82,8 @@ def with_limits_of_schedule(request: Request) -> Request:
 
 
 def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
-    """Raise UsageError AP158 if the plan's schedule is asynchronous and cannot run the plan."""
+    """Raise UsageError AP158 if the plan's schedule is asynchronous and cannot run the plan: ZeRO,
+    parameters tied across stages, or, for AMPNet, recomputation or gathered copies of weights."""
     if not is_asynchronous(plan.schedule):
         return
     for index, stage in enumerate(plan.stages):
@@ -108,11 +110,12 @@ def check_asynchronous(plan: Plan, graph: Graph, blocks: Blocks) -> None:
 
 
 def _copied_weight(stage: StagePlan, graph: Graph) -> str:
-    """Return the name of a trained parameter whose copy a backward reads; "" if there is none.
+    """Return the name of a trained parameter of which the backward reads a copy; "" if there is
+    none.
 
-    Converting between the replicated layouts R and I makes no copy; any other change of layout
-    does. Values computed from split parameters alone, such as the parts of a fused projection, are
-    copies too. Biases are ignored, as no backward reads them.
+    A change of layout makes a copy, except between the replicated layouts R and I. Values computed
+    from split parameters alone, such as the parts of a fused projection, are copies too. Biases are
+    ignored, as no backward reads them.
     """
     weights: dict[str, str] = {}
     copies: set[str] = set()
@@ -150,7 +153,7 @@ def _copies(held: Layout, wanted: Layout, sizes: tuple[int, ...]) -> bool:
 
 
 def tied_across_stages(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[str, int, int] | None:
-    """Return (trained parameter, stage, other stage) if both stages use it; None if none."""
+    """Return (trained parameter, stage, other stage) if two stages use one parameter; else None."""
     ends = tuple(accumulate((len(stage.blocks) for stage in plan.stages), initial=0))
     first: dict[str, int] = {}
     for index, (start, stop) in enumerate(pairwise(ends)):

@@ -33,10 +33,10 @@ last bucket overlaps no compute, so it should be small."""
 
 @dataclass(frozen=True, slots=True)
 class HeldGradient:
-    """A trained parameter's gradient on one rank, to be summed over ``axes`` of the mesh.
+    """Gradient of a trained parameter on one rank, to be summed over mesh axes (indices ``axes``).
 
-    ``block`` is the position in the stage of the only block that uses the parameter, None if there
-    are several. ``fully_sharded``: ZeRO shards it over axis "dp".
+    ``block``: position in the stage of the only block that uses the parameter, None if several do.
+    ``fully_sharded``: ZeRO shards the parameter over axis "dp". ``numel``: elements on this rank.
     """
 
     name: str
@@ -54,7 +54,9 @@ class HeldGradient:
 
 @dataclass(frozen=True, slots=True)
 class BucketContents:
-    """Gradients that one all-reduce sums over ``axes``, complete after ``block``'s backward."""
+    """Gradients (parameter ``names``, ``numel`` elements on a rank) that one all-reduce sums over
+    the mesh axes ``axes`` after the backward of ``block``; -1: at the end of the stage's
+    backward."""
 
     axes: tuple[int, ...]
     block: int
@@ -65,10 +67,12 @@ class BucketContents:
 def make_buckets(
     gradients: Iterable[HeldGradient], *, by_block: bool = False
 ) -> tuple[BucketContents, ...]:
-    """Group gradients with equal axes into buckets, in the order in which the backward fills them.
+    """Group gradients into buckets, each summed by one all-reduce over the same mesh axes, in the
+    order in which the backward completes them. ``by_block``: no bucket has gradients of several
+    blocks.
 
-    Gradients shared by several blocks and gradients sharded by ZeRO have separate buckets, which
-    come last. No bucket mixes complex and real gradients.
+    Gradients used by several blocks and gradients sharded by ZeRO have separate buckets, which come
+    last. No bucket mixes complex and real gradients.
     """
     groups: dict[tuple[Any, ...], list[HeldGradient]] = {}
     for gradient in sorted(gradients, key=lambda each: each.done_with, reverse=True):
@@ -109,7 +113,7 @@ def _contents(members: list[HeldGradient]) -> BucketContents:
 def held_gradients(
     graph: Graph, blocks: Blocks, plan: Plan, stage_index: int
 ) -> tuple[HeldGradient, ...]:
-    """Return the gradients of a stage without sharded states, in the order in which its ops first
+    """Return the gradients of a stage that does not use ZeRO, in the order in which its ops first
     read the parameters."""
     stage = plan.stages[stage_index]
     start = sum(len(each.blocks) for each in plan.stages[:stage_index])

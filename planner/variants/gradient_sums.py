@@ -51,7 +51,8 @@ LEAST_GAIN = 0.02
 
 @dataclass
 class SumPrices:
-    """Prices of a stage's gradient sums. ``places``: the distinct rank groups of each mesh axis."""
+    """Seconds of a stage's gradient sums by algorithm. ``places``: for each mesh axis the groups of
+    ranks along it, without groups that cost the same."""
 
     places: Mapping[str, Sequence[Place]]
     _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class SumPrices:
         return SumPrices({name: tuple(own) for name, own in found.items()})
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
-        """Return the seconds of the sum ``own`` by ``algorithm``, over its mesh axes one by one."""
+        """Return the seconds of the sum ``own`` by ``algorithm``, mesh axis after mesh axis."""
         key = algorithm, own.num_bytes, own.axes
         if key not in self._known:
             self._known[key] = sum(
@@ -81,7 +82,8 @@ class SumPrices:
         return self._known[key]
 
     def best(self, num_bytes: int, axes: tuple[str, ...]) -> str:
-        """Return the cheapest algorithm if all rank groups agree on it, else the library's."""
+        """Return the cheapest algorithm to all-reduce ``num_bytes`` over ``axes`` if it is the same
+        for all groups of ranks, else the library's."""
         key = num_bytes, axes
         if key not in self._best:
             places = (place for name in axes for place in self.places[name])
@@ -90,7 +92,7 @@ class SumPrices:
         return self._best[key]
 
     def check(self, algorithm: str, axes: tuple[str, ...]) -> None:
-        """Raise UsageError AP196 if ``algorithm`` cannot run a sum over ``axes``."""
+        """Raise UsageError AP196 if ``algorithm`` cannot run an all-reduce over ``axes``."""
         for group, hosts in (place for name in axes for place in self.places[name]):
             known = algorithms_of(group, hosts)
             if algorithm in known:
@@ -111,8 +113,8 @@ class SumPrices:
 
 
 def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | None = None) -> Plan:
-    """Return the plan with all-reduces in backward order, run by ``algorithm``, or else each by the
-    cheapest. Raises UsageError AP196 if ``algorithm`` cannot run one."""
+    """Return the plan with gradient sums in backward order, all by ``algorithm``; None chooses the
+    cheapest for each. Raises UsageError AP196 if ``algorithm`` cannot run one of them."""
     stages = []
     for index, stage in enumerate(plan.stages):
         sums: tuple[GradientSum, ...] = ()
@@ -146,9 +148,8 @@ def _sum(
 
 
 def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> StageCost:
-    """Return a stage's cost with its gradients all-reduced in backward order by the plan's
-    algorithms instead of the library's. All times of gradient sums are scaled by the same
-    factor."""
+    """Return a stage's cost, priced for the library's all-reduces, with all seconds of gradient
+    sums multiplied by the relative cost of the plan's algorithms."""
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost
@@ -167,17 +168,15 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
 
 
 def only_library(plan: Plan) -> bool:
-    """Return whether the library runs every all-reduce, so that the prices of the search hold.
-
-    This is always true with NCCL.
-    """
+    """Return whether the library chooses every all-reduce's algorithm, as the prices of the search
+    assume. This is always true with NCCL."""
     on_gpus = any(host.device.kind == "cuda" for host in plan.cluster.hosts)
     sums = (own for stage in plan.stages for own in stage.gradient_sums)
     return on_gpus or all(own.algorithm == LIBRARY for own in sums)
 
 
 def why_not_priority(plan: Plan, graph: Graph, blocks: Blocks) -> str:
-    """Return the reason why the plan cannot sum gradients beside the next forward; "" if it can."""
+    """Return why the plan cannot sum gradients during the next step's forward; "" if it can."""
     if plan.has_pipeline:
         return "the plan is a pipeline, whose stages begin a step at different times"
     (stage,) = plan.stages
@@ -201,8 +200,8 @@ def with_priority(
     plan: Plan, graph: Graph, blocks: Blocks, cost: StageCost, algorithm: str | None
 ) -> Plan:
     """Return the plan with its gradient sums in the order in which the next forward needs them,
-    split into parts of the best size. ``cost`` is the cost of its only stage; ``why_not_priority``
-    must be empty."""
+    split into parts of the best size. ``cost`` is the cost of the plan's only stage;
+    ``why_not_priority`` must return ""."""
     (stage,) = plan.stages
     prices, size = SumPrices.of(plan.cluster, stage), summed_bytes(plan)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
@@ -223,18 +222,17 @@ def with_priority(
 
 
 def overlapped_seconds(plan: Plan, cost: StageCost) -> float:
-    """Return the seconds of a step whose last gradient sums overlap the next forward. ``cost`` is
-    the cost of the plan's only stage, with sums by the library."""
+    """Return the seconds of a step whose last gradient sums overlap the next step's forward.
+    ``cost`` is the cost of the plan's only stage, priced for the library's all-reduces."""
     sums = _priced(plan, cost, plan.stages[0].gradient_sums)
     return step_seconds(_blocks(plan, cost), sums, overlaps_steps=True)
 
 
 def order_gain(plan: Plan, cost: StageCost) -> float:
-    """Return the seconds per step that the gradient order "priority" saves. ``cost`` as for
-    ``overlapped_seconds``.
+    """Return the seconds per step that the gradient order "priority" saves over the backward order.
+    ``cost`` is the cost of the plan's only stage, priced for the library's all-reduces.
 
-    Both orders are simulated block by block; in backward order the gradients of a block are one
-    sum.
+    Both orders are simulated; in backward order the gradients of a block are one sum.
     """
     groups = cost.issued_groups
     own = np.repeat(groups.seconds[:, Resource.GRADIENT_SYNC], groups.counts)
@@ -244,8 +242,8 @@ def order_gain(plan: Plan, cost: StageCost) -> float:
 
 
 def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
-    """Return the seconds of each of ``sums``, scaled so that the library's sums of whole buckets
-    take as long as in ``cost``, whose times may be measured."""
+    """Return the seconds of each of ``sums``, multiplied by a factor with which the library's
+    all-reduces of whole buckets take as long as in ``cost``, whose times may be measured."""
     prices = SumPrices.of(plan.cluster, plan.stages[0])
     whole = {own.bucket: replace(own, num_bytes=own.num_bytes * own.num_parts) for own in sums}
     library = sum(prices.seconds(LIBRARY, own) for own in whole.values())

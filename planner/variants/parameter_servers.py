@@ -42,10 +42,11 @@ def describe_servers(plan: Plan) -> str:
 def server_plan(
     forced: Forced, cluster: Cluster, num_microbatches: int | None, global_batch: int
 ) -> ServerPlan:
-    """Assign ranks to ``forced.servers``: the last ranks, or the first if they run beside workers.
+    """Assign ranks and micro-batches to parameter servers and workers. ``forced.servers`` servers
+    are on the last ranks, or beside workers on the first.
 
-    ``num_microbatches``: None selects the fewest possible. Raises UsageError AP950 for too few
-    ranks, AP951 if micro-batches do not divide.
+    With ``num_microbatches`` None there are as few as possible. Raises UsageError AP950 for too few
+    ranks, AP951 if micro-batches cannot be divided among the workers.
     """
     assert forced.servers is not None
     total, count = cluster.num_devices, forced.servers
@@ -87,7 +88,7 @@ def server_plan(
 
 
 def split_request(request: Request, cluster: Cluster) -> tuple[ServerPlan, Request]:
-    """Return the forced servers of a request, and the request for planning one worker alone."""
+    """Return the forced parameter servers of a request, and a request to plan a single worker."""
     forced, count = request.forced, request.forced.num_microbatches
     if count is None and request.microbatch_size is not None:
         count = request.global_batch // request.microbatch_size
@@ -114,7 +115,8 @@ def one_device(cluster: Cluster) -> Cluster:
 
 
 def check_forced_servers(forced: Forced, cluster: Cluster) -> None:
-    """Raise UsageError AP952 if options exclude the forced servers, AP953 for GPUs."""
+    """Raise UsageError AP952 if other forced options exclude parameter servers, AP953 if the
+    cluster has GPUs."""
     if forced.servers is None:
         return
     others = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "chunks": 1}
@@ -157,7 +159,8 @@ def check_not_served(plan: Plan | None) -> None:
 
 
 def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) -> None:
-    """Raise InfeasibleError AP301 if the fullest rank of a plan with servers exceeds its memory."""
+    """Raise InfeasibleError AP301 if the fullest rank, which needs ``peak_bytes``, exceeds its
+    device's memory or ``limit_bytes``. The plan has parameter servers."""
     assert plan.servers is not None
     ranks = sorted({*plan.servers.workers, *plan.servers.servers})
     limit = limit_bytes or plan.cluster.slowest_device(ranks).usable_memory_bytes
@@ -173,7 +176,8 @@ def check_served_memory(plan: Plan, peak_bytes: int, limit_bytes: int | None) ->
 
 
 def check_served_model(graph: Graph, precision: str) -> None:
-    """Raise UsageError AP954 for buffers that training changes, AP956 for half precision."""
+    """Raise UsageError AP954 if training changes a buffer of the model, AP956 for half precision:
+    parameter servers support neither."""
     if graph.updates:
         raise UsageError(
             "AP954",
@@ -193,7 +197,7 @@ def check_served_model(graph: Graph, precision: str) -> None:
 
 
 def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
-    """Map each trained parameter to its block's position; to 0 if several blocks use it."""
+    """Map each trained parameter to the position of the block that uses it; to 0 if several do."""
     found: dict[str, int] = {}
     for index, block in enumerate(blocks.blocks):
         for node in block.nodes:
@@ -205,7 +209,8 @@ def blocks_of_parameters(graph: Graph, blocks: Blocks) -> dict[str, int]:
 
 
 def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks) -> ServerJob:
-    """Build the job to simulate; ``costs`` are the costs of a micro-batch, by worker."""
+    """Build the input of the simulation of parameter servers. ``costs``: each worker's cost of one
+    micro-batch."""
     servers, cluster = plan.servers, plan.cluster
     assert servers is not None
     count = len(servers.servers)
@@ -243,7 +248,7 @@ def server_job(plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blo
 
 
 def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[float, ...]:
-    """Return the seconds of a forward or backward pass, block by block."""
+    """Return the seconds of a micro-batch's forward or backward pass, by block."""
     seconds = cost.forward_seconds if is_forward else cost.backward_seconds
     shares = cost.buckets.forward if is_forward else cost.buckets.backward
     if len(shares) != num_blocks:
@@ -254,13 +259,14 @@ def _by_block(cost: StageCost, num_blocks: int, *, is_forward: bool) -> tuple[fl
 def served_step_seconds(
     plan: Plan, costs: Sequence[StageCost], graph: Graph, blocks: Blocks
 ) -> float:
-    """Return the seconds in which all workers together compute one global batch."""
+    """Return the seconds in which all workers together compute one global batch. ``costs``: each
+    worker's cost of one micro-batch."""
     job = server_job(plan, costs, graph, blocks)
     return len(job.worker_ranks) / simulate_servers(job, ITERATIONS).iterations_per_second()
 
 
 def served_peak_bytes(plan: Plan, costs: Sequence[StageCost]) -> int:
-    """Return the bytes of the fullest rank: a worker holds everything but optimizer states; a
+    """Return the peak bytes of the fullest rank. A worker holds everything but optimizer states; a
     server holds its part of weights, gradients and states, and a replica of another server's part.
 
     Under bsp a server also holds the weights before the last update, and a gradient per worker.

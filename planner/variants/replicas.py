@@ -21,9 +21,9 @@ from ..stage.stage_cost import StageCost
 
 
 def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
-    """Return the plan's stages as its schedule numbers them, replicas included.
+    """Return the plan's stages in the schedule's numbering, which includes replicas of stages.
 
-    Chimera's stage D + s replicates stage s of D, on the devices of stage D - 1 - s.
+    In Chimera with D stages, stage D + s replicates stage s on the devices of stage D - 1 - s.
     """
     if plan.schedule != "chimera" or len(plan.stages) == 1:
         return plan.stages
@@ -32,7 +32,7 @@ def placed_stages(plan: Plan) -> tuple[StagePlan, ...]:
 
 
 def stages_of_ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that each pipeline rank runs, replicas included."""
+    """Return, for each pipeline rank, the numbers of the model's stages that it runs."""
     if plan.schedule == "chimera" and plan.has_pipeline:
         return parts_of_ranks(plan.schedule, len(plan.stages), 1)
     found: dict[frozenset[int], list[int]] = {}
@@ -58,9 +58,10 @@ def check_replicas(graph: Graph) -> None:
 def with_replica_sums(
     costs: Sequence[StageCost], schedule: str, cluster: Cluster, num_ranks: int
 ) -> tuple[StageCost, ...]:
-    """Return Chimera's stage costs with gradient sums between replicas; others unchanged.
+    """Return the stages' costs with the sums of gradients between Chimera's two replicas of a
+    stage; unchanged under other schedules.
 
-    Each device sums its gradients with its counterpart in the other rank.
+    Each device sums its gradients with the corresponding device of the other pipeline rank.
     """
     if schedule != "chimera" or num_ranks == 1:
         return tuple(costs)

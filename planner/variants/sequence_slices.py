@@ -26,8 +26,9 @@ Layouts = dict[str, NodeLayout]
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Keys or values of an attention that slices pass on: ``made`` at all positions so far,
-    ``earlier`` at the positions before the slice, an input. Dimension ``dim`` counts positions."""
+    """Keys or values of an attention op that one slice of a sequence passes to the next: node
+    ``made`` has them at all positions so far, input ``earlier`` at the positions before the slice.
+    Dimension ``dim`` is positions."""
 
     made: str
     earlier: str
@@ -36,7 +37,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """Program of one slice. ``carried`` lists keys and values by stage that later slices read."""
+    """Graph, blocks and plan that run one slice of the sequences. ``carried[stage]`` lists the keys
+    and values that later slices read."""
 
     graph: Graph
     blocks: Blocks
@@ -47,7 +49,9 @@ class SequenceSlice:
 def sequence_slice(
     graph: Graph, blocks: Blocks, plan: Plan, places: SeqDims, bounds: tuple[int, int]
 ) -> SequenceSlice:
-    """Build the program of a slice of positions; ``graph`` has the plan's micro-batch size."""
+    """Build the graph, blocks and plan of the slice of positions ``bounds`` (start, stop).
+    ``graph`` has the plan's micro-batch size; ``places`` has the tensor dimensions that are
+    positions."""
     stage_of = _stage_of_block(plan)
     stages = [_StageLayouts(stage, blocks) for stage in plan.stages]
     work = _Work(graph, places, bounds)
@@ -88,7 +92,7 @@ def _stage_of_block(plan: Plan) -> list[int]:
 
 @dataclass
 class _StageLayouts:
-    """Layouts of one stage's nodes: for the whole sequence, and ``made`` for nodes of the slice."""
+    """Layouts of a stage's nodes: the plan's for whole sequences, and ``made`` for the slice."""
 
     stage: StagePlan
     blocks: Blocks
@@ -109,7 +113,7 @@ def _leaf_layouts(graph: Graph, stage: _StageLayouts) -> Layouts:
 
 @dataclass
 class _Work:
-    """Nodes of the slice built so far, all together and by block."""
+    """Nodes of the slice built so far, all together (``nodes``) and by block (``members``)."""
 
     graph: Graph
     places: SeqDims
@@ -124,7 +128,7 @@ class _Work:
         return Ref(node.name)
 
     def add(self, node: Node, block: int, stage: _StageLayouts) -> None:
-        """Add a node's counterpart in the slice, with further nodes that it needs."""
+        """Add the slice's version of a node in a block, with further nodes that it needs."""
         layout = stage.of(node.name)
         assert layout is not None, node.name
         refs = list(node.inputs)
@@ -173,8 +177,8 @@ class _Work:
         refs: list[Ref],
         held: tuple[int, _StageLayouts, NodeLayout],
     ) -> None:
-        """Extend an op of written-out attention (separate ops) from the slice's keys and values to
-        all positions so far."""
+        """Extend an op of attention written in separate ops so that it reads the keys and values of
+        all positions so far. ``refs``, the op's inputs in the slice, are changed in place."""
         block, stage, layout = held
         if node.name == written.keys:
             refs[0] = self._carry(node, "keys", refs[0], block, (stage, layout.inputs[0]))
@@ -190,7 +194,8 @@ class _Work:
             refs[1] = self.put(made, block, stage, NodeLayout((kept,), (kept,)))
 
     def _add_share(self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout) -> None:
-        """Add the slice's share of a mean over all positions: its own mean, scaled."""
+        """Add the slice's summand of a mean over all positions: the mean over the slice, times the
+        slice's fraction of the positions."""
         place = self.places.means[own.name]
         low, high = place.rows(*self.bounds)
         mean = self.put(replace(own, name=f"{own.name}_of_slice"), block, stage, layout)
@@ -200,7 +205,7 @@ class _Work:
         self.put(share, block, stage, NodeLayout(layout.outputs, layout.outputs))
 
     def _slicing(self, node: Node, own: Node) -> Node:
-        """Return a slicing op along positions, limited to this slice of the sequence."""
+        """Return ``own``, a slicing op along positions, limited to this slice of the sequence."""
         source = self.places.places.get(node.inputs[0])
         made = self.places.places.get(Ref(node.name))
         if source is None or made is None or source.count == made.count:
@@ -210,7 +215,8 @@ class _Work:
         return replace(own, args=(own.args[0], made.dim, low + shift, high + shift), kwargs={})
 
     def _drawing(self, own: Node) -> Node:
-        """Return a random op that draws for the slice the numbers of the whole sequence's op."""
+        """Return the node ``own``, a random op, so that it draws the numbers that the slice's
+        positions get in the whole sequence."""
         place = self.places.places.get(Ref(own.name))
         if place is None:
             return own
@@ -219,7 +225,8 @@ class _Work:
         return replace(own, kwargs={**own.kwargs, "start": start})
 
     def _cut(self, node: Node, index: int, place: SeqDim, block: int, stage: _StageLayouts) -> Ref:
-        """Return the slice's part of an input that is computed for the whole sequence."""
+        """Add ops that cut the slice's positions from input number ``index`` of ``node``, which is
+        computed for the whole sequence; return their result."""
         ref, wanted = node.inputs[index], stage.of(node.name)
         assert wanted is not None
         spec, name = self.graph.spec(ref), f"{node.name}_slice{index}"
@@ -241,7 +248,8 @@ class _Work:
         block: int,
         stage: _StageLayouts,
     ) -> Ref:
-        """Return the slice's part of an input whose positions are merged with other dims."""
+        """Add ops that cut the slice's positions from an input in which a reshape has merged
+        positions with another dimension; return their result."""
         ref, place, layout = what
         spec = self.graph.spec(ref)
         low, high = place.rows(*self.bounds)
@@ -291,7 +299,8 @@ class _Work:
     def _attending(
         self, own: Node, block: int, stage: _StageLayouts, layout: NodeLayout
     ) -> tuple[Node, NodeLayout]:
-        """Return causal attention of the slice's queries to the keys of all positions so far."""
+        """Return the node ``own``, causal attention, and its layout, so that the slice's queries
+        attend to the keys of all positions so far."""
         start, stop = self.bounds
         queries, *pair = own.inputs
         made = [
@@ -342,7 +351,8 @@ class _Work:
     def _carry(
         self, own: Node, what: str, ref: Ref, block: int, held: tuple[_StageLayouts, Layout]
     ) -> Ref:
-        """Return keys (or values) of all positions so far, earlier slices' and this slice's."""
+        """Add ops that join the keys (or values) ``ref`` of this slice to those of earlier slices;
+        return their result, which later slices read."""
         stage, layout = held
         whole = self.graph.spec(ref)
         dim = len(whole.shape) - 2

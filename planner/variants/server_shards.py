@@ -37,7 +37,8 @@ class Shard:
 
 
 def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
-    """Assign the elements of parameters to servers; return the shards in the order of parameters.
+    """Assign the elements of parameters to servers evenly; return the shards in the order of
+    parameters. ``sizes``: number of elements by parameter.
 
     >>> [shard.server for shard in shards_of({"a": 10, "b": 6, "c": 5}, 2)]
     [0, 1, 1]
@@ -58,7 +59,7 @@ def shards_of(sizes: Mapping[str, int], num_servers: int) -> tuple[Shard, ...]:
 
 
 def _pieces(size: int, most: int) -> list[tuple[int, int]]:
-    """Cut ``size`` elements into the fewest equal pieces of at most ``most``."""
+    """Cut ``size`` elements into the fewest equal (start, stop) pieces of at most ``most``."""
     count = max(1, -(-size // max(1, most)))
     cuts = [size * index // count for index in range(count + 1)]
     return [pair for pair in pairwise(cuts) if pair[0] < pair[1] or not size]
@@ -83,7 +84,8 @@ def _joined(shards: Sequence[Shard]) -> tuple[Shard, ...]:
 def elements_of(
     shards: Sequence[Shard], block_of: Mapping[str, int], num_servers: int
 ) -> dict[int, list[int]]:
-    """Map each block with parameters to its number of elements on each server."""
+    """Map the position of each block to its number of elements on each server. ``block_of`` maps
+    parameters to blocks."""
     found: dict[int, list[int]] = {}
     for shard in shards:
         held = found.setdefault(block_of[shard.parameter], [0] * num_servers)

@@ -21,10 +21,10 @@ from ..stage.stage_cost import StageCost
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """Rows ``first`` to ``first + rows`` of the ``total`` rows of a micro-batch: the share of one
-    of ``parts`` coordinates (indices along mesh axis 0).
+    """Rows ``first`` to ``first + rows`` of the ``total`` rows (samples) of a micro-batch: the
+    share of one of the ``parts`` indices along mesh axis 0.
 
-    A coordinate without rows computes on one row of weight zero: its partial sums are zero.
+    A share without rows computes on one row of weight zero, so its partial sums are zero.
     """
 
     first: int
@@ -34,17 +34,19 @@ class RowShare:
 
     @property
     def batch_size(self) -> int:
-        """Return the batch size whose even split gives each coordinate ``rows`` rows (or 1)."""
+        """Return the batch size that, split evenly into ``parts``, gives each part ``rows`` rows
+        (at least 1)."""
         return max(self.rows, 1) * self.parts
 
     @property
     def weight(self) -> float:
-        """Return the share's weight in a mean over the batch, relative to an even split."""
+        """Return the weight of the share's mean in the micro-batch's; 1 in an even split."""
         return self.rows * self.parts / self.total
 
 
 def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
-    """Return the rows of a coordinate (index along mesh axis 0); None for an even split.
+    """Return the share of a micro-batch at index ``coordinate`` along mesh axis 0, where ``shares``
+    has the rows by index; None for an even split (empty ``shares``).
 
     >>> share_of((3, 5), 1)
     RowShare(first=3, rows=5, total=8, parts=2)
@@ -55,7 +57,8 @@ def share_of(shares: Sequence[int], coordinate: int) -> RowShare | None:
 
 
 def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple[int, ...]:
-    """Return the ranks of a row-major mesh whose index along the first axis is ``coordinate``.
+    """Return the ranks, of the ranks of a row-major mesh, whose index along the first axis (of size
+    ``parts``) is ``coordinate``.
 
     >>> coordinate_ranks((4, 5, 6, 7), 2, 1)
     (6, 7)
@@ -67,7 +70,8 @@ def coordinate_ranks(ranks: Sequence[int], parts: int, coordinate: int) -> tuple
 def why_not(
     graph: Graph, nodes: Iterable[str], layout_of: Callable[[str], NodeLayout | None]
 ) -> str:
-    """Return the reason why a stage allows no unequal shares on mesh axis 0; "" if it does.
+    """Return the reason why a stage with the ops ``nodes`` cannot split the batch unequally along
+    mesh axis 0; "" if it can.
 
     ``layout_of`` returns the layouts of op nodes and of inputs, None for inputs without layouts.
     """
@@ -88,7 +92,8 @@ def why_not(
 
 
 def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
-    """Return whether axis 0 splits a value along rows only, and no other axis splits its rows."""
+    """Return whether mesh axis 0 shards a value by rows (samples) or not at all, and no other axis
+    shards its rows."""
     dim = graph.batch_dims[ref.name][ref.index]
     rows: Placement | None = None if dim is None else shard(dim)
     if graph[ref.name].kind == "parameter":
@@ -98,11 +103,9 @@ def _is_even(graph: Graph, ref: Ref, held: Layout) -> bool:
 
 
 def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
-    """Combine the costs of a stage's batch shares to the stage's cost: in each part of a step, the
-    slowest share counts.
-
-    Its bytes are the bytes of the share with the most.
-    """
+    """Return the cost of a stage whose ranks have unequal shares of the batch, given the cost for
+    each share: the slowest share's seconds in each part of a step, and the bytes of the fullest
+    share."""
     found = max(costs, key=lambda cost: cost.forward_seconds + cost.backward_seconds)
     fullest = max(costs, key=lambda cost: cost.total_bytes)
     seconds = found.seconds._replace(
@@ -123,13 +126,13 @@ def slowest_cost(costs: Sequence[StageCost]) -> StageCost:
 def best_shares(
     total: int, speeds: Sequence[float], seconds: Callable[[int, int], float]
 ) -> tuple[int, ...] | None:
-    """Return the shares of ``total`` rows with the least maximum of seconds; None if none fits.
+    """Return the rows of each coordinate (index along mesh axis 0) for which the slowest takes the
+    least seconds; None if no shares of ``total`` rows fit.
 
     ``seconds(coordinate, rows)`` must not decrease with the rows; it is infinite for rows that do
     not fit. The first shares are in proportion to ``speeds``, rounded by largest remainder; then
-    rows of the slowest coordinate move to any coordinate that stays faster with them. Once there is
-    no such coordinate, the shares are optimal: taking rows from the slowest would make another at
-    least as slow.
+    the slowest coordinate gives rows to another as long as that one stays faster. The result is
+    optimal: one row fewer on the slowest coordinate would make another at least as slow.
 
     >>> best_shares(8, (3.0, 5.0), lambda rank, rows: rows / (3.0, 5.0)[rank])
     (3, 5)

@@ -28,7 +28,8 @@ MOST_UNITS = 16
 
 
 class SliceShares(NamedTuple):
-    """Lengths of sequence slices, and each slice's fraction of a micro-batch's time."""
+    """Lengths of sequence slices in positions, and each slice's fraction of the seconds that a
+    micro-batch's forward and backward take unsliced."""
 
     lengths: tuple[int, ...]
     forward: tuple[float, ...]
@@ -38,7 +39,8 @@ class SliceShares(NamedTuple):
 def slice_shares(
     graph: Graph, blocks: Blocks, plan: Plan, whole: Sequence[StageCost], price: Price
 ) -> SliceShares | None:
-    """Return the slices' fractions of time, over all stages; None if the plan has no slices."""
+    """Return each slice's fraction of a micro-batch's seconds, over all stages; None if the plan
+    has no slices. ``whole``: the stages' costs of unsliced micro-batches."""
     if not plan.slices:
         return None
     places = find_places(graph)
@@ -57,7 +59,8 @@ def slice_shares(
 def shares_by_work(
     graph: Graph, lengths: tuple[int, ...], work: Callable[[Node], float]
 ) -> SliceShares:
-    """Return slices' fractions of time by the ops' ``work`` (FLOPs) and attention's position pairs.
+    """Return each slice's fraction of a micro-batch's seconds, estimated by the ops' ``work``
+    (FLOPs); for attention by its pairs of query and key positions.
 
     A slice of n positions after b others has n (b + n) pairs, including pairs that a mask hides.
     """
@@ -74,8 +77,8 @@ def shares_by_work(
 
 
 def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
-    """Return the slice lengths with the fastest step among multiples of a sixteenth of a sequence
-    (or longer units) that the plan's layouts divide.
+    """Return the slice lengths with the fastest step. Lengths are multiples of a unit: a sixteenth
+    of a sequence, or the next longer length that the plan's layouts divide.
 
     A slice of n positions after b others takes f(n) + c n b seconds, as n queries see b earlier
     keys. f is priced at every length, c by pricing the second half of a sequence.
@@ -125,7 +128,8 @@ def _costs(
 
 
 def undivided_axis(part: SequenceSlice) -> str | None:
-    """Return a mesh axis, as ``tp=2``, that splits but does not divide a dimension of a slice."""
+    """Return a mesh axis with its size (``tp=2``) that shards a dimension of a slice's tensor but
+    does not divide it; None without any."""
     for stage in part.plan.stages:
         shape = stage.mesh.shape
         for name, own in stage.layouts.items():
@@ -150,19 +154,20 @@ def undivided_axis(part: SequenceSlice) -> str | None:
 
 
 def is_attention(node: Node) -> bool:
-    """Return whether a node is an attention op, whose keys and values later slices read."""
+    """Return whether a node is a fused attention op, whose keys and values later slices read."""
     return node.op.startswith(f"{ATTENTION}.")
 
 
 def carried_bytes(
     node: Node, pair_bytes: float, slices: tuple[int, ...], *, again: bool = False
 ) -> float:
-    """Return the bytes that an attention keeps for slices, beyond the bytes for whole sequences.
+    """Return the bytes per micro-batch that an attention op keeps for its backward because
+    sequences are sliced, beyond the bytes that it keeps for whole sequences.
 
-    ``pair_bytes`` are its keys and values of all T positions, which it keeps anyway. The slice that
-    ends at e keeps the keys and values of e positions, and a mask of its queries by e keys in the
-    attention's number format (except the first slice). If the op is rerun (``again``) in the
-    backward, the keys and values before each slice are kept.
+    ``pair_bytes``: keys and values of all positions, which it keeps anyway. The slice that ends at
+    e keeps the keys and values of e positions and, except the first, a mask of its queries by e
+    keys. If the op is rerun (``again``) in the backward, the keys and values before each slice are
+    kept.
     """
     if not slices or not is_attention(node):
         return 0.0

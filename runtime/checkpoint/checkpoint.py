@@ -55,9 +55,9 @@ class TrainingState:
     ``shapes`` has every entry of the whole model's ``state_dict``; ``aliases`` maps each further
     name of a tied tensor to its first name. ``slots`` hold the tensors in this process's memory, by
     stage, and ``written`` names the tensors that this process writes (None: all). ``facts`` is JSON
-    stored with them; ``parts`` are objects with ``state_dict`` and ``load_state_dict``; a
-    checkpoint may lack the parts in ``optional``. ``beside`` are parameters that the optimizer
-    updates and that are in none of the ``slots``.
+    of the caller, such as the plan; ``parts`` are further objects to save, such as schedulers, with
+    ``state_dict`` and ``load_state_dict``; a checkpoint may lack the parts in ``optional``.
+    ``beside`` are parameters that the optimizer updates and that are in none of the ``slots``.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -84,7 +84,8 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The step at which a loaded checkpoint was written, and the ``facts`` (JSON) stored in it."""
+    """The step after which a loaded checkpoint was written, and ``facts``, the JSON that the caller
+    of ``save_checkpoint`` stored in it."""
 
     step: int
     facts: Mapping[str, Any]
@@ -99,10 +100,12 @@ def save_checkpoint(
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> PendingSave:
-    """Write ``state`` into ``folder/step-N``. Collective over all ranks.
+    """Write ``state`` after step N into ``folder/step-N``. Collective over all ranks.
 
-    ``keep`` is the number of newest checkpoints to keep (None: all). Raises UsageError (AP882,
-    AP883, AP887) for a state that cannot be saved and MachineError (AP886) where writing fails.
+    If ``asynchronous``, return once the tensors are copied; the handle that is returned waits for
+    the files. ``keep`` is the number of newest checkpoints to keep (None: all). Raises UsageError
+    (AP882, AP883, AP887) for a state that cannot be saved and MachineError (AP886) where writing
+    fails.
     """
     writer.wait()
     entries, tensors = save_parts(state.parts, state.names())
@@ -150,8 +153,9 @@ def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _optimizer_entry(ranks: list[Any]) -> dict[str, Any] | None:
-    """Merge the ranks' checkpoint entries about the optimizer into one (None: no rank has one). The
-    entry of a rank that trains nothing has no parameter groups."""
+    """Merge the optimizer entries of ``ranks`` (optimizer class, parameter groups, values that are
+    not tensors) into the entry of the whole checkpoint. Return None if no rank has an optimizer.
+    Groups of ranks that train no parameter are ignored."""
     saved = [each for each in ranks if each is not None]
     if not saved:
         return None
@@ -227,8 +231,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, state: TrainingState, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise UsageError (AP885) unless the checkpoint's tensors have the model's names and
-    shapes."""
+    """Raise UsageError AP885 unless the checkpoint's tensors have the model's names and shapes."""
     lacking = [name for name in state.shapes if name not in stored]
     unknown = [name for name in stored if name not in state.shapes]
     other = [
@@ -293,7 +296,7 @@ def _check_optimizer(path: Path, state: TrainingState, document: Mapping[str, An
 
 
 def _renamed_groups(state: TrainingState, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved optimizer groups with the other names of their tied parameters added."""
+    """Return the saved parameter groups, adding to each all other names of its tied parameters."""
     return [
         {**group, "parameters": [each for name in group["parameters"] for each in state.same(name)]}
         for group in groups
@@ -307,7 +310,8 @@ def _fill(
     stored: Mapping[str, Any],
     document: Mapping[str, Any],
 ) -> None:
-    """Read from the checkpoint the tensors of ``slot`` (one stage) and their optimizer state."""
+    """Load the tensors of ``slot`` (one stage) in place, and the optimizer state of its parameters.
+    ``stored`` has the checkpoint's index entries by key, ``document`` its ``checkpoint.json``."""
     wanted = {
         f"model.{name}": tensor.detach()
         for name, tensor in {**slot.parameters, **slot.buffers}.items()
@@ -342,7 +346,8 @@ def _fill(
 
 
 def _optimizer_keys(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the checkpoint keys of optimizer states, by parameter name and state name."""
+    """Return the keys of the optimizer state tensors in a checkpoint: by parameter name, then by
+    the name of the state, such as "exp_avg". ``stored`` has the keys of all tensors."""
     found: dict[str, dict[str, str]] = {}
     for entry in stored:
         if entry.startswith(PREFIX):

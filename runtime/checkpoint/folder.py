@@ -124,8 +124,9 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove the remains of interrupted saves; rename a checkpoint that was being replaced back.
-    Call it only while no save is under way in ``folder``."""
+    """Remove the remains of interrupted saves in ``folder``. If a save was interrupted while it
+    replaced a checkpoint, restore the old checkpoint's name. Call it only while no save is under
+    way there."""
     for path in sorted(folder.glob("step-*")):
         replaced = OLD.fullmatch(path.name)
         if replaced is not None and not (folder / replaced[1]).exists() and is_complete(path):
@@ -147,7 +148,7 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk."""
+    """Flush the directory entries of ``folder`` (new and renamed files) to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,8 +177,8 @@ def choose_checkpoint(path: str | Path) -> Path:
 
 
 def damage(checkpoint: Path) -> UsageError | None:
-    """Check a checkpoint on this host: return the error that says that its index or JSON is damaged
-    or a file too short, or None. The content of tensors is checked when they are read."""
+    """Check a checkpoint on this host. Return an error if its index or JSON is damaged or a file is
+    shorter than the index says, else None. The tensors' content is checked when they are read."""
     try:
         metadata = SafeFileSystemReader(checkpoint).read_metadata()
         json.loads((checkpoint / STATE).read_text())
@@ -199,7 +200,8 @@ def damage(checkpoint: Path) -> UsageError | None:
 
 
 def _candidates(path: str | Path) -> list[Path]:
-    """Return the checkpoints to try: ``path`` itself, or all in that folder, newest first."""
+    """Return the checkpoints to try to load: ``path`` itself, or all complete checkpoints in that
+    folder, newest first. Raises UsageError (AP132) where there is none."""
     newest, found = newest_checkpoint(path), complete_checkpoints(path)
     if is_complete(Path(path)) or newest not in found:
         return [newest]

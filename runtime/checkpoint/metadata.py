@@ -54,9 +54,9 @@ ALLOWED = {
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """Return a member of an enumeration. It stands for ``getattr`` when an index is unpickled, so
-    that the index can call ``getattr`` for nothing else. Python 3.11.0 to 3.11.3 pickle members by
-    ``getattr``. Raises ``UnpicklingError`` for others."""
+    """Return the member ``name`` of the enumeration ``owner``. Python 3.11.0 to 3.11.3 pickle
+    members as calls of ``getattr``. While an index is unpickled, this function stands for
+    ``getattr`` and raises ``UnpicklingError`` for any other object."""
     if isinstance(owner, EnumType) and isinstance(name, str) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"{name!r} of {owner!r} is no part of an index")
@@ -109,7 +109,8 @@ class SafeFileSystemReader(FileSystemReader):
         return metadata  # type: ignore[no-any-return]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read the items of ``plan``. Raise UsageError: AP881 missing file, AP880 damaged file."""
+        """Read the tensors that ``plan`` lists and pass them to ``planner``, which stores them.
+        Raise UsageError: AP881 missing file, AP880 damaged file."""
         needed = {self._file_of(item) for item in plan.items}
         missing = sorted(name for name in needed if not (self.folder / name).exists())
         if missing:
@@ -147,7 +148,8 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Load planner that refuses pickled objects, which the default planner would run."""
+    """Load planner for ``torch.distributed.checkpoint`` that raises UsageError (AP880) for a
+    pickled object; torch's default planner would unpickle it, and so run its code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -155,9 +157,9 @@ class TensorsOnly(DefaultLoadPlanner):
 
 
 def read_tensors(reader: SafeFileSystemReader, state: Mapping[str, Tensor]) -> None:
-    """Read a checkpoint's tensors into the tensors of ``state``, which has them by checkpoint key,
-    in place (of a DTensor, this rank's shard). Every rank reads for itself. Raises UsageError
-    (AP880, AP881)."""
+    """Read tensors of a checkpoint in place: into each tensor of ``state`` the tensor stored under
+    the same key (into a DTensor, this rank's shard). Not a collective: every rank reads for itself.
+    Raises UsageError (AP880, AP881)."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -196,7 +198,8 @@ def damaged_file(file: Path, why: str) -> UsageError:
 
 
 def missing_files(folder: Path, missing: list[str], hosts: tuple[str, ...]) -> UsageError:
-    """Return the error (AP881) about files of a checkpoint that are not on this host."""
+    """Return the error (AP881) about files of a checkpoint that are not on this host. ``hosts[r]``
+    is the host of rank ``r`` when the checkpoint was written."""
     writers = []
     for name in missing:
         given = name.removeprefix("__").partition("_")[0]

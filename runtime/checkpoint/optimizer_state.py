@@ -159,7 +159,8 @@ class NamedOptimizer:
         return [name for name in names if name is not None]
 
     def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors in the optimizer state of ``parameters``, by checkpoint key."""
+        """Return the tensors in the optimizer state of ``parameters`` (by name), by their keys in a
+        checkpoint."""
         return {
             f"{PREFIX}{name}.{key}": value
             for name, key, value in self._entries(parameters)
@@ -167,7 +168,8 @@ class NamedOptimizer:
         }
 
     def values(self, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of ``parameters`` other than tensors, encoded for JSON."""
+        """Return the optimizer state of ``parameters`` other than tensors, encoded for JSON: by
+        parameter name, then by the name of the state."""
         found: dict[str, dict[str, Any]] = {}
         for name, key, value in self._entries(parameters):
             if not isinstance(value, Tensor):
@@ -181,9 +183,10 @@ class NamedOptimizer:
                 yield name, key, value
 
     def options_to_load(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the options to load into each of this optimizer's groups, taken from the ``saved``
-        groups that hold its parameters, by name. Raises UsageError (AP884) where one group holds
-        parameters that were saved with different options."""
+        """Return the options (learning rate etc.) to load into each parameter group of this
+        optimizer: the options with which its parameters were ``saved``, found by name; {} for a
+        group without saved parameters. Raises UsageError (AP884) where parameters of one group were
+        saved with different options."""
         options = {
             name: {key: decode(value, []) for key, value in group["options"].items()}
             for group in saved
@@ -211,8 +214,8 @@ class NamedOptimizer:
 def empty_state(
     parameter: Tensor, key: str, stored: TensorStorageMetadata, optimizer: Optimizer
 ) -> Tensor:
-    """Make a zero tensor into which a stored optimizer state can be loaded; a state of the shape of
-    its ``parameter`` is sharded like it."""
+    """Make a zero tensor to load the optimizer state ``key`` of ``parameter`` into. A state of the
+    parameter's shape is sharded like the parameter; any other state is replicated."""
     dtype, size = stored.properties.dtype, stored.size
     parameter = parameter.detach()
     if key != "step" and size == parameter.shape:
@@ -229,9 +232,9 @@ def empty_state(
 
 
 def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[Any, dict[Path, Any]]:
-    """Return a scheduler's state without its lists that have a value per parameter group, and these
-    lists (``PER_GROUP`` names them) by their path in the state. In the lists that are returned,
-    each value has the names of its group's parameters (``ByNames``)."""
+    """Split a scheduler's state: return the state without its lists of one value per parameter
+    group (``PER_GROUP`` has their names), and these lists by their path in the state. Each value in
+    them is paired with the names of the parameters in its group."""
     names = [named.group_names(group) for group in named.optimizer.param_groups]
     found: dict[Path, Any] = {}
 
@@ -255,8 +258,8 @@ def take_group_values(scheduler: LRScheduler, named: NamedOptimizer) -> tuple[An
 def put_group_values(
     state: Any, path: Sequence[str | int], values: ByNames, named: NamedOptimizer
 ) -> None:
-    """Insert at ``path`` of a scheduler's state a list with one value per parameter group of
-    ``named``, found in ``values`` by the groups' parameter names."""
+    """Insert a list at ``path`` of a scheduler's ``state``: for each parameter group of ``named``
+    the value that ``values`` pairs with its parameters' names. It undoes ``take_group_values``."""
     by_name = {name: value for value, names in values for name in names}
     found = []
     for group in named.optimizer.param_groups:

@@ -85,7 +85,8 @@ class _Encoded:
 def save_parts(
     parts: Mapping[str, Stateful], names: Mapping[int, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the JSON entries of all parts, and the tensors that this rank is to write. Collective.
+    """Return the JSON entries of all ``parts`` (objects saved beside the model), and the tensors
+    that this rank is to write, by checkpoint key. Collective over all ranks.
 
     ``names`` maps ``id(parameter)`` to its name: schedulers' values are stored by these names.
 
@@ -147,8 +148,9 @@ def _gathered(mine: Mapping[str, _Encoded]) -> list[Mapping[str, _Encoded]]:
 
 
 def _entry(states: list[_Encoded], ranks: list[_Encoded]) -> dict[str, Any]:
-    """Return a part's JSON entry, made of the distinct ``states`` (one, or one per rank) and of the
-    values per parameter group of all ``ranks``."""
+    """Return the JSON entry of a part. ``states`` is the list of states to store: one if the state
+    is equal on all ranks, else one per rank. From ``ranks``, the states of all ranks, a scheduler's
+    values per parameter group are merged."""
     merged: dict[Path, list[Any]] = {}
     for each in ranks:
         for path, values in each.per_group:
@@ -177,9 +179,9 @@ def merge_groups(values: list[Any]) -> list[Any]:
 
 
 def part_tensors(name: str, entry: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Return the index of the saved state of part ``name`` that this rank loads, and its tensors'
-    keys. Raises UsageError (AP887) where each rank saved a state of its own, and the number of
-    ranks has changed."""
+    """Find the saved state that this rank loads for part ``name``: return its index in ``entry``
+    and the checkpoint keys of its tensors. Raises UsageError (AP887) where the ranks saved
+    different states and the number of ranks has changed since."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     count = len(entry["states"])
     rank = dist.get_rank() if dist.is_initialized() and count > 1 else 0
@@ -203,7 +205,8 @@ def load_part(
     tensors: list[Tensor],
     names: Mapping[int, str],
 ) -> None:
-    """Load into ``part`` the state that the checkpoint's ``entry`` has for ``rank``."""
+    """Load a saved state into ``part``: number ``rank`` of the states in its JSON ``entry``, with
+    the ``tensors`` read for it. ``names`` maps ``id(parameter)`` to the parameter's name."""
     state = decode(entry["states"][rank], tensors)
     for path, values in entry["per_group"]:
         if isinstance(part, LRScheduler):

@@ -116,7 +116,8 @@ class CheckpointWeights:
 
 
 def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
-    """Map the names of a checkpoint's weights to their keys; a training run's have a prefix."""
+    """Return the checkpoint key of each of the model's weights, by name. In the checkpoint of a
+    training run, the keys of weights have a prefix, and all other tensors are left out."""
     tensors = tuple(stored_tensors(metadata))
     if not is_training and "step" not in tensors and not any(k.startswith(OTHERS) for k in tensors):
         return {key: key for key in tensors}
@@ -124,8 +125,8 @@ def _weights_in(metadata: Metadata, *, is_training: bool) -> dict[str, str]:
 
 
 class _IntoTensor(TensorsOnly):
-    """Load planner that reads the stored chunks of one tensor into ``part``, the memory for a box
-    of the tensor that the chunks overlap."""
+    """Load planner that reads a box (a range of indices in each dimension) of one tensor into
+    ``part``, which has the box's shape: of each stored chunk the overlap with the box."""
 
     def __init__(self, part: Tensor) -> None:
         super().__init__()
@@ -387,8 +388,9 @@ def write_shards(
     kind: str,
     most_bytes: int,
 ) -> list[Path]:
-    """Write the tensors into files of format ``kind`` (safetensors or pt) of at most
-    ``most_bytes``, with an index; return the tensor files."""
+    """Write the tensors named in ``sizes`` (bytes by name) into files of format ``kind``
+    (safetensors or pt), each of at most ``most_bytes``; return the files. ``tensor(name)`` returns
+    a tensor. Several files get an index."""
     ending = ENDINGS[kind]
     parts = split_by_size(sizes, most_bytes)
     files = [folder / _file_name(number, len(parts), ending) for number in range(len(parts))]

@@ -37,8 +37,9 @@ from .writer_claim import claim_folder
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copy of the data that one rank writes into a checkpoint; ``document`` is the JSON (None
-    except on rank 0)."""
+    """Data that one rank writes into the checkpoint of ``step`` in ``folder``: its tensors by key
+    and, on rank 0, the content of the JSON file (else None). ``keep`` is the number of newest
+    checkpoints to keep there (None: all)."""
 
     folder: Path
     step: int
@@ -56,7 +57,7 @@ class PendingSave:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Run ``write`` in the background."""
+        """Run ``write`` in a background thread; ``wait`` raises its error."""
 
         def run() -> None:
             try:
@@ -92,9 +93,11 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
 
     def write(self, snapshot: Snapshot, *, asynchronous: bool = False) -> PendingSave:
-        """Write ``snapshot``; if ``asynchronous``, return when its tensors are copied.
+        """Write ``snapshot`` and return a handle of the save. If ``asynchronous``, return once the
+        tensors are copied; a thread writes the files.
 
-        A save that is still running is waited for, and its error raised. Collective over all ranks.
+        First waits for an earlier save that still runs, and raises its error. Collective over all
+        ranks.
         """
         self.wait()
         pending = PendingSave(checkpoint_path(snapshot.folder, snapshot.step))
@@ -121,13 +124,13 @@ class CheckpointWriter:
             self._pending.wait()
 
     def wait(self) -> None:
-        """Wait for the running save, and raise its error."""
+        """Wait until the background save has ended, if there is one; raise its error."""
         if self._pending is not None:
             self._pending.wait()
 
     def _gloo_group(self, *, asynchronous: bool) -> dist.ProcessGroup | None:
-        """Return the gloo group for the save's messages: the control group, or, if
-        ``asynchronous``, a group used by saves alone."""
+        """Return the gloo process group for a save's messages. An ``asynchronous`` save has a group
+        of its own; else it is the group for Python objects that all ranks exchange."""
         if not asynchronous or not dist.is_initialized():
             return control_group()
         if self._group is None:
@@ -156,7 +159,8 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def write_snapshot(snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
-    """Write and publish a checkpoint. Collective over all ranks; messages go through ``group``.
+    """Write a checkpoint into a temporary folder, and rename it when all ranks have written their
+    tensors. Collective over all ranks; messages go through ``group``.
 
     Raises, on every rank, MachineError (AP886) where the checkpoint cannot be written, and
     UsageError (AP892) where another run writes into the folder; the folder is then as before.

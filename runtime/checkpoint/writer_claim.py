@@ -58,7 +58,8 @@ class FolderClaim:
     """This process's exclusive right to write checkpoints into a folder, until ``release``."""
 
     def __init__(self, folder: Path, *, takes_over: bool) -> None:
-        """Claim the folder: see ``claim_folder``."""
+        """Claim ``folder``. With ``takes_over``, replace the claim of another living process;
+        without it, raise UsageError AP892 in that case."""
         self.path = folder / CLAIM
         self._text = json.dumps({**_this_process(), "claim": uuid.uuid4().hex})
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +128,9 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any], path: Path) -> bool:
-    """Return whether the process that claimed a folder is alive, as far as this host can tell."""
+    """Return whether the process that claimed a folder is alive. ``holder`` is the JSON of the
+    claim, ``path`` its file. A process on another host counts as alive if it has renewed the file
+    within ``STOPPED_SECONDS``."""
     if holder.get("host") == socket.gethostname():
         try:
             process = psutil.Process(int(holder["process"]))

@@ -67,8 +67,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The batch that a rank is given for a step: in which form (``how``: ``GLOBAL`` etc.), the
-    number of rows of the global batch, the rows that the rank reads (``held``), and its inputs."""
+    """The batch that a rank is given for a step. ``how`` is its form: ``NOTHING``, ``GLOBAL`` (the
+    global batch), ``SHARE`` (only the rank's rows) or ``ALL_ROWS`` (a share with all rows).
+    ``global_rows`` is the number of rows of the global batch, ``held`` the rows that the rank
+    reads."""
 
     how: int
     global_rows: int
@@ -189,14 +191,15 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class RankInputs(dict[str, Tensor]):
-    """Dict of a rank's inputs by name; ``global_rows`` is the global batch's rows, if known."""
+    """Dict of a rank's inputs by name; ``global_rows`` is the number of rows of the global batch
+    from which the inputs come, None if unknown."""
 
     global_rows: int | None = None
 
 
 def mark_inputs(inputs: Mapping[str, Tensor], batch: object = None) -> RankInputs:
-    """Return ``inputs`` as ``RankInputs``, with the ``global_rows`` attribute that ``batch`` or one
-    of the tensors has."""
+    """Return ``inputs`` as ``RankInputs``. The number of rows of the global batch is taken from the
+    attribute ``global_rows`` of ``batch`` or of one of the tensors; None if none has it."""
     found = RankInputs(inputs)
     marks = [batch, *found.values()]
     found.global_rows = next(
@@ -260,7 +263,7 @@ class DataSource(Protocol):
 
 
 class StepBatches:
-    """The batches of a run on one rank, in the order of its steps. ``place`` is the pair
+    """The batches of a training run, as one rank gets them step by step. ``place`` is the pair
     ``(rank, world)`` by which a sampler divides the data for this rank; None where the rank needs
     no data."""
 
@@ -273,8 +276,8 @@ class StepBatches:
         device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        """Make the batches. ``program`` must have the plan's micro-batch size; ``progress`` is
-        called before each wait for other ranks."""
+        """Find the rows that rank ``rank`` reads under ``plan``. ``program`` must have the plan's
+        micro-batch size; ``progress`` is called before each wait for other ranks."""
         self._program, self._plan, self._rank = program, plan, rank
         self._device = device
         counts = plan.num_microbatches > 1 or bool(plan.slices)
@@ -313,21 +316,22 @@ class StepBatches:
 
     def batch(self, rows: int) -> SmallerBatch:
         """Return the plan for a global batch of ``rows`` rows, and the rows that each stage's ranks
-        read. Raises UsageError AP836 where the plan cannot run it."""
+        read. Raises UsageError AP836 where the plan cannot run a batch of that size."""
         if rows not in self._batches:
             made = smaller_batch(self._program, self._plan, rows)
             self._batches[rows] = made
         return self._batches[rows]
 
     def held(self, rows: int) -> HeldRows | None:
-        """Return which rows of a global batch of ``rows`` rows this rank reads, or None."""
+        """Return the rows that this rank reads of a global batch of ``rows`` rows, or None."""
         if rows not in self._held:
             found = self.batch(rows)
             self._held[rows] = rows_of_rank(found.rows, found.plan, self._rank)
         return self._held[rows]
 
     def announce(self, rows: int) -> None:
-        """Record that the next global batch, given to ranks in shares, has ``rows`` rows."""
+        """Record that the next global batch, of which every rank is given only its own rows, has
+        ``rows`` rows in all."""
         self._last = rows
         self._announced[rows] = None
 
@@ -340,11 +344,12 @@ class StepBatches:
         return mark_inputs({} if is_empty else named_inputs(batch, self._program), batch)
 
     def take(self, inputs: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], int]:
-        """Return the inputs of a step as the stages' executors read them (a share as
-        ``ShareBatch``), and the number of rows of the global batch.
+        """Check the ``inputs`` that this rank is given for a step. Return them in the form that the
+        stages read (if they are only the rank's rows, as a ``ShareBatch``), and the number of rows
+        of the global batch.
 
         Raises UsageError AP830 and AP831 where the ranks' batches do not belong together, AP835 for
-        a share of a global batch of unknown size.
+        the rows of a global batch of unknown size.
         """
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
@@ -362,8 +367,8 @@ class StepBatches:
         return inputs, rows
 
     def whole(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Assemble the global batch from all ranks' rows, on every rank; return None if it does not
-        have the planned number of rows. Collective over all ranks."""
+        """Assemble the global batch from all ranks' ``inputs``, on every rank. Return None if the
+        global batch is smaller than planned. Collective over all ranks."""
         is_share, rows = self._recognize(inputs)
         held = self.held(rows)
         has_all = bool(inputs) and (not is_share or (held is not None and held.is_whole))
@@ -403,8 +408,8 @@ class StepBatches:
         return {name: dim for name, dim in dims.items() if dim is not None}
 
     def _recognize(self, inputs: Mapping[str, Tensor]) -> tuple[bool, int]:
-        """Return whether ``inputs`` are this rank's share of a batch, and the global batch's number
-        of rows."""
+        """Return whether ``inputs`` are only this rank's share of a global batch, and the number of
+        rows of the global batch."""
         told = getattr(inputs, "global_rows", None)
         if told is not None or not inputs:
             return True, self._last if told is None else told
@@ -430,8 +435,9 @@ class StepBatches:
         return None
 
     def _told_before(self, given: int) -> int:
-        """Find the rows of the global batch of which this rank got a share of ``given`` rows, among
-        the sizes announced before; raise UsageError AP835 if several or none fit."""
+        """Return the number of rows of a global batch of which this rank's share has ``given``
+        rows. It is one of the sizes passed to ``announce``; raise UsageError AP835 unless exactly
+        one fits."""
         planned = self.held(self.global_rows)
         assert planned is not None
         fitting = []

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class ShareBatch(dict[str, Tensor]):
-    """Dict of inputs by name with only the rows ``held`` by this rank; ``whole`` has inputs with
-    all rows. ``dims`` maps each input that has rows to its batch dimension."""
+    """Dict of a rank's inputs by name, with only the rows ``held`` that the rank reads. ``dims``
+    maps each input that has rows to its batch dimension. ``whole`` has the inputs of which the rank
+    needs all rows, once ``gather_whole`` has filled it."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], held: HeldRows, dims: Mapping[str, int]
@@ -39,7 +40,8 @@ class ShareBatch(dict[str, Tensor]):
         self.whole: dict[str, Tensor] = {}
 
     def held_spec(self, name: str, spec: TensorSpec) -> TensorSpec:
-        """Return ``spec``, an input's micro-batch, with only the rows that this rank has."""
+        """Return the shape and dtype of input ``name`` in one micro-batch with only this rank's
+        rows; ``spec`` has all rows of the micro-batch."""
         if name not in self.dims:
             return spec
         shape = list(spec.shape)
@@ -70,9 +72,9 @@ def gather_whole(
     communicator: Communicator,
     device: torch.device,
 ) -> None:
-    """Gather into ``batch.whole``, with all rows, the inputs that every rank of a stage needs
-    whole. Collective over the stage. ``part`` is this rank's index in the stage's division of the
-    rows."""
+    """All-gather the inputs of which every rank of a stage needs all rows, and put them into
+    ``batch.whole``, on ``device``. Collective over the ranks of the stage. ``rows`` says how the
+    stage divides a micro-batch; this rank has part number ``part``."""
     own = rows.held(part, batch.held.num_microbatches)
     for name in rows.whole if len(rows.sizes) > 1 else ():
         dim = rows.inputs[name]
@@ -83,8 +85,9 @@ def gather_whole(
 
 
 def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
-    """Cut the rows ``own`` of each micro-batch from a tensor that has rows ``held``; dimension
-    ``dim`` of the result is split into (micro-batch, row)."""
+    """Cut the rows ``own`` of each micro-batch from a tensor with the rows ``held``, which include
+    them. ``dim`` is the batch dimension; in the result two dimensions replace it: (micro-batch,
+    row)."""
     count = held.num_microbatches
     per_row = tensor.shape[dim] // held.size
     by_microbatch = _unflattened(tensor, dim, (count, held.rows * per_row))
@@ -94,8 +97,9 @@ def _of_part(tensor: Tensor, dim: int, held: HeldRows, own: HeldRows) -> Tensor:
 def _gathered(
     tensor: Tensor, dim: int, rows: StageRows, per_row: int, communicator: Communicator
 ) -> Tensor:
-    """All-gather a tensor of shape (…, micro-batch, rows, …) along its rows; return all rows in
-    order of micro-batches, with both dimensions merged into ``dim``."""
+    """All-gather a tensor of shape (…, micro-batch, rows, …), with its micro-batches at ``dim``,
+    along its rows. Return all ranks' rows in the order of the global batch, with the two dimensions
+    merged. ``per_row`` is the number of entries along the dimension per row of the batch."""
     sizes, most = rows.sizes, max(rows.sizes)
     missing = most * per_row - tensor.shape[dim + 1]
     if missing:
@@ -121,11 +125,11 @@ def step_inputs(
     num_microbatches: int,
     queue: DeviceQueue,
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the inputs of a step, on the device, by number of the computation: number
-    ``m * len(programs) + j`` is slice ``j`` of micro-batch ``m``, which ``programs[j]`` computes.
+    """Return this rank's inputs of a stage for a whole step, copied to the device: a dict of inputs
+    by name for each computation. Slice ``j`` of micro-batch ``m``, which ``programs[j]`` computes,
+    has the number ``m * len(programs) + j``; without slices there is one program.
 
-    All inputs are copied to the device at once, before the first is needed. Raises as
-    ``local_inputs`` does.
+    All copies are begun here, before the first input is needed. Raises as ``local_inputs`` does.
     """
     units = [(m, program) for m in range(num_microbatches) for program in programs]
     found = [local_inputs(batch, program, m, num_microbatches) for m, program in units]
@@ -157,8 +161,8 @@ def local_inputs(
 def _within(
     region: Region, whole: tuple[int, ...], shape: Sequence[int], batch: Mapping[str, Tensor]
 ) -> Region:
-    """Convert ``region``, index ranges in an input's whole micro-batch, to index ranges in the rows
-    of the micro-batch that this rank has."""
+    """Convert index ranges in an input's micro-batch with all rows (shape ``whole``) to index
+    ranges in the rows that this rank was given (shape ``shape``)."""
     if tuple(shape) == whole:
         return region
     assert isinstance(batch, ShareBatch)
@@ -177,7 +181,8 @@ def batch_rows(
     microbatch: int,
     num_microbatches: int,
 ) -> Tensor:
-    """Return an input's rows of one micro-batch: all, or in a ``ShareBatch`` the rank's share."""
+    """Return the rows of input ``name`` that belong to one micro-batch: all of them, or, of a
+    ``ShareBatch``, the rank's. ``spec`` is the input in one micro-batch with all rows."""
     if isinstance(batch, ShareBatch):
         if name in batch.whole:
             return microbatch_rows(name, batch.whole[name], spec, microbatch, num_microbatches)
@@ -186,8 +191,8 @@ def batch_rows(
 
 
 def _whole_and_part(program: StageProgram, held: HeldValue) -> tuple[TensorSpec, Region]:
-    """Return the spec of an input's whole micro-batch, and the index ranges of it that this rank
-    reads."""
+    """Return the shape and dtype of an input's micro-batch with all rows, and the index ranges of
+    it that this rank reads."""
     spec, share = held.spec, program.share
     region = local_region(spec.shape, held.layout, program.mesh, program.coordinates)
     if share is None or not held.layout[0].is_shard:

@@ -51,9 +51,9 @@ from ...planner.variants.shares import share_of, why_not
 
 
 class BatchShape(NamedTuple):
-    """Number of rows of a global batch, and the sequence length it is padded to (None: the
-    planned). ``capture`` is the number of the traced program: the model is captured again when its
-    code changes."""
+    """Shape of a global batch: its number of rows, and the sequence length that it is padded to
+    (None: the planned length). ``capture`` numbers the traces of the model, which is traced again
+    when its code changes."""
 
     rows: int
     length: int | None = None
@@ -62,9 +62,10 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One form of a plan's step, for one shape of batches. ``program`` has whole sequences and the
-    rows of a micro-batch. ``slices`` are the parts of the sequences that each micro-batch is
-    computed in, one after another: a single slice unless the plan slices sequences."""
+    """The training step of a plan for batches of one ``shape``. ``program`` is the model with whole
+    sequences and the rows of one micro-batch. ``slices`` are the parts of the sequences that each
+    micro-batch is computed in, one after another: a single slice unless the plan slices
+    sequences."""
 
     shape: BatchShape
     program: Program
@@ -73,25 +74,26 @@ class Variant:
     slices: tuple[SequenceSlice, ...]
 
     def crossing(self) -> list[tuple[Boundary, ...]]:
-        """Return for each slice the values that are sent from one stage to another."""
+        """Return, for each slice of the sequences, the values that stages send to other stages."""
         found = [boundaries(each.graph, each.blocks, each.plan) for each in self.slices]
         count = len(self.plan.stages)
         return [with_replicas(each, count) for each in found] if self.schedule.parts else found
 
 
 def crossing_pairs(program: Program, plan: Plan) -> frozenset[tuple[int, int]]:
-    """Return the pairs (source, target) of stages where the source sends a value."""
+    """Return the pairs (source, target) of stage indices between which the forward sends a
+    value."""
     found = boundaries(program.graph, program.blocks, plan)
     return frozenset((b.source_stage, b.target_stage) for b in found)
 
 
 def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
-    """Return the form of a step by ``plan``, which may be the plan of a smaller batch than planned.
+    """Return the training step of ``plan``, which may also be a plan derived for a smaller batch.
 
-    ``capture`` is the number of ``program`` among the programs captured from the model.
+    ``capture`` is the number of ``program`` among the traces of the model.
 
-    Raises PlanError AP547 and AP548 where replicas or slices would not give the same result, and
-    UsageError AP158 where an asynchronous schedule cannot run the model.
+    Raises PlanError AP547 and AP548 where copies of stages (Chimera) or slices of the sequences
+    would change the result, UsageError AP158 where an asynchronous schedule cannot run the model.
     """
     check_asynchronous(plan, program.graph, program.blocks)
     program = program.with_batch_size(plan.microbatch_size)
@@ -116,9 +118,9 @@ def variant_of(program: Program, plan: Plan, capture: int = 0) -> Variant:
 
 
 def bucket_variants(planned: Variant, lengths: Sequence[int]) -> tuple[Variant, ...]:
-    """Return variants of the ``planned`` step for sequences of each of ``lengths``, which must
-    ascend. Raises PlanError AP560 where shorter sequences would give other training results, and
-    UsageError AP561 for impossible lengths."""
+    """Return, for each of ``lengths``, the ``planned`` step with sequences cut to that length.
+    Lengths must ascend and be below the planned one: else UsageError AP561. Raises PlanError AP560
+    where shorter sequences would give other training results."""
     if not lengths:
         return ()
     program, whole = planned.program, planned.slices[0]
@@ -158,9 +160,10 @@ def stage_programs(
     communicator: Communicator,
     draws: Draws | None = None,
 ) -> tuple[StageProgram, ...]:
-    """Return a rank's programs of a stage, one for each slice of the sequences. Values that one
-    slice hands to the next are left out of the programs' inputs. ``draws`` is the random-number
-    state to share with the stage's programs of another variant."""
+    """Return the programs of ``stage`` for the rank at ``coordinates`` of its mesh, one for each
+    slice of the sequences. Values that the slice before computes are not among a program's inputs.
+    ``draws`` is the random-number state to share with programs of another variant (None: a new
+    one)."""
     index, found = variant.schedule.part(stage), []
     is_first = draws is None and not variant.plan.slices
     draws = Draws() if draws is None else draws
@@ -194,15 +197,16 @@ def _refused(what: str, why: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class SmallerBatch:
-    """The plan for a smaller global batch than planned, and the rows that each stage reads."""
+    """The plan for a smaller global batch than planned, and for each stage the division of a
+    micro-batch's rows among its ranks (None: the stage reads no input)."""
 
     plan: Plan
     rows: tuple[StageRows | None, ...]
 
 
 def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
-    """Return the plan for a global batch of ``rows`` rows, and the rows that each stage reads.
-    Raises UsageError AP836 where the plan cannot run such a batch."""
+    """Derive the plan for a global batch of ``rows`` rows, fewer than planned, and the rows that
+    each stage's ranks read. Raises UsageError AP836 where the plan cannot run such a batch."""
     why = _why_none(program.graph, plan)
     uneven = why or _why_not_uneven(program, plan)
     crossing = crossing_pairs(program, plan)
@@ -221,7 +225,8 @@ def smaller_batch(program: Program, plan: Plan, rows: int) -> SmallerBatch:
 
 
 def refused_batch(plan: Plan, rows: int, why: str) -> UsageError:
-    """Return the error for a batch of ``rows`` rows that a plan cannot run."""
+    """Return the error (AP836) for a batch of ``rows`` rows that ``plan`` cannot run, with the
+    reason ``why``."""
     return UsageError(
         "AP836",
         f"a batch of {rows} samples cannot be run by a plan for {plan.model.global_batch}",
@@ -310,15 +315,16 @@ def _can_be_scheduled(plan: Plan, crossing: frozenset[tuple[int, int]]) -> bool:
 
 
 class SequencePadding:
-    """Padding of batches with short sequences; ``graph`` has a micro-batch's planned shapes."""
+    """Function that pads batches of short sequences to the planned length; ``graph`` has the
+    planned shapes of a micro-batch."""
 
     def __init__(
         self,
         graph: Graph,
         check: Callable[[int, Mapping[str, Padding]], None] = lambda length, paddings: None,
     ) -> None:
-        """Make the padding; ``check`` is called with the length and paddings of the first short
-        batch."""
+        """Make the padding for a model. ``check`` is called once, with the sequence length of the
+        first short batch and the padding of each input; it may raise an error."""
         self._graph, self._check = graph, check
         self._is_checked = False
         self._found: tuple[int, Mapping[str, Padding]] | None = None
@@ -382,7 +388,8 @@ class SequencePadding:
 
 
 def pad_tensor(tensor: Tensor, padding: Padding, length: int) -> Tensor:
-    """Pad ``tensor`` to ``length`` entries along the dimensions of ``padding``."""
+    """Pad ``tensor`` with ``padding.value`` to ``length`` entries along each of the dimensions
+    ``padding.dims``."""
     for dim in padding.dims:
         shape = [*tensor.shape]
         shape[dim] = length - shape[dim]

@@ -114,7 +114,9 @@ def launch_on_hosts(
 
 
 def _run(agent: HostAgent, hosts: Hosts) -> Any:
-    """Run the agent, and return the value of this host's first rank."""
+    """Run the agent to its end, and return the value of this host's first rank. Raises the last
+    failure, AP415 if too few hosts come, AP416 if the store is gone, AP825 if another host ended
+    the run."""
     try:
         result = agent.run()
     except RendezvousTimeoutError as error:
@@ -171,7 +173,8 @@ def _check_same_job(store: Any, job: Job, hosts: Hosts) -> None:
 
 
 class HostAgent(SimpleElasticAgent):
-    """torch's elastic agent, which starts and watches one host's ranks; ``error``: last failure."""
+    """torch's elastic agent for one host: it starts, watches and restarts the host's ranks.
+    ``error`` is their last failure."""
 
     def __init__(
         self,
@@ -181,8 +184,8 @@ class HostAgent(SimpleElasticAgent):
         store: Any,
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Make the agent; its requests to ``store`` are made in the context ``asking()``, which
-        watches for missing answers."""
+        """Make the agent. Each of its requests to ``store`` is made in a context ``asking()``,
+        which notices if the store does not answer."""
         super().__init__(spec)
         self._asking = asking
         self.error: AutoparallelError | None = None
@@ -199,12 +202,13 @@ class HostAgent(SimpleElasticAgent):
         return json.loads((self._folder() / RESULT.format(first)).read_text())
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the ranks; return False for any later SIGTERM."""
+        """Pass a SIGTERM of this process on to its ranks if it is the first, and return True; they
+        end after their step. Return False for a later SIGTERM."""
         return self._workers is not None and self._workers.ask()
 
     def end_without_store(self, hosts: Hosts) -> None:
-        """End the ranks and this process when the store is gone, for whose answer the main thread
-        would wait forever. Prints the error of a rank that failed by itself, else MachineError
+        """End the ranks and this process because the store is gone: the main thread would wait for
+        its answer forever. Prints the error of a rank that failed by itself, else MachineError
         AP416."""
         error = self.error
         if self._workers is not None:
@@ -290,8 +294,8 @@ class HostAgent(SimpleElasticAgent):
             tell_restart(error, most - self._remaining_restarts + 1, most)
 
     def _has_lost_a_host(self) -> bool:
-        """Return whether ranks failed because a host is gone, after a wait for overdue
-        heartbeats."""
+        """Return whether the ranks failed because another host is gone. If they report a lost
+        connection, wait until that host's heartbeat is overdue."""
         assert self._peers is not None
         is_consequence = self.error is not None and self.error.code in ("AP820", "AP821")
         deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
@@ -324,7 +328,8 @@ class Peers:
         self._heard = {peer: ("", clock()) for peer in range(num_hosts) if peer != rank}
 
     def lost(self) -> tuple[int, ...]:
-        """Send this host's heartbeat; return the hosts that have sent none for ``LOST_SECONDS``."""
+        """Send this host's heartbeat if due; return the numbers of the hosts that have sent none
+        for ``LOST_SECONDS``."""
         now = self._clock()
         if now - self._sent < BEAT_SECONDS:
             return self._silent(now)

@@ -98,8 +98,8 @@ def launch(
 def _restarting(
     start: Callable[[Mapping[str, str]], Any], shared: Mapping[str, str], max_restarts: int
 ) -> Any:
-    """Call ``start``, and call it again after errors that a restart can fix, ``max_restarts`` times
-    at most."""
+    """Call ``start`` with the environment of the ranks, and again after each error that a restart
+    can fix, ``max_restarts`` times at most. Return its value or raise its last error."""
     for restarts in range(max_restarts + 1):
         try:
             return start({**shared, "TORCHELASTIC_RESTART_COUNT": str(restarts)})
@@ -111,7 +111,9 @@ def _restarting(
 
 
 def _attempt(job: Job, shared: Mapping[str, str], *, finishes: bool) -> Any:
-    """Start all ranks once, in a new temporary folder; return the value of the first rank."""
+    """Start all ranks once, with the environment variables ``shared`` and a new temporary folder
+    for the job; return the value of the first rank. If ``finishes``, a first SIGTERM lets them end
+    their step."""
     with tempfile.TemporaryDirectory(prefix="autoparallel-") as folder:
         job_path = Path(folder) / "job.json"
         job_path.write_text(json.dumps(asdict(replace(job, folder=folder))))
@@ -178,8 +180,8 @@ class Workers:
         return {number: process.pid for number, process in enumerate(self._processes)}
 
     def codes(self) -> dict[int, int | None]:
-        """Return the workers' exit codes by rank: None while running; 0 for a lost rank if the run
-        goes on without it."""
+        """Return the workers' exit codes by rank: None while running. A worker that a signal ended
+        has code 0 if the job goes on without it (``survives``)."""
         found = (process.poll() for process in self._processes)
         codes = dict(zip(self._ranks, found, strict=True))
         lost = {rank: code for rank, code in codes.items() if code is not None and code < 0}
@@ -191,7 +193,8 @@ class Workers:
         return {**codes, **dict.fromkeys(lost, 0)}
 
     def ask(self) -> bool:
-        """Pass the first SIGTERM on to the workers; return False for any later SIGTERM."""
+        """Pass a SIGTERM of this process on to the workers if it is the first, and return True;
+        they end after their step. Return False for a later SIGTERM."""
         is_first, self._is_asked = not self._is_asked, True
         if is_first:
             for process in self._processes:
@@ -245,9 +248,9 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def others(self, failed: dict[int, int]) -> dict[int, int]:
-        """After the first failure, give the other workers a moment to report errors of their own;
-        return the exit codes of all failed ranks. A failed rank that left no report is reported to
-        the others here."""
+        """Wait after the first failure, ``GRACE_SECONDS`` at most, for other workers to fail too,
+        and return the exit codes of all failed ranks. A ``failed`` rank that left no report is
+        first reported to the other workers."""
         first = set(failed)
         deadline = time.monotonic() + GRACE_SECONDS
         known = {**self._failures.read(), **self._told.read()}
@@ -331,7 +334,8 @@ class Workers:
 
 
 def _ending(code: int) -> str:
-    """Describe by its exit ``code`` how a process ended that left no error."""
+    """Describe how a process without an error report ended, by its exit ``code`` (negative: a
+    signal)."""
     return f"{signal.Signals(-code).name} ended it" if code < 0 else f"it exited with code {code}"
 
 
@@ -391,5 +395,5 @@ def can_mend(error: AutoparallelError) -> bool:
 
 
 def tell_restart(error: AutoparallelError, number: int, most: int) -> None:
-    """Print on stderr why the ranks are started again, for the ``number``-th time."""
+    """Print ``error`` on stderr, and that restart ``number`` of at most ``most`` begins."""
     print(f"{error}\nautoparallel: restart {number} of {most}", file=sys.stderr, flush=True)

@@ -41,8 +41,9 @@ EIGHT_BIT_CAPABILITY = (8, 9)
 
 
 def join_as(worker: Worker, cluster: Cluster) -> torch.device:
-    """Join the process group as a worker of ``cluster``, and let its watchdog follow the progress
-    of its device; return the device. Raises as ``join`` does."""
+    """Join the process group as rank ``worker.rank``, on the kind of device that ``cluster`` has
+    for the rank. The worker's watchdog then follows the progress of the device, which is returned.
+    Raises as ``join`` does."""
     kind = cluster.device(worker.rank).kind
     device = join(kind, worker.local_rank, worker.watchdog.timeout_seconds, worker.meet)
     worker.watchdog.follow(queue_of(device))
@@ -55,15 +56,15 @@ def join(
     timeout_seconds: float | None = None,
     meet: Callable[[], Mapping[str, Any]] = dict,
 ) -> torch.device:
-    """Join the process group, unless the caller has; return this rank's device.
+    """Join the process group, unless it exists already; return this rank's device.
 
     ``meet`` returns arguments of ``init_process_group``; if it returns none, the environment
     variables of torchrun apply.
 
-    Collectives time out a minute after ``timeout_seconds`` (in the caller's groups at the
-    earliest): a watchdog, which can name the rank that did not come, ends the process first.
-    Without ``timeout_seconds`` torch's limit holds. Raises MachineError (AP411) where the machine
-    lacks that device.
+    Collectives time out a minute after ``timeout_seconds``, or later in a group that existed
+    already: the watchdog, which can name the missing rank, is to end the process first. Without
+    ``timeout_seconds`` torch's limit holds. Raises MachineError (AP411) where this machine has no
+    GPU ``local_rank``.
     """
     timeout = time_limit(timeout_seconds)
     if timeout_seconds is not None:
@@ -148,7 +149,8 @@ def check_device(device: torch.device, precision: Precision) -> None:
 
 
 def check_host_memory(program: Program, plan: Plan, available_bytes: int) -> None:
-    """Raise MachineError AP420 where this host's memory is too small for the offloaded states."""
+    """Raise MachineError AP420 where the master weights and optimizer states that the plan offloads
+    to this host, those of all its ranks, need more than ``available_bytes``."""
     needed = host_bytes(plan, program.graph, program.blocks)
     own = needed.get(plan.cluster.host_of[dist.get_rank()], 0.0)
     if own > available_bytes:
@@ -176,8 +178,9 @@ def _check_eight_bits(device: torch.device) -> None:
 
 
 def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
-    """Raise an error if ``plan`` was made for another model, if there are too few processes, or if
-    ``device`` only emulates the plan's precision."""
+    """Raise an error if ``plan`` was made for another model than ``program``, if there are too few
+    processes or too little host memory, or if ``device`` has no hardware for the plan's
+    precision."""
     check_device(device, plan.model.precision)
     check_model(program, plan)
     needed = num_processes(plan)
@@ -215,7 +218,8 @@ class Stop:
     after each step."""
 
     def __init__(self, watchdog: Watchdog, *, is_behind: bool) -> None:
-        """Make the context. ``is_behind``: devices execute asynchronously, behind their hosts."""
+        """Make the context. ``is_behind`` says that hosts run ahead of their devices, so that
+        ``is_agreed`` must not wait for the vote of the current step."""
         self._watchdog, self._is_behind = watchdog, is_behind
         self._asked_seconds: float | None = None
         self._vote: tuple[Tensor, dist.Work | None] | None = None
@@ -239,8 +243,9 @@ class Stop:
         return now - self._asked_seconds < SAME_SECONDS
 
     def is_agreed(self) -> bool:
-        """Return whether all ranks agree to end the run after this step. Collective over all
-        ranks."""
+        """Return, the same on all ranks, whether the run ends after this step: some rank has
+        received a SIGTERM. If devices are behind their hosts, the vote of the step before counts.
+        Collective over all ranks."""
         mine = torch.tensor(int(self._asked_seconds is not None))
         if not dist.is_initialized():
             return bool(mine)

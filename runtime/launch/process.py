@@ -50,15 +50,17 @@ ROOM = "autoparallel/meeting"
 
 
 def meeting_at_file(path: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Return arguments with which ``init_process_group`` uses a store in the new file ``path``."""
+    """Return arguments with which ``init_process_group`` uses a store in the new file ``path``, for
+    ranks of one machine."""
     from torch._C._distributed_c10d import FileStore
 
     return {"store": FileStore(path, world_size), "rank": rank, "world_size": world_size}
 
 
 def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments with which ``init_process_group`` uses the store of torchrun's agent. The
-    keys get a new prefix; the dict is empty if no agent runs. Collective over all ranks."""
+    """Return arguments with which ``init_process_group`` uses the store of torchrun's agent, or {}
+    if no agent runs. Keys get a prefix that no earlier attempt of the run has used. Collective over
+    all ranks."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -75,8 +77,8 @@ def meeting_at_agent(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def agree_on_name(store: Any, rank: int, world_size: int) -> str:
-    """Agree on a new name, proposed by rank 0 and confirmed by all current ranks through ``store``;
-    return it."""
+    """Return a name, the same on all ranks, that no earlier attempt of the run has used. Rank 0
+    chooses it, and waits until every current rank has confirmed it through ``store``."""
     token = uuid.uuid4().hex
     if rank != 0:
         store.set(f"{ROOM}/asks/{rank}", token)
@@ -159,8 +161,8 @@ class Job:
 
 
 def describe(error: BaseException, rank: int, world_size: int) -> AutoparallelError:
-    """Convert ``error`` of a rank to an AutoparallelError that says "out of memory", or "failed"
-    with the traceback."""
+    """Convert an ``error`` of a rank to an AutoparallelError: AP803 if memory ran out, else AP801
+    with the traceback. An AutoparallelError is returned as it is."""
     if isinstance(error, AutoparallelError):
         return error
     text = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -186,8 +188,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_rank(error: AutoparallelError, worker: Worker) -> AutoparallelError:
-    """Return ``error``; if it only says that another rank is gone, return an error that tells for
-    which action this rank waited. In both cases a report is left for the other ranks."""
+    """Report ``error`` of this rank to the other ranks and return it. If it only says that the
+    connection to another rank is lost, return in its place an error (AP820) that says in which
+    action this rank waited, and for whom."""
     ranks, doing = worker.watchdog.ranks, worker.watchdog.last
     told = f"{error.what} {error.why if error.code == 'AP886' else ''}"
     is_consequence = error.code in ("AP801", "AP886") and any(x in told for x in CONNECTION_LOST)
@@ -215,11 +218,12 @@ def current_worker(
     failures: FailureStore | None = None,
     store_path: str | None = None,
 ) -> Worker:
-    """Return a ``Worker`` for this process, with the rank that the environment variables describe.
+    """Return a ``Worker`` for this process, whose rank and world size are in ``environment``.
 
-    Reports of failed ranks go to ``failures``, by default in the store of the environment;
-    ``resting``: see ``Watchdog``. Ranks of one machine use a store in the file ``store_path``,
-    others the store of the environment.
+    Its watchdog reports a hang to ``report`` and lets the actions ``resting`` take any time.
+    Reports of failed ranks go to ``failures``, by default the store of the launcher's agent. With
+    ``store_path``, the ranks (of one machine) join through a store in that file, else through the
+    agent's store.
     """
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     ranks = Ranks(rank, world_size, failures or SharedStore(environment))
@@ -240,9 +244,9 @@ def current_worker(
 
 
 def call_entry(entry: str, worker: Worker, arguments: Mapping[str, Any]) -> Any:
-    """Call the function ``"module:function"`` with the worker and the arguments, under its
-    watchdog. Raises only AutoparallelErrors. A process group that the function has left open is
-    destroyed."""
+    """Call the function ``entry``, ``"module:function"``, with ``worker`` and ``arguments``; the
+    worker's watchdog is active meanwhile. Raises only AutoparallelErrors. Destroys a process group
+    that the function has left open."""
     module, _, name = entry.partition(":")
     watched: AbstractContextManager[object] = worker.watchdog
     try:
@@ -266,7 +270,8 @@ def _leave() -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this process and its children when the launcher dies, which closes a pipe to them."""
+    """Start a thread that kills this process and its children when the launcher dies: the pipe from
+    the launcher is closed then."""
 
     def wait() -> None:
         while os.read(0, 1):
@@ -277,7 +282,8 @@ def _end_with_launcher() -> None:
 
 
 def main(job_path: str) -> None:
-    """Run a worker process from start to end; exit with the code of its error."""
+    """Run a worker process from start to end, with the job in the JSON file ``job_path``; if it
+    fails, exit with its error's code."""
     job = Job(**json.loads(Path(job_path).read_text()))
     folder = Path(job.folder)
     sys.path.extend(path for path in job.sys_path if path not in sys.path)

@@ -103,8 +103,9 @@ def interface_of(address: str) -> str | None:
 
 
 def open_store(endpoint: tuple[str, int], join_seconds: float) -> tuple[Any, bool]:
-    """Connect to the store of all hosts, or open it here; return it, and whether this process
-    serves it. Raises MachineError AP414 if no process serves it within ``join_seconds``."""
+    """Return the key-value store that all hosts share, and whether this process serves it: it does
+    if the endpoint is an address of this host that nobody serves yet. Raises MachineError AP414 if
+    no process serves it within ``join_seconds``."""
     from torch._C._distributed_c10d import TCPStore
 
     timeout = timedelta(seconds=READ_SECONDS)
@@ -157,8 +158,9 @@ def _unreachable(endpoint: tuple[str, int], why: str) -> MachineError:
 def make_handler(
     hosts: Hosts, store: Any, endpoint: tuple[str, int], asking: Callable[[], Any]
 ) -> Any:
-    """Make torch's rendezvous handler for ``hosts`` over ``store``, which then is the ranks' store
-    too. Its requests to the store are made in the context ``asking()``."""
+    """Make torch's rendezvous handler for the agents of ``hosts``, which meet through ``store``;
+    the ranks' process group uses that store too. Each request to it is made in a context
+    ``asking()``."""
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -211,8 +213,8 @@ POLL_SECONDS = 0.5
 
 
 class StoreWatch:
-    """Thread that calls ``give_up`` when a request to the store is unanswered for ``lost_seconds``;
-    a context manager, active inside. Requests are to be made in the context ``asking()``."""
+    """Context manager whose thread calls ``give_up`` when the store has not answered a request for
+    ``lost_seconds``. Requests are to be made in the context ``asking()``."""
 
     def __init__(self, lost_seconds: float, give_up: Callable[[], None]) -> None:
         self._most_polls = lost_seconds / POLL_SECONDS
@@ -243,8 +245,8 @@ class StoreWatch:
                 del self._open[question]
 
     def _watch(self) -> None:
-        """Poll for unanswered requests. A request's age is counted in polls, not seconds, since
-        this process may have been stopped meanwhile."""
+        """Call ``give_up`` when a request to the store is too old. Its age is counted in polls of
+        this loop, not in seconds, since the process may have been stopped meanwhile."""
         while not self._stopped.wait(POLL_SECONDS):
             with self._lock:
                 for question in self._open:

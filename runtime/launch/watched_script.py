@@ -32,8 +32,9 @@ _OF_JOB = (
 
 
 def watch_script(environment: Mapping[str, str], timeout_seconds: float | None = None) -> Worker:
-    """Return a ``Worker`` for this process, under a watchdog from the first call to the process's
-    end. ``timeout_seconds`` replaces the timeout of an earlier call; None keeps that timeout."""
+    """Return a ``Worker`` for this process, which torchrun has started. Its watchdog is active
+    until the process ends. ``timeout_seconds`` is the longest time without progress in a step; None
+    keeps the timeout of an earlier call."""
     worker = _watched(tuple((n, environment[n]) for n in _OF_JOB if n in environment))
     if timeout_seconds is not None:
         worker.watchdog.timeout_seconds = timeout_seconds
@@ -63,8 +64,9 @@ _KEPT = ExitStack()
 
 def _say_at_errors(worker: Worker, say: Callable[[Exception], None]) -> None:
     """Install an exception hook that reports an uncaught error of the script to the other ranks. If
-    the error only says that another rank is gone, the action in which this rank waited is printed
-    after it. The process is then ended soon: cleanup at exit must not wait for the lost rank."""
+    the error is only a lost connection to another rank, the hook also prints by ``say`` in which
+    action this rank waited, and soon ends the process, whose cleanup at exit could wait for the
+    lost rank."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -99,8 +101,8 @@ _ADVICE = (
 
 
 def advice_for(error: BaseException) -> UsageError | None:
-    """Return UsageError AP944, with advice, for an error of torch about sharded tensors, or
-    None."""
+    """Return UsageError AP944, with advice, for an error that torch raises for an operation on
+    sharded tensors; None for any other error."""
     text = str(error)
     if not isinstance(error, RuntimeError | NotImplementedError | TypeError):
         return None

@@ -93,7 +93,8 @@ class AllReduces:
             self._groups[axis] = gloo_group_beside(group)
 
     def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Start to sum a flat tensor in place over ``axes``; a thread runs sums one by one."""
+        """Start to sum a flat tensor in place over the mesh axes ``axes``, by the ``algorithm`` of
+        that name; return a handle to wait for. A thread runs the all-reduces one by one."""
         return self._lane.submit(partial(self._run, algorithm, tensor, axes))
 
     def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
@@ -115,7 +116,8 @@ class AllReduces:
 
 
 class _Arriving(NamedTuple):
-    """A message that this rank receives; it fills the element ranges ``spans`` of the tensor."""
+    """A message that this rank receives: it fills the element ranges ``spans`` of the tensor or, if
+    ``adds``, is added to them; if ``in_place``, it is received directly into the tensor."""
 
     sender: int
     tag: int
@@ -134,9 +136,9 @@ class TableMessages:
     """An in-place collective on flat tensors of ``numel`` elements, run as the point-to-point
     messages that a table lists in rounds.
 
-    A tensor is cut into parts of nearly equal size; empty parts are not sent. Parts that a rank
-    does not hold at the start must be 0 there, or are not added to. ``rounds`` are the messages
-    that the rank receives and sends.
+    A tensor is cut into parts of nearly equal size; empty parts are not sent. Where messages add to
+    a part that a rank has no values for, the part must be 0 there. ``rounds`` are the messages that
+    the rank receives and sends.
     """
 
     def __init__(self, table: Table, numel: int, group: Any) -> None:
@@ -155,7 +157,8 @@ class TableMessages:
     def _run_round(
         self, tensor: Tensor, arriving: Sequence[_Arriving], leaving: Sequence[_Leaving]
     ) -> None:
-        """Send and receive all messages of a round at once, with the values from before it."""
+        """Send and receive all messages of a round at once. The values sent are the values before
+        the round; received values enter the tensor after all messages have arrived."""
         buffers, offset, works = [], 0, []
         scratch = self._scratch(tensor, sum(_size(m.spans) for m in arriving if not m.in_place))
         for message in arriving:
@@ -186,8 +189,9 @@ class TableMessages:
 def _own_round(
     messages: Sequence[Message], rank: int, bounds: Sequence[int]
 ) -> tuple[tuple[_Arriving, ...], tuple[_Leaving, ...]]:
-    """Return the messages that this rank receives and sends in a round. A message's tag is its
-    index in the round, so that two messages between the same ranks are not confused."""
+    """Return the messages that this rank receives and sends in a round. Part ``p`` of the tensor
+    has the elements ``bounds[p]`` to ``bounds[p + 1]`` - 1. A message's tag is its index in the
+    round, so that two messages between the same ranks are not confused."""
     sent = {part for message in messages if message.sender == rank for part in message.parts}
     arriving, leaving = [], []
     for tag, message in enumerate(messages):
@@ -203,7 +207,8 @@ def _own_round(
 
 
 def _spans(parts: Sequence[int], bounds: Sequence[int]) -> tuple[Span, ...]:
-    """Return the element ranges of ``parts``, adjacent ranges joined and empty ranges left out.
+    """Return the element ranges of ``parts``; part ``p`` starts at ``bounds[p]`` and stops before
+    ``bounds[p + 1]``. Adjacent ranges are joined, empty ranges left out.
 
     >>> _spans((0, 1, 3), (0, 2, 4, 6, 7)), _spans((1,), (0, 2, 2))
     (((0, 4), (6, 7)), ())

@@ -168,16 +168,16 @@ _COLLECTIVE_FILES = (distributed_c10d.__file__, _functional_collectives.__file__
 
 
 class BackwardPosition:
-    """Holder of the name of the block in a stage whose backward autograd has started last."""
+    """Holder of the name of the block whose backward autograd has started last in a stage."""
 
     def __init__(self) -> None:
         self.block = ""
 
 
 def describe_stack(frame: FrameType | None) -> str:
-    """Describe the block and the collective that a thread's stack is in; return "" if in neither.
-    The innermost block and collective count. The collective has the name of the function of
-    ``torch.distributed`` that was called, or, for a stage's collective, its name and mesh axis."""
+    """Describe the innermost block and collective that a thread's stack is in; return "" if in
+    neither. The collective has the name of the function of ``torch.distributed`` that was called,
+    or, for a stage's collective, its name and mesh axis."""
     block = collective = ""
     is_backward = False
     for each in _outwards(frame):

@@ -55,7 +55,7 @@ class DeviceQueue(Protocol):
         ``event`` is an earlier event of this queue to record again, instead of a new one."""
 
     def moment(self) -> Any:
-        """Return a timestamp of the queue at its current end, for ``seconds``."""
+        """Return a timestamp of the queue's present end; ``seconds`` compares two timestamps."""
 
     def seconds(self, first: Any, second: Any) -> float:
         """Return the seconds from one ``moment`` to another. Blocks until both are reached."""
@@ -64,8 +64,8 @@ class DeviceQueue(Protocol):
         """Return ``parts`` on the device. Tensors in host memory are copied without blocking."""
 
     def to_host(self, tensor: Tensor, work: Waitable | None) -> HostCopy | None:
-        """Start to copy ``tensor`` to host memory after ``work``; return None if it is a host
-        tensor."""
+        """Start to copy ``tensor`` to host memory once ``work``, the collective that fills it, is
+        done. Return None if ``tensor`` is in host memory already."""
 
 
 class _Passed:

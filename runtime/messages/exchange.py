@@ -96,8 +96,8 @@ class _Arriving:
 
 
 class Exchange:
-    """Point-to-point messages between the stages of this rank and stages on other ranks. Every rank
-    of the world makes its own exchange, at the same time."""
+    """Point-to-point messages between the stages of this rank and stages on other ranks.
+    Construction is collective over all ranks."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Exchange:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Expect from every other rank the first message of the schedule again."""
+        """Begin a step: all messages of the schedule are expected anew from the other ranks."""
         self._expected = {peer: deque(order) for peer, order in self._order.items()}
         self._taken: set[tuple[int, Sent]] = set()
 
@@ -154,7 +154,8 @@ class Exchange:
         return self._peers[stage]
 
     def post(self, direction: Direction, stage: int, microbatch: int) -> None:
-        """Start to receive the values that ``stage`` needs from other stages in a micro-batch."""
+        """Start to receive the values (in the backward: gradients) that ``stage`` needs from other
+        stages in a micro-batch."""
         for peer, sent in self._wanted(direction, stage, microbatch):
             for each in self._up_to(peer, sent):
                 self._post_all(peer, each)
@@ -243,23 +244,24 @@ class Exchange:
         return sent, taken
 
     def _wanted(self, direction: Direction, stage: int, unit: int) -> Iterator[tuple[int, Sent]]:
-        """Yield for each message that ``stage`` needs the sending rank and the send it belongs to
-        (``Sent``)."""
+        """Yield, for each message that ``stage`` needs in micro-batch ``unit``, the sending rank
+        and the key of the sending rank's send: (direction, stage, micro-batch)."""
         receives = self._ports[unit % len(self._ports)][1]
         for port in receives.get((direction, stage), ()):
             for piece in port.pieces:
                 yield piece.peer, (direction, port.sender, unit)
 
     def _up_to(self, peer: int, wanted: Sent) -> Iterator[Sent]:
-        """Yield the next sends of ``peer`` up to and with ``wanted``; none if ``wanted`` was
-        yielded before."""
+        """Yield, in the order of the schedule, the sends of rank ``peer`` that are still to be
+        received, up to and including ``wanted``; nothing if ``wanted`` was yielded before."""
         expected = self._expected[peer]
         while (peer, wanted) not in self._taken and expected:
             self._taken.add((peer, expected[0]))
             yield expected.popleft()
 
     def _post_all(self, peer: int, sent: Sent) -> None:
-        """Start to receive all messages that belong to one send of ``peer`` to this rank."""
+        """Start to receive all messages to this rank that rank ``peer`` sends after one forward or
+        backward, ``sent``."""
         direction, _, microbatch = sent
         tensors: list[Tensor] = []
         filled: list[_Arriving] = []
@@ -281,18 +283,21 @@ class Exchange:
             arriving.works.append((peer, works[min(index, len(works) - 1)]))
 
     def _from(self, peer: int, sent: Sent) -> Sequence[tuple[_Port, Piece]]:
-        """Return the messages to this rank of one send of ``peer``, in the sender's order."""
+        """Return the messages to this rank that rank ``peer`` sends after one forward or backward,
+        ``sent``, in the order in which it sends them."""
         direction, stage, microbatch = sent
         return self._messages.get((peer, direction, stage, microbatch % len(self._ports)), ())
 
 
 def sends_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """Return the sends of a rank in a step (see ``Sent``), in the order of the schedule."""
+    """Return the keys (direction, stage, micro-batch) of all sends of ``rank`` in a step, in the
+    order of the schedule."""
     return _units(schedule, stages, rank, {SEND_FORWARD: "forward", SEND_BACKWARD: "backward"})
 
 
 def receives_of(schedule: Schedule, stages: Sequence[StagePlace], rank: int) -> list[Sent]:
-    """Return the receives of a rank's stages in a step (see ``Sent``), in the order of posting."""
+    """Return the keys (direction, receiving stage, micro-batch) of all receives of ``rank`` in a
+    step, in the order of the schedule."""
     return _units(schedule, stages, rank, {RECV_FORWARD: "forward", RECV_BACKWARD: "backward"})
 
 
@@ -326,8 +331,8 @@ def _make_ports(
     stages: Sequence[StagePlace],
     rank: int,
 ) -> tuple[_PortTable, _PortTable]:
-    """Return the values that the rank sends, and the values that it receives, as ``_Port``, by
-    direction and stage."""
+    """Return two dicts by direction and stage: the values that ``rank`` sends as a part of that
+    stage, and the values that it receives."""
     sends: _PortTable = {}
     receives: _PortTable = {}
     between: dict[tuple[int, int], list[Boundary]] = {}
@@ -406,7 +411,8 @@ def find_pieces(
 
 
 def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
-    """Describe a message as text that is equal on its sender and its receiver."""
+    """Describe a message of micro-batch (or slice) ``unit`` as text that is equal on its sender and
+    its receiver."""
     send = _send(port.direction, port.sender, unit, num_slices)
     shape = tuple(
         len(range(*piece.slices[dim].indices(size))) if piece.slices else size
@@ -416,7 +422,8 @@ def _words(port: _Port, piece: Piece, unit: int, num_slices: int) -> str:
 
 
 def _send(direction: Direction, stage: int, unit: int, num_slices: int) -> str:
-    """Format a send in the notation of the schedule's actions, for example ``1SEND_F3``."""
+    """Format a send as the schedule's actions are written: ``1SEND_F3`` is stage 1's send after the
+    forward of micro-batch 3, B stands for backward."""
     return f"{stage}SEND_{'F' if direction == 'forward' else 'B'}{_unit(unit, num_slices)}"
 
 

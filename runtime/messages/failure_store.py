@@ -51,7 +51,7 @@ class FailureReport:
 
     @staticmethod
     def of(rank: int, error: AutoparallelError) -> FailureReport:
-        """Make the report of a rank's ``error`` to its launcher."""
+        """Make the report from which the launcher can raise a rank's ``error`` again."""
         fields = {name: getattr(error, name) for name in ("code", "what", "why", "where", "fix")}
         fields["kind"] = type(error).__name__
         return FailureReport(rank, error=fields, seconds=time.time())
@@ -71,7 +71,7 @@ class FailureReport:
         return self.error["code"] in CONSEQUENCES
 
     def exception(self) -> AutoparallelError:
-        """Make the error that the rank raised."""
+        """Make the error that the rank has reported to the launcher, to be raised again there."""
         fields = dict(self.error)
         kind: type[AutoparallelError] = getattr(errors, fields.pop("kind"))
         return kind(fields.pop("code"), fields.pop("what"), **fields)
@@ -92,7 +92,8 @@ class FailureStore(Protocol):
     def read(self) -> dict[int, FailureReport]: ...
     def is_empty(self) -> bool: ...
     def finish(self) -> None:
-        """Wait for the request that is unanswered, if any, before the interpreter ends."""
+        """Wait for a request that the store has not answered yet; to be called before the
+        interpreter ends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,16 @@ MARGIN_SECONDS = 60.0
 
 
 def time_limit(timeout_seconds: float | None) -> timedelta | None:
-    """Return the time limit for collectives of a group, longer than a watchdog's
-    ``timeout_seconds``."""
+    """Return the time limit for a group's collectives: a minute longer than ``timeout_seconds``,
+    the watchdog's limit. Return None (torch's default) if ``timeout_seconds`` is None."""
     return None if timeout_seconds is None else timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
 
 
 def new_group(
     ranks: Sequence[int] | None = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a group with the time limit of the default group. Collective over all ranks."""
+    """Make a process group of ``ranks`` (None: all ranks) with the time limit of the default group.
+    Collective over all ranks."""
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend)
     share_limit(group)
     return group

@@ -64,7 +64,8 @@ class _Way:
 
 
 class LocalTransfer:
-    """Transfer of values between stages on the same ranks. Every rank of the world makes one."""
+    """Transfer of values between stages on the same ranks. Construction is collective over all
+    ranks."""
 
     def __init__(
         self,
@@ -122,8 +123,9 @@ class LocalTransfer:
     def give(
         self, direction: Direction, stage: int, microbatch: int, values: Mapping[str, Tensor]
     ) -> None:
-        """Store values that ``stage`` has computed, until another stage of this rank takes them. A
-        missing gradient counts as zero. The caller must not write to the values afterwards."""
+        """Store values that ``stage`` has computed, by key, until another stage of this rank takes
+        them; a gradient that is missing counts as zero. The caller must not write to the values
+        afterwards."""
         for way in self._ways.get((direction, stage), ()):
             value = values.get(way.key)
             if value is None:
@@ -140,8 +142,8 @@ class LocalTransfer:
         return self._kept.pop((direction, stage, microbatch), {})
 
     def _swapped(self, value: Tensor, swap: _Swap) -> Tensor:
-        """Return this rank's part of a value in its other layout. Collective over the ranks of the
-        stages."""
+        """Convert ``value``, this rank's part in the layout of the giving stage, to its part in the
+        layout of the taking stage. Collective over the ranks of the stages."""
         result = value.new_empty(swap.shape)
         operations: list[dist.P2POp] = []
         copies: list[tuple[Tensor, Tensor]] = []

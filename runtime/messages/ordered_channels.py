@@ -57,8 +57,8 @@ class Lanes:
             self.has_groups = self.device.type != "cpu" or control_group() is not None
 
     def join(self, rank: int, lanes: Set[Lane]) -> None:
-        """Make the process groups of this rank's ``lanes``, and of other ranks'. Collective over
-        all ranks."""
+        """Make the process groups of the ``lanes`` that this rank needs, and take part in making
+        the other ranks' groups. Collective over all ranks."""
         if not self.has_groups:
             return
         for lane in sorted(set[Lane]().union(*gather_values(lanes - self._known)) - self._known):
@@ -96,8 +96,9 @@ Messages = Mapping[Lane, Sequence[str]]
 
 
 def check_lanes(sent: Messages, taken: Messages) -> None:
-    """Raise PlanError AP542 on all ranks if a rank's messages ``sent`` to another differ from the
-    messages which the other expects (``taken``). Collective."""
+    """Compare, for each pair of ranks, the messages that the first rank sends in a step (``sent``)
+    with the messages that the second rank expects (``taken``). Raise PlanError AP542 on all ranks
+    if they differ. Collective over all ranks."""
     if dist.get_world_size() == 1:
         return
     digests = [_merged(found) for found in _gathered((_digests(sent), _digests(taken)))]
@@ -149,7 +150,8 @@ class _Sent:
 
 @dataclass(slots=True)
 class PendingSends:
-    """Messages of one rank that may not have left yet, at most ``most`` for each receiver."""
+    """Messages of one rank that may not have left yet, at most ``most`` for each receiver; their
+    tensors are kept alive. ``tell`` is called before each wait."""
 
     most: int
     tell: Progress | None = None

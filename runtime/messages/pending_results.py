@@ -28,9 +28,9 @@ Progress = Callable[[str, tuple[int, ...]], None]
 
 
 class Pending(Protocol):
-    """Interface of a tensor value that is computed, or waited for, when it is first read: by the
-    device (``value``) or by the host. Its attribute ``tensor``, if any, is the tensor without its
-    values."""
+    """Interface of a tensor whose values come later. ``value`` returns it once they are there; on a
+    GPU the device waits, not the host. ``host_value`` waits on the host and returns a tensor to
+    read there. An attribute ``tensor``, if present, is the tensor without its values."""
 
     def value(self) -> Tensor: ...
     def host_value(self) -> Tensor: ...
@@ -145,15 +145,15 @@ class ArrivingTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run operations that reach the tensor without a Python function, such as a script's
-        collectives."""
+        """Run an op that reaches this tensor without a Python function, such as a script's
+        collective, on the arrived values."""
         given = tree_map_only(ArrivingTensor, lambda t: t.arrival.value().detach(), (args, kwargs))
         return function(*given[0], **(given[1] or {}))
 
 
 def arriving_tensor(arrival: Pending, like: Tensor) -> Tensor:
-    """Make a tensor like ``like`` (device, autograd graph) whose values are waited for when
-    used."""
+    """Make a tensor on the device and with the autograd graph of ``like``. Its values come from
+    ``arrival``, and are waited for when they are first used."""
     tensor = like.as_subclass(ArrivingTensor)
     tensor.arrival = arrival
     return tensor
@@ -203,7 +203,8 @@ def pending_figure(tensor: Tensor) -> Pending:
 
 
 def _as_made(tensor: Tensor) -> Tensor:
-    """Return the tensor, with its graph, inside an ``ArrivingTensor``, without a wait."""
+    """Return the plain tensor, with its autograd graph, that an ``ArrivingTensor`` stands for, if
+    possible without waiting for its values. Return any other tensor unchanged."""
     if not isinstance(tensor, ArrivingTensor):
         return tensor
     known: Tensor | None = getattr(tensor.arrival, "tensor", None)
@@ -221,8 +222,9 @@ def _arrived(value: Any) -> Any:
 
 
 def end_before_exit(kind: str, arrival: Arrival) -> None:
-    """Register ``arrival`` to be waited for before the process exits: a collective that still runs
-    would abort it in gloo's threads."""
+    """Make the process wait for ``arrival`` before it exits: gloo's threads would abort it while
+    the collective still runs. An earlier arrival of the same ``kind`` ("loss", "norm", …) is waited
+    for now."""
     if not _LATEST:
         atexit.register(_end_all)
     if kind in _LATEST:

@@ -37,17 +37,19 @@ def control_group() -> dist.ProcessGroup | None:
 
 
 def occasion_group() -> dist.ProcessGroup:
-    """Return the group of all ranks for collectives between steps, for example in an evaluation.
+    """Return the group of all ranks for collectives that only occur between steps, as in an
+    evaluation.
 
-    A rank that starts such a collective alone waits here; in a group that steps use, its messages
-    would be taken for messages of the other ranks' steps. Its first call is collective over all
-    ranks.
+    A rank that starts such a collective alone then waits. In a group that steps use too, its
+    message would be taken for a message of the other ranks' steps. The first call is collective
+    over all ranks.
     """
     return _kept_group(_OCCASIONS)
 
 
 def _kept_group(kept: dict[dist.ProcessGroup, dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the gloo group of all ranks in ``kept``, by default group; make it if missing."""
+    """Return the gloo group of all ranks that ``kept`` has for the present default process group;
+    make the group if it is missing, which is collective over all ranks."""
     world = dist.group.WORLD
     assert world is not None
     if world not in kept:
@@ -110,7 +112,8 @@ def share_tensor(tensor: Tensor) -> Tensor:
 
 
 def share_in_place(tensor: Tensor) -> None:
-    """Overwrite a tensor that every rank has with rank 0's values. Collective."""
+    """Overwrite ``tensor`` with rank 0's values; every rank passes a tensor of the same shape.
+    Collective over all ranks."""
     if tensor.layout != torch.strided:
         tensor.copy_(share_value(tensor))
     elif tensor.is_contiguous():
@@ -170,8 +173,8 @@ class Pulse:
 
 
 class SharedCount:
-    """A number that every rank needs in each step, sent by rank ``source`` to the ranks that lack
-    it. Collective over all ranks, but only a rank that gives no number waits."""
+    """Broadcast of a number per step from rank ``source`` to the ranks that do not know it. Every
+    call is collective over all ranks; a rank that knows the number does not wait."""
 
     def __init__(self, source: int) -> None:
         self.source = source

@@ -53,7 +53,8 @@ STARTING, BETWEEN_STEPS = "starting", "between steps"
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """An action that a process is about to start, and the ranks whose messages it waits for."""
+    """An action that a process is about to start: its description, the ranks whose messages it
+    waits for, and its time of start (of ``time.monotonic``)."""
 
     what: str
     waits_for: tuple[int, ...]
@@ -73,7 +74,8 @@ class Position:
         self._lock = threading.Lock()
 
     def follow(self, queue: DeviceQueue) -> None:
-        """Determine the current action by the device of ``queue``, not by the host."""
+        """Take the progress of the device of ``queue`` as the process's: an action begins when the
+        device reaches it, not when the host queues it."""
         self._queue = queue if queue.runs_behind else None
 
     @property
@@ -156,10 +158,8 @@ class Watchdog:
         return self._position.now()
 
     def terminate(self) -> None:
-        """End the process at a SIGTERM of its launcher, with a report of its action and the reason.
-
-        If ``before_ending()`` returns true it goes on, unless another rank has failed.
-        """
+        """End the process at a SIGTERM, after a report of its action and the reason. If
+        ``before_ending()`` returns true, the process goes on, unless another rank has failed."""
         has_failure = self.ranks is not None and self.ranks.has_failure()
         if not has_failure and self.before_ending is not None and self.before_ending():
             return
@@ -197,7 +197,8 @@ class Watchdog:
                 return self._give_up("AP821", "stops because another rank has failed")
 
     def _left_seconds(self) -> float:
-        """Return the seconds left until the process counts as hanging, without further progress."""
+        """Return the seconds until the process counts as hanging if it makes no progress; infinity
+        in an action that may take any time."""
         last = self.last
         if last.what in self._resting:
             return math.inf
@@ -236,7 +237,7 @@ class Watchdog:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Return ``file:line in function``; "" where there is no frame."""
+    """Return the place of a stack frame as ``file:line in function``; "" for None."""
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -248,7 +249,7 @@ END_SECONDS = 10.0
 
 @contextmanager
 def on_termination(act: Callable[[], None]) -> Iterator[None]:
-    """Call ``act`` in another thread when SIGTERM comes while the block runs.
+    """Call ``act`` in another thread when SIGTERM comes while the ``with`` block runs.
 
     Does nothing in a program that handles SIGTERM itself (even later on), in the processes that it
     forks, and outside the main thread. After an error in the block, the process is about to print
@@ -286,7 +287,8 @@ def on_termination(act: Callable[[], None]) -> Iterator[None]:
 
 
 def _forget(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Restore signals in a forked process, which shares the pipe but has no listening thread."""
+    """Restore the default handling of SIGTERM in a forked process, which has the ``handler`` but no
+    thread that listens for the signal."""
     if signal.getsignal(signal.SIGTERM) is handler:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -26,15 +26,15 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(eq=False)
 class BlockCompiler:
-    """Cache of the functions that this process has compiled, by the text of a run of ops, grad
-    mode, and the shapes and dtypes of its inputs."""
+    """Cache of the functions that this process has compiled from runs (consecutive ops of a block),
+    by the run's text, grad mode, and the shapes, strides and dtypes of its inputs."""
 
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     def compile(self, graph: fx.GraphModule, block: str, *, in_parts: bool) -> None:
-        """Replace, in place, each run of consecutive ops in a block's graph by a function, which is
-        compiled at its first call. ``in_parts``: the backward recomputes the block except its
-        matrix products."""
+        """Replace, in place, each run of consecutive ops in the graph of ``block`` by a function,
+        which is compiled at its first call. ``in_parts``: the backward recomputes the block except
+        its matrix products, so these are not compiled."""
         compile_runs(graph, lambda run: _CompiledRun(self, run, block), in_parts=in_parts)
 
 

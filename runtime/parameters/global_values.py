@@ -46,8 +46,9 @@ _READS = (
 
 
 def read_whole_values() -> None:
-    """Patch the methods that read a DTensor's values on the host so that they read the whole
-    tensor. Collective over the tensor's ranks where it is sharded or a partial sum."""
+    """Patch the DTensor methods that read values on the host, such as ``item``, so that they read
+    the whole tensor. They are then collective over its ranks where it is sharded or a partial
+    sum."""
     for name in _READS:
         if name not in DTensor.__dict__:
             setattr(DTensor, name, _of_whole(name))
@@ -137,8 +138,9 @@ _MESHES: set[DeviceMesh] = set()
 
 
 def draw_whole_values(masters: Iterable[Tensor]) -> None:
-    """Make random ops on DTensors of the meshes of ``masters`` draw numbers for the whole tensor.
-    Each op is collective over its mesh: all ranks take the numbers that the first rank draws."""
+    """Make random ops on DTensors draw the numbers of the whole tensor, of which each rank keeps
+    its shard. This concerns DTensors on the meshes of ``masters``, a model's parameters. Each op is
+    then collective over its mesh: all ranks take the numbers that the first rank draws."""
     handlers = op_handlers()
     if not _MESHES:
         for op in _draws():
@@ -173,8 +175,7 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _placed(drawn: Tensor, like: DTensor) -> DTensor:
-    """Distribute ``drawn``, a whole tensor from the mesh's first rank, with the placements of
-    ``like``."""
+    """Broadcast the whole tensor ``drawn`` from the mesh's first rank; shard it as ``like`` is."""
     mesh = like.device_mesh
     for dimension in range(mesh.ndim):
         flat = drawn.view(torch.uint8) if drawn.dtype == torch.bool else drawn
@@ -197,7 +198,7 @@ _depth = 0
 
 
 def are_whole() -> bool:
-    """Return whether state dicts currently hold whole tensors."""
+    """Return whether the process is inside ``whole_states()``: state dicts hold whole tensors."""
     return _depth > 0
 
 

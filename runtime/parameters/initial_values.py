@@ -39,7 +39,8 @@ def fill(stage: StageModule, name: str, whole: Tensor) -> None:
 
 
 def materialize(stage: StageModule, source: Source) -> None:
-    """Fill a stage's parameters and buffers from ``source``, which gives whole tensors by name."""
+    """Fill a stage's parameters and buffers, of each this rank's part, from ``source``, which gives
+    whole tensors by name."""
     get = source if callable(source) else source.__getitem__
     for name in stage.held_names():
         fill(stage, name, get(name))
@@ -57,10 +58,10 @@ def fill_stages(
 ) -> dict[str, Tensor]:
     """Fill this rank's part of the stages' parameters and buffers with initial values.
 
-    All values are made together, so that a recorded construction of the model is replayed once.
-    Tensors that it lists as ``given`` stay as they are. ``progress`` is called repeatedly
-    meanwhile. Returns the whole values of the buffers from which the stages' constants are
-    computed.
+    ``weights`` may be the recorded construction of the model: it is replayed once, for all stages;
+    tensors that it lists as ``given`` stay as they are. ``progress`` is called repeatedly
+    meanwhile. Returns, by name, the whole values of the buffers from which the stages' constants
+    (values that depend on no input or parameter) are computed.
     """
     needed = {name for stage in stages for name in buffers_read(program, stage.program)}
     dtype = torch.float64 if program.dtype == "float64" else None
@@ -127,16 +128,17 @@ def _boxes(
 
 
 def buffers_read(program: Program, stage: StageProgram) -> set[str]:
-    """Return the names of the buffers from which the constants of ``stage`` are computed."""
+    """Return the names of the buffers from which the constants of ``stage`` are computed; a
+    constant is a value of the graph that depends on no input or parameter."""
     return ancestors(program.graph, _constants(stage)) & set(program.buffers)
 
 
 def constants_of(
     program: Program, stage: StageProgram, buffers: Mapping[str, Tensor], device: str
 ) -> dict[str, Tensor]:
-    """Compute the whole values of the constants that ``stage`` uses, at the program's batch size;
-    also the constants and buffers from which it counts a loss's rows. ``buffers`` has all buffers
-    that these need, as ``fill_stages`` returns them."""
+    """Compute the constants that ``stage`` uses (values that depend on no input or parameter),
+    whole, by name; also the constants and buffers from which it counts a loss's rows. ``buffers``
+    has the buffers that they depend on, as ``fill_stages`` returns them."""
     read = {name: buffers[name] for name in sorted(buffers_read(program, stage))}
     return evaluate(program, _constants(stage), device, read)
 

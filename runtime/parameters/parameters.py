@@ -107,7 +107,7 @@ class Formats:
 
     @staticmethod
     def of(precision: Precision, states: StateOptions = DEFAULT) -> Formats:
-        """Return the dtypes of the trained parameters of a plan with this precision."""
+        """Return the dtypes of trained parameters and their gradients, by a plan's options."""
         compute, master = COMPUTE_DTYPES[precision], MASTER_DTYPES[precision]
         gradient = compute if states.gradient_dtype == "compute" else master
         return Formats(compute, master, gradient, states.offload)
@@ -127,8 +127,9 @@ class StageParameter:
     ``block`` is the position of the block that uses it, None if several do. ``region`` are the
     index ranges of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
     which gradients are still to be summed after the last backward; the ``num_replicas`` ranks along
-    them hold the same part. ``master`` is the parameter that the optimizer updates, ``leaf`` (None
-    under ZeRO) the tensor that blocks compute with.
+    them hold the same part. ``master`` is the parameter that the optimizer updates. Blocks compute
+    with ``leaf`` or, under ZeRO (``fully_sharded``), with the all-gathered master or ``shard``, its
+    copy on the device. ``accumulated`` is the sum of gradients in another dtype than blocks use.
     """
 
     name: str
@@ -166,16 +167,16 @@ class StageParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """The parameter on the stage's device to whose ``grad`` autograd or ``fully_shard``
-        adds."""
+        """The tensor on the stage's device in whose ``grad`` a backward leaves the gradient:
+        ``leaf``, or, under ZeRO, the shard of the parameter."""
         if self.leaf is not None:
             return self.leaf
         return self.master if self.shard is None else self.shard
 
     @property
     def sums_apart(self) -> bool:
-        """Tell whether gradients are summed in another dtype than autograd or ``fully_shard``
-        uses."""
+        """Tell whether the gradients of micro-batches are summed in ``accumulated``, in another
+        dtype than a backward leaves them in."""
         return self.held.dtype != self.formats.gradient
 
     @property
@@ -223,8 +224,8 @@ class StageParameter:
     def publish(self, given: Tensor | None = None) -> None:
         """Set the master's ``grad`` to the gradient, in the master's dtype and on its device.
 
-        Its strides are the master's: torch's fused optimizers on the CPU take a gradient of other
-        strides (a convolution's, channels last) element for element. ``given`` is a copy of the
+        Its strides are made the master's, since torch's fused optimizers on the CPU ignore strides
+        and would pair wrong elements (of a convolution, channels last). ``given`` is a copy of the
         gradient, if the caller has made one.
         """
         if self.leaf is None and not self.casts_gradient:
@@ -344,8 +345,8 @@ def attach_gradient_hook(
     parameter: StageParameter, ready: Callable[[StageParameter], None]
 ) -> None:
     """Register a hook that calls ``ready`` after each backward in which ``parameter`` got a
-    gradient. If gradients are summed in another dtype, the hook first moves the gradient to that
-    sum."""
+    gradient. If gradients are summed in another dtype than autograd's, the hook first adds the
+    gradient to ``accumulated`` and removes it from ``grad``."""
     leaf = parameter.leaf
     if leaf is None or not leaf.requires_grad:
         return

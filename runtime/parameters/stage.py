@@ -39,8 +39,9 @@ aten = torch.ops.aten
 
 class StageBlock(nn.Module):
     """Module of one block of a stage: runs its graph, recomputed in the backward if the plan says
-    so. ``deferring`` is None or a store and the block's position: the backward then leaves
-    gradients of weights to that store. ``deferred`` names these weights within the block."""
+    so. ``deferring`` is None, or a store of weight gradients and the block's position: the backward
+    then leaves gradients of weights to that store. ``deferred`` names these weights within the
+    block."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class StageBlock(nn.Module):
         self._compile(program.module)
 
     def _find_recomputing(self) -> Recomputing | None:
-        """Return the ``Recomputing`` that recomputes only parts of the block; None if all or
-        nothing is recomputed.
+        """Return the object that lets a backward recompute only a part of the block's ops; None if
+        plain ``checkpoint`` serves or nothing is recomputed.
 
         Plain ``checkpoint`` does not serve a block with deferred weight gradients: an op that
         defers them keeps its inputs after it has run, and the recomputation would not end with that
@@ -98,7 +99,8 @@ class StageBlock(nn.Module):
         return defer(program.module, *self._deferring, weights)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the block's graph number ``part``; return its outputs in the order of ``outputs``."""
+        """Run the block's graph number ``part`` (there is one for each slice of sequences or shape
+        of batches); return its outputs in the order of ``outputs``."""
         graph = self.graphs[self.part]
         if not torch.is_grad_enabled():
             return tuple(graph(*inputs))
@@ -115,8 +117,8 @@ class StageBlock(nn.Module):
         self._position.block = self.block_name
 
     def add_program(self, program: BlockProgram) -> None:
-        """Add another graph over this block's parameters; setting ``part`` to its number makes it
-        run."""
+        """Add another graph over this block's parameters, for another slice of sequences or another
+        shape of batches. It runs when ``part`` is set to its number."""
         graph, deferred = program.module, self._defer(program)
         assert deferred == self.deferred, self.name
         for name, op in graph.named_children():
@@ -365,8 +367,8 @@ class StageModule(nn.Module):
         return get_by_path(self.program.blocks[parameter.block].module, held_path(name))
 
     def add_program(self, program: StageProgram) -> int:
-        """Add another program over the same parameters and blocks; return the number that selects
-        it."""
+        """Add another program over the same parameters and blocks, for another slice of sequences
+        or another shape of batches. Return its number, which ``forward`` takes as ``part``."""
         for block, own in zip(self.blocks, program.blocks, strict=True):
             assert isinstance(block, StageBlock)
             block.add_program(own)
@@ -376,8 +378,9 @@ class StageModule(nn.Module):
         return len(self.programs) - 1
 
     def forward(self, values: Mapping[str, Tensor], part: int = 0) -> dict[str, Tensor]:
-        """Run the stage's program number ``part``; return the values that leave the stage, by key.
-        New values of buffers are stored until ``keep_buffers``."""
+        """Run the stage's program number ``part`` on this rank's values, by key; return the values
+        that it sends, outputs and the loss, by key. New values of buffers are stored until
+        ``keep_buffers``."""
         known, program = dict(values), self.programs[part]
         last_use = self._last_use[part]
         self.before_block(0)

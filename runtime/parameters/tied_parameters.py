@@ -89,16 +89,18 @@ def _pieces(
 
 
 def _source(sources: Sequence[int], position: int, target: int) -> int:
-    """Return the rank that sends a part to ``target``: itself if it holds the part, else one of
-    ``sources``."""
+    """Return the rank that sends a part to rank ``target``: ``target`` itself if it holds the part,
+    else one of ``sources``, which take turns by ``position``, the receiver's index."""
     return target if target in sources else sources[position % len(sources)]
 
 
 @dataclass(eq=False)
 class TiedParameters:
-    """The parameters of this rank's stages that further stages hold too, and the sum of their
-    gradients. ``elsewhere`` are the (stage, name) whose parameter an earlier stage holds too: that
-    stage counts it in norms and writes it to checkpoints."""
+    """The parameters of this rank's stages that other stages hold too, and the sum of their
+    gradients. ``regions`` are the index ranges that this rank holds, ``pieces`` the messages that
+    it sends or receives. ``elsewhere`` are the (stage, name) of this rank's copies that are not the
+    first stage's: only the first stage counts the parameter in norms and writes it to
+    checkpoints."""
 
     rank: int
     regions: Holding

@@ -38,13 +38,15 @@ from .parameters import StageParameter
 
 
 class WeightVersions:
-    """Versions of one stage's weights on one rank, numbered by the updates of an asynchronous
-    step."""
+    """Versions of one stage's weights on one rank in an asynchronous schedule, which updates
+    weights while earlier micro-batches still compute with older values. Version 0 is the weights at
+    the start of a step, version ``n`` the weights after its ``n``-th update."""
 
     def __init__(
         self, parameters: Iterable[StageParameter], schedule: Schedule, stage: int
     ) -> None:
-        """Hold versions of ``parameters``, which have values and are not sharded by ZeRO."""
+        """Prepare the versions of stage number ``stage``. ``parameters`` are its parameters, whose
+        values are loaded and which ZeRO does not shard."""
         self._parameters = [p for p in parameters if p.leaf is not None and p.spec.requires_grad]
         row = schedule.table[schedule.stage_rank[stage]]
         versions = weight_versions(schedule)
@@ -62,15 +64,14 @@ class WeightVersions:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: version 0 is the newest version of the step before, or weights loaded since
-        then."""
+        """Begin a step: the present weights, updated or loaded since, become version 0."""
         self._newest = 0
         self._held = {0: [_compute_copy(parameter) for parameter in self._parameters]}
         self._bring(0)
 
     def use(self, kind: ActionKind, microbatch: int) -> None:
-        """Let the blocks compute with the version of the weights that this action is scheduled to
-        use."""
+        """Let the blocks compute with the version of the weights that the schedule assigns to an
+        action: the forward or backward (``kind``) of a micro-batch."""
         version = self._newest if self._in_place else self._version_of[kind, microbatch]
         if version != self._in_use:
             self._bring(version)
@@ -112,16 +113,17 @@ def _move(parameter: StageParameter) -> None:
 
 
 def _compute_copy(parameter: StageParameter) -> Tensor:
-    """Return the updated tensor that blocks compute with: the master's own memory, or its copy."""
+    """Bring the tensor that blocks compute with up to date with the master, and return it: it is
+    the master's own memory, or a copy in another dtype."""
     parameter.refresh()
     assert parameter.leaf is not None
     return parameter.leaf.data if parameter.has_copy else parameter.local
 
 
 def _updated(parameter: StageParameter, old: Tensor | None) -> Tensor:
-    """Return the tensor that blocks compute with, updated after an optimizer step; it is in the
-    memory of ``old`` if given. Autograd's version counter is not increased, since a backward that
-    is to use the newest weights may read it."""
+    """Return the tensor that blocks compute with after an optimizer step, in the memory of ``old``
+    if given. Autograd's version counter is not increased, since a backward that is to use the
+    newest weights may read the tensor."""
     if not parameter.has_copy:
         return parameter.local
     assert parameter.leaf is not None

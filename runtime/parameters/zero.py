@@ -60,8 +60,9 @@ do."""
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A running reduce-scatter: its tensors, and the earlier gradients to which its result is
-    added."""
+    """A running reduce-scatter: its handle, and its output and input. Its result is to be added to
+    ``gradients``, from earlier micro-batches. Gradients of the parameters ``apart`` are summed in
+    another dtype."""
 
     work: Any
     tensors: tuple[Tensor, Tensor]
@@ -114,8 +115,8 @@ class PendingReductions:
 
 @dataclass(frozen=True, slots=True)
 class AsyncReduceScatter:
-    """A reduce-scatter for ``fully_shard`` that runs in the background on a CPU, where the one of
-    ``fully_shard`` itself would make the host wait.
+    """A reduce-scatter for ``fully_shard`` that runs in the background on a CPU. The reduce-scatter
+    built into ``fully_shard`` would make the host wait.
 
     ``fully_shard`` makes the gradients views of ``output_tensor``, or adds it to existing
     gradients. So ``__call__`` removes existing gradients until the values have come. If a gradient
@@ -205,8 +206,8 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
 
 
 def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
-    """Return the module with which ``fully_shard`` gathers a parameter: its block, or the stage if
-    shared."""
+    """Return the module with which ``fully_shard`` gathers a parameter: the block that uses it, or,
+    if several blocks use it, the stage."""
     return stage if parameter.block is None else stage.blocks[parameter.block]
 
 
@@ -231,8 +232,9 @@ def _gather_ahead(stage: StageModule) -> None:
 
 
 def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
-    """Group the stage's blocks by joint all-gather: each block alone, but runs of small blocks
-    together."""
+    """Group the stage's blocks into units of ``fully_shard``, which are all-gathered together: each
+    block alone, but consecutive small blocks (``GROUP_BYTES``, ``TINY_BYTES``) together.
+    ``sharded`` are the parameters that ZeRO shards."""
     sizes: dict[int, int] = {}
     for parameter in sharded:
         if parameter.block is not None:
@@ -249,13 +251,13 @@ def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[
 
 
 def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
-    """Make each group prefetch (all-gather early) the next group in the forward, the previous in
-    the backward.
+    """Make each group of blocks prefetch (all-gather early) the next group in the forward, the
+    previous group in the backward.
 
-    ``blocks`` are the first of each group. By itself ``fully_shard`` gathers a group in the forward
-    only when the host gets to it. Its guess for the backward follows the order of past forwards,
-    which with several micro-batches in flight names a block of another micro-batch; so the first
-    block names itself, which has no effect.
+    ``blocks`` has the first block of each group. By itself ``fully_shard`` gathers a group in the
+    forward only when the host gets to it. Its guess for the backward follows the order of past
+    forwards, which is wrong with several micro-batches in flight. The first block has no previous
+    group and names itself, which has no effect.
     """
     for before, block in pairwise([*blocks[:1], *blocks, stage]):
         assert isinstance(before, FSDPModule)
@@ -268,8 +270,8 @@ def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
 
 
 def _allocate(stage: StageModule, parameter: StageParameter) -> None:
-    """Replace a sharded parameter on meta by memory on the device, as the master (the
-    optimizer's)."""
+    """Give a sharded parameter, so far on meta, uninitialized memory for its shard on the device.
+    It becomes the master or, if masters are in host memory, the device's copy of the master."""
     holder, attribute = stage.owner(parameter.name)
     meta = getattr(holder, attribute)
     assert isinstance(meta, DTensor)
@@ -287,8 +289,8 @@ def _allocate(stage: StageModule, parameter: StageParameter) -> None:
 
 
 def _take(parameter: StageParameter, held: Tensor) -> None:
-    """Hook on a gradient reduced by ``fully_shard``: add it to the parameter's sum
-    ``accumulated``."""
+    """Move a gradient that ``fully_shard`` has reduced from ``held.grad`` to the parameter's sum
+    ``accumulated``, which has another dtype. It is a hook after the gradient's accumulation."""
     if held.grad is not None:
         parameter.add_gradient(local_tensor(held.grad))
         held.grad = None
@@ -329,8 +331,8 @@ def begin_step(stage: StageModule) -> None:
 
 
 def begin_backward(stage: StageModule, *, last: bool) -> None:
-    """Set whether the next micro-batch's backward reduces gradients and frees gathered
-    parameters."""
+    """Tell ``fully_shard`` before a micro-batch's backward whether it reduces gradients and frees
+    gathered parameters, as the ZeRO stage requires. ``last``: it is the step's last backward."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)
@@ -340,8 +342,8 @@ def begin_backward(stage: StageModule, *, last: bool) -> None:
 
 
 def begin_input_backward(stage: StageModule) -> None:
-    """Prepare a backward that leaves weight gradients to be computed later: it reduces nothing
-    yet."""
+    """Tell ``fully_shard`` to reduce no gradients in the next backward: it computes gradients of
+    activations alone, and weight gradients are computed later."""
     if not stage.is_fully_sharded:
         return
     assert isinstance(stage, FSDPModule)

@@ -45,8 +45,8 @@ weights."""
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy of a block to be measured: module with weights of its own, inputs, and output
-    gradients."""
+    """A copy of a block to be measured: a module with weights of its own, its inputs, and for each
+    output the gradient that its backward starts from."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
@@ -68,11 +68,12 @@ class _Copy:
 def measure_block(
     graph: Graph, block: Block, *, device: torch.device, accumulates: bool, seconds: float
 ) -> Measurement:
-    """Return the median seconds of a block's forward and backward, measured for ``seconds``.
+    """Measure a block (a part of ``graph``) on this device: return the median seconds of its
+    forward and its backward. The measurement takes about ``seconds``.
 
     If ``accumulates``, gradients are added to existing gradients, as from the second micro-batch
-    on. Copies of the block run in turn, so that caches are cold; a slow block needs fewer. Raises
-    RuntimeError if memory does not suffice.
+    on. Several copies of the block run in turn, so that caches are cold; of a slow block there are
+    fewer. Raises RuntimeError if memory does not suffice.
     """
     start = time.perf_counter()
     most = _num_copies(graph, block, device)
@@ -102,8 +103,8 @@ def measure_block(
 def measure_everywhere(
     graph: Graph, block: Block, *, device: torch.device, accumulates: bool, seconds: float
 ) -> Measurement | str:
-    """Run ``measure_block`` on every rank at once; return the median over ranks, or some rank's
-    error as text. Collective over all ranks."""
+    """Run ``measure_block`` on every rank at once; return the median of the ranks' times. If any
+    rank fails, return the text of its error instead. Collective over all ranks."""
     own: Measurement | str
     try:
         own = measure_block(graph, block, device=device, accumulates=accumulates, seconds=seconds)
@@ -128,8 +129,8 @@ def median_of_ranks(found: Sequence[Measurement]) -> Measurement:
 
 
 def _round(copies: Sequence[_Copy], device: torch.device) -> tuple[float, float]:
-    """Run all copies of a block; return the seconds per round of their forwards, and of their
-    backwards."""
+    """Run the forward of each copy once, then the backward of each; return the seconds of all
+    forwards together, and of all backwards together."""
     times = [_now(device)]
     outputs = [copy.forward() for copy in copies]
     times.append(_now(device))
@@ -153,7 +154,8 @@ def _forget(copies: Sequence[_Copy]) -> None:
 
 
 def _num_copies(graph: Graph, block: Block, device: torch.device) -> int:
-    """Return how many copies of a block fit in memory. Raise RuntimeError if none fits."""
+    """Return how many copies of a block are to be measured: ``MOST_COPIES``, or fewer if more do
+    not fit in memory. Raise RuntimeError if none fits."""
     refs = block_inputs(graph, block)
     needed = STATE_COPIES * sum(graph.spec(ref).num_bytes for ref in refs)
     free = _free_bytes(device) * MEMORY_SHARE
@@ -191,8 +193,8 @@ def _copy(graph: Graph, block: Block, device: torch.device) -> _Copy:
 def _module(
     graph: Graph, block: Block
 ) -> tuple[fx.GraphModule, list[tuple[str, int]], list[TensorSpec]]:
-    """Return the module of a block on one rank, the values it reads (name and output index) except
-    parameters and buffers, and its outputs' specs."""
+    """Return the module that computes a block on one rank, the values that it reads (node name and
+    output index) except parameters and buffers, and the shapes and dtypes of its outputs."""
     whole = (INVARIANT,)
     refs = block_inputs(graph, block)
     held = {ref.name: whole for ref in refs if graph[ref.name].kind in ("parameter", "buffer")}
@@ -232,8 +234,9 @@ def _outputs(graph: Graph, block: Block) -> list[Ref]:
 def _value(
     graph: Graph, name: str, index: int, batch: dict[str, Tensor], device: torch.device
 ) -> Tensor:
-    """Make a value for a block to read: the input of ``batch`` if ``name`` is one, else noise
-    (floating), zeros (integer) or true (bool)."""
+    """Make a value for a block to read: output ``index`` of node ``name``. It is the tensor of
+    ``batch`` if the node is a model input, else noise (floating), zeros (integer) or true
+    (bool)."""
     node = graph[name]
     if name in batch:
         return batch[name].to(device)

@@ -47,7 +47,7 @@ moved."""
 
 
 class _Block(nn.Module):
-    """Model of one block with several parameters, each used once."""
+    """Model with several parameters of ``rows`` rows, each used once, to be sharded."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ class _Block(nn.Module):
 
 
 def state_calls(kind: str, num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Timed:
-    """Return functions that run ``fully_shard``'s all-gather ("zero_gather") or reduce-scatter
-    ("zero_scatter") of about ``num_bytes``, to be timed. ``mesh`` has one axis, over whose ranks
-    they run."""
+    """Return functions to time that run ``fully_shard``'s all-gather of parameters ("zero_gather")
+    or reduce-scatter of gradients ("zero_scatter"), of about ``num_bytes`` in all. They run over
+    the ranks of ``mesh``, which has one axis."""
     row_bytes = NUM_TENSORS * COLUMNS * ITEM_BYTES * mesh.size()
     rows = max(1, num_bytes // row_bytes) * mesh.size()
     sharded = _sharded(_Block(rows, device), mesh, keeps=kind == "zero_scatter")
@@ -113,8 +113,9 @@ CALIBRATION_CALLS = 5
 def overlap_calls(
     kind: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Timed:
-    """Return functions to be timed, for the slowdown of matrix products by a collective of about
-    ``num_bytes``: both together, and the products alone; and the bytes really moved.
+    """Return two functions to time, and the bytes of the tensor: matrix products beside a
+    collective of about ``num_bytes``, and the products alone. The difference is the slowdown by the
+    collective.
 
     ``kind``: "all_reduce", "all_gather" or "reduce_scatter"; bytes are counted for the whole
     tensor. All ranks of ``group`` call it together, and compute as long as the slowest rank needs
@@ -175,8 +176,8 @@ _AXIS = 1
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Transfers of one kind to measure; ``partition`` has the groups of global ranks (pairs for
-    "p2p") that run them at once."""
+    """Transfers to measure: collectives of one ``kind``, or messages ("p2p"), of each size in
+    ``num_bytes``. All groups of global ranks in ``partition`` (pairs for "p2p") run at once."""
 
     kind: str
     partition: tuple[tuple[int, ...], ...]
@@ -185,8 +186,8 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class LinkTime:
-    """Measured seconds of one transfer of ``num_bytes`` (counted as ``collective_seconds``
-    does)."""
+    """Median seconds of one collective or message of ``num_bytes``, which are counted as
+    ``collective_seconds`` counts them; ``repeats`` is the number of measurements."""
 
     num_bytes: int
     seconds: float
@@ -201,7 +202,8 @@ class Meshes:
         self._made: dict[str, DeviceMesh] = {}
 
     def of(self, ranks: Sequence[Any], names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """Return the device mesh with this array of global ranks. Collective over all ranks."""
+        """Return the device mesh over the nested list ``ranks`` of global ranks; its axes get
+        ``names``. Collective over all ranks."""
         if (key := str(ranks)) not in self._made:
             array = torch.tensor(ranks, dtype=torch.int)
             self._made[key] = DeviceMesh(self._device.type, array, mesh_dim_names=names)
@@ -239,9 +241,10 @@ def measure_links(
     until: Callable[[], bool],
     meshes: Meshes,
 ) -> Iterator[LinkTime]:
-    """Measure the transfers ``links`` and yield their times, by ``ends_first``'s order of sizes.
-    Collective over all ranks of the world. Before every size, ``until()`` is called on rank 0
-    alone; if true, all ranks stop. The caller closes ``meshes``."""
+    """Measure the transfers ``links`` and yield the time of each size, in the order of
+    ``ends_first``; each size takes about ``case_seconds``. Collective over all ranks. Before every
+    size, ``until()`` is called on rank 0 alone; if true, all ranks stop. The caller closes
+    ``meshes``."""
     run = message_call(links, device) if links.kind == "p2p" else _on_mesh(links, device, meshes)
     for num_bytes in ends_first(links.num_bytes):
         if not agree(not until(), device):
@@ -292,8 +295,8 @@ def _collective(links: Links, mesh: DeviceMesh, device: torch.device) -> Prepare
 
 
 def message_call(links: Links, device: torch.device) -> Prepared:
-    """Return a function from a size to the call that sends a message of that size to the other rank
-    of a pair and back, in all pairs at once."""
+    """Return a function that, given a size in bytes, prepares the call to time: a message of that
+    size to the other rank of a pair and back, in all pairs of ``links`` at once."""
     rank = dist.get_rank()
     pair = next((pair for pair in links.partition if rank in pair), None)
 
@@ -324,9 +327,10 @@ def _nothing() -> None:
 def median_seconds(
     call: Callable[[], object], *, device: torch.device, case_seconds: float
 ) -> tuple[float, int]:
-    """Return the median seconds of a call that all ranks make, on the slowest rank, and the number
-    of calls. As many calls are made as fit in ``case_seconds``, from ``LEAST_CALLS`` to
-    ``MOST_CALLS``; a rank outside of all groups passes a function that does nothing."""
+    """Call ``call`` on all ranks repeatedly; return the median seconds of a call on the slowest
+    rank, and the number of calls. They take about ``case_seconds``, but are at least
+    ``LEAST_CALLS`` and at most ``MOST_CALLS``. A rank that has nothing to measure passes a function
+    that does nothing."""
     watch = stopwatch(device.type)
     for _ in range(WARMUP_CALLS):
         call()
@@ -350,8 +354,8 @@ def agree(wanted: bool, device: torch.device) -> bool:
 def spread_partition(
     partition: Sequence[Sequence[int]], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Repeat a stage's groups of ranks over all ranks, as other stages communicate at the same
-    time.
+    """Extend a stage's groups of ranks by shifted copies of them that cover all ranks: in training,
+    other stages communicate at the same time.
 
     >>> spread_partition(((0, 1),), 4), spread_partition(((0, 2), (1, 3)), 4)
     (((0, 1), (2, 3)), ((0, 2), (1, 3)))
@@ -367,9 +371,9 @@ def spread_partition(
 def partition_of(
     cluster: Cluster, kind: str, group: Group, partition: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that run a collective (or a message) at once while it is measured,
-    as all stages do in training; on a cluster with listed wiring, only groups wired like
-    ``group``."""
+    """Return the groups of ranks that run a collective of ``kind`` (or "p2p" messages) at once
+    while it is measured, as all stages do in training: copies of the groups ``partition``, or pairs
+    of ranks. On a cluster with listed wiring, only groups wired like ``group``."""
     is_wired, level = any(host.wires for host in cluster.hosts), level_of(group)
     if kind != "p2p":
         spread = spread_partition(partition, cluster.num_devices)
@@ -384,7 +388,8 @@ def partition_of(
 
 
 def disjoint(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs that share no rank with a pair before them in the result.
+    """Go through ``pairs`` in order and return each pair that shares no rank with an earlier pair
+    of the result.
 
     >>> disjoint([(0, 1), (1, 2), (2, 3)])
     ((0, 1), (2, 3))

@@ -33,9 +33,9 @@ Tensors = Mapping[str, Iterable[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Peak memory of a step in bytes: ``peak_bytes``, the sum of the categories in ``by_category``.
-    ``allocator_peak_bytes`` is the peak of the device's allocator, None on a CPU; ``between_bytes``
-    are in use when the step is done."""
+    """Memory of one rank in a step, in bytes. ``peak_bytes`` is the peak, ``by_category`` its
+    division into parameters, activations etc.; ``between_bytes`` are in use when the step is done.
+    ``allocator_peak_bytes`` is the peak of the device's allocator, None on a CPU."""
 
     peak_bytes: int
     by_category: Mapping[str, int]
@@ -145,9 +145,10 @@ def states_of(trainer: Trainer) -> dict[str, int]:
 
 
 def states_before_last_backward(trainer: Trainer, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Run a step; return the bytes of its states (see ``states_of``) at the start of its last
-    backward, when all exist. Collective over all ranks; ``trainer`` has one stage on this rank, and
-    several micro-batches: with one, no gradients would exist yet."""
+    """Run a step; return the bytes of this rank's states (see ``states_of``) at the start of the
+    step's last backward, when parameters, gradients and optimizer states all exist. Collective over
+    all ranks; ``trainer`` has one stage on this rank and several micro-batches, as with one
+    micro-batch no gradients would exist yet."""
     (executor,) = trainer.runner.executors.values()
     found: dict[str, int] = {}
     run = executor.backward
@@ -183,8 +184,8 @@ def _gathered(stages: Iterable[StageModule], live: LiveBytes) -> Iterator[None]:
 
 
 def measure_step(trainer: Trainer, inputs: Mapping[str, Tensor]) -> MemoryReport:
-    """Run a trainer's step on a global batch; return the memory it used. Collective over all
-    ranks."""
+    """Run a trainer's step on the global batch ``inputs``; return this rank's memory in it.
+    Collective over all ranks."""
 
     def held() -> Tensors:
         return {**held_by(trainer), "batch": list(inputs.values())}

@@ -36,7 +36,8 @@ from .links import LinkTime, Meshes, agree, ends_first, median_seconds
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """An op case with its measured time, or with the reason why it could not be measured."""
+    """The measured time of an op with given input shapes (``case``), or None and the reason why it
+    could not be measured."""
 
     case: OpCase
     measurement: Measurement | None
@@ -46,8 +47,9 @@ class OpTime:
 def measure_ops(
     cases: Sequence[OpCase], *, device: torch.device, budget: Budget, until: Callable[[], bool]
 ) -> Iterator[OpTime]:
-    """Measure the op cases and yield their times, until ``until()`` is true on rank 0. Collective
-    over all ranks."""
+    """Measure the ops of ``cases`` (an op with the shapes of its inputs) and yield their times,
+    until ``until()`` is true on rank 0. ``budget`` limits the time of each. Collective over all
+    ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = device.type == "cpu"
     stride = 1 if shares else world_size
@@ -94,9 +96,10 @@ def measure_updates(
     until: Callable[[], bool],
     build: BuildOptimizer | None = None,
 ) -> Iterator[LinkTime]:
-    """Measure an optimizer's step: yield, for each size in bytes, the seconds per parameter.
+    """Measure an optimizer's step: yield, for each size in bytes, the seconds per parameter of that
+    size. Each size takes about ``case_seconds``; before each, ``until()`` on rank 0 may stop it.
     Collective over all ranks. If ``build`` is given, it builds the user's optimizer, which is
-    measured instead of ``optimizer``."""
+    measured instead of the optimizer named ``optimizer``."""
     meshes = Meshes(device)
     mesh = meshes.of(torch.arange(dist.get_world_size()).tolist())
     for size in ends_first(sizes):
@@ -114,10 +117,8 @@ def measure_updates(
 
 
 def own_name(build: BuildOptimizer) -> str:
-    """Return a name of the user's optimizer: its class, and its flags that affect the time of a
-    step.
-
-    Returns "" if it accepts the model's parameters only.
+    """Return a text that identifies the user's optimizer by its class and its flags that affect the
+    time of a step. Return "" if it can only be built over the model's own parameters.
 
     >>> own_name(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)).split()[::3]
     ['SGD', 'fused=None', 'nesterov=False']
@@ -135,8 +136,8 @@ def own_name(build: BuildOptimizer) -> str:
 
 
 def _own(build: BuildOptimizer | None, parameters: list[nn.Parameter]) -> Optimizer | None:
-    """Build the user's optimizer over stand-in parameters; None if it refuses them. It may accept
-    only matrices, for example, or parameters of certain names."""
+    """Build the user's optimizer over ``parameters`` that stand in for the model's. Return None if
+    that fails: the optimizer may accept only matrices, for example, or certain names."""
     if build is None:
         return None
     try:

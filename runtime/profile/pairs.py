@@ -92,7 +92,8 @@ def rounds_of(cluster: Cluster) -> tuple[Round, ...]:
 
 
 def rank_facts(device: torch.device) -> list[RankFacts]:
-    """Return the facts of all ranks, in rank order, on every rank. Collective.
+    """Return every rank's host, device, torch version and seconds for a matrix product, in rank
+    order, on every rank. Collective over all ranks.
 
     All ranks multiply at the same time, as they compute in training.
     """
@@ -108,8 +109,9 @@ def rank_facts(device: torch.device) -> list[RankFacts]:
 
 
 def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
-    """Measure one round of pairs; yield the time for each size and pair. Collective over all ranks.
-    All pairs send equally many messages, so that none has the links for itself at the end."""
+    """Measure messages within each of ``pairs``, all pairs at once; yield the time for each size
+    and pair. Collective over all ranks. All pairs send equally many messages, so that none has the
+    links for itself at the end."""
     factor = GPU_FACTOR if device.type == "cuda" else 1
     watch = stopwatch(device.type)
     for num_bytes in (*SIZES[:-1], SIZES[-1] * factor):
@@ -125,6 +127,6 @@ def pair_times(pairs: Round, device: torch.device) -> Iterator[PairTime]:
 
 
 def all_pair_times(rounds: Sequence[Round], device: torch.device) -> list[PairTime]:
-    """Measure all rounds of pairs, one after the other; return the times. Collective over all
-    ranks."""
+    """Measure all rounds of pairs, one after the other; return the time for each message size and
+    pair. Collective over all ranks."""
     return [time for pairs in rounds for time in pair_times(pairs, device)]

@@ -29,8 +29,8 @@ taken."""
 
 @dataclass(frozen=True, slots=True)
 class RecordedAction:
-    """Times of an executed action, by rank 0's clock; from start to ready the action waits for
-    messages."""
+    """Times of one executed action of the schedule, in seconds of rank 0's clock. From
+    ``start_seconds`` to ``ready_seconds`` the action waits for messages."""
 
     action: Action
     start_seconds: float
@@ -40,8 +40,8 @@ class RecordedAction:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Times of one rank's step; from ``update_seconds`` to ``end_seconds`` the weights are
-    updated."""
+    """Times of one rank's step, in seconds of rank 0's clock; from ``update_seconds`` to
+    ``end_seconds`` the weights are updated."""
 
     start_seconds: float
     actions: tuple[RecordedAction, ...]
@@ -67,8 +67,8 @@ class StepRecorder:
         self._trainer.runner.set_clock(self._queue.moment)
 
     def end(self) -> None:
-        """Store the times of the step that has just run; if it had several batches, the last
-        batch's."""
+        """Store the times of the step that has just run. If gradients of several batches were
+        accumulated in it, these are the times of the last batch."""
         moments = self._trainer.runner.moments
         if moments is not None:
             self._steps.append((moments, self._queue.moment()))
@@ -112,8 +112,8 @@ def clock_offset() -> float:
 
 
 def _compared(other: int) -> float:
-    """Compare the clocks of rank 0 and rank ``other``: return the offset on ``other``, zero on rank
-    0."""
+    """Compare the clocks of rank 0 and rank ``other``, which both call it. Return on rank ``other``
+    the seconds by which its clock is ahead, on rank 0 zero."""
     group, box = control_group(), torch.zeros((), dtype=torch.float64)
     if dist.get_rank() == 0:
         for _ in range(PINGS):

@@ -64,8 +64,8 @@ def is_waiting(frame: FrameType) -> bool:
 
 
 class WorkSampler:
-    """Thread that samples whether the main thread works or waits; a context manager, active
-    inside."""
+    """Thread that samples whether the main thread works or waits for other ranks. It is a context
+    manager: samples are taken inside the ``with`` block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,8 +83,8 @@ class WorkSampler:
         self._thread.join()
 
     def _sample(self) -> None:
-        """Take samples; each one counts for the time since the one before, as the process may have
-        been stopped meanwhile."""
+        """Take samples until stopped. Each sample counts for the time since the sample before it,
+        which is long if the process was stopped meanwhile."""
         last = time.monotonic()
         while not self._stopped.wait(SAMPLE_SECONDS):
             frame = sys._current_frames().get(self._watched or 0)
@@ -111,9 +111,10 @@ class WorkSampler:
 class Straggler:
     """A rank that the other ranks wait for, since it works longer.
 
-    ``waits`` is the share of time in which it waits for others; ``others_wait`` the median share of
-    the ranks that it is compared with: the others of its stage if ``is_of_stage``, else all others.
-    It works ``ratio`` times as long as they, relative to the plan's prediction.
+    ``waits`` is the share of the time in which it waits for others, ``others_wait`` the median of
+    that share over the ranks that it is compared with: the other ranks of its stage if
+    ``is_of_stage``, else all other ranks. ``ratio`` is its work relative to the median work of
+    these ranks, each divided by the work that the plan predicts.
     """
 
     rank: int
@@ -156,8 +157,8 @@ def _compared(
     planned: Sequence[float],
     stages: Sequence[Hashable],
 ) -> Straggler | None:
-    """Compare ``rank`` with the other ranks of its stage or, if it is alone, with all others;
-    return None if it is not slow."""
+    """Compare the work of ``rank`` with the work of the other ranks of its stage or, if it is alone
+    in its stage, of all other ``ranks``. Return None unless it is a straggler."""
     others = [other for other in ranks if other != rank]
     peers = [other for other in others if stages[other] == stages[rank]]
     usual = median([works[other] / planned[other] for other in peers or others] or [float("inf")])
@@ -180,9 +181,9 @@ class StragglerWatch:
         self._num_windows = 0
 
     def compare(self, times: Sequence[tuple[float, float]]) -> Straggler | None:
-        """Return the straggler of a window if it is to be reported now: when it is found in the
-        second window in succession, and then in the fourth, the eighth … ``times`` has for each
-        rank its seconds of work and its seconds in all."""
+        """Return the straggler in the present window of time if it is to be reported now: when the
+        same rank is found in the second window in succession, then in the fourth, the eighth …
+        ``times`` has for each rank its seconds of work and its seconds in all."""
         works = [working / seconds for working, seconds in times]
         found = find_straggler(works, self._planned, self._stages)
         if found is None or found.rank != self._slow_rank:

@@ -37,7 +37,10 @@ class ModelTrainer:
         zero: int,
         units: Sequence[str] = (),
     ) -> None:
-        """Take this rank's part of ``model``, which is whole. Collective over all ranks."""
+        """Take this rank's part of ``model``, which is whole. Collective over all ranks.
+
+        ``loss_of`` computes the loss of rows, ``count`` the number of their targets.
+        """
         check_same("weights at the start (new_model, --weights)", model.parameters(), device)
         self.loss_of, self.count, self.device, self.zero = loss_of, count, device, zero
         self.model = self.module = model
@@ -55,7 +58,7 @@ class ModelTrainer:
         return [each for each in self.model.named_parameters() if each[1].requires_grad]
 
     def begin(self, batch: dict[str, Tensor], seed: int, number: int) -> None:
-        """Start a step on a global batch."""
+        """Start a step on this rank's rows of ``batch``, the global batch."""
         check_same("batches (batches, build_data)", batch.values(), self.device)
         count = MICRO_BATCHES * self.ranks
         cut = {name: batch[name].chunk(count) for name in ROWS}
@@ -65,9 +68,9 @@ class ModelTrainer:
         self.losses: list[Tensor] = []
 
     def run(self, share: float, *, is_last: bool) -> None:
-        """Run forward and backward of a batch, which is the ``share`` of an update's weight.
+        """Run forward and backward of a batch, whose loss weighs ``share`` in the update's mean.
 
-        A mean over a rank's rows is weighted by their part of all targets.
+        A mean over a rank's rows is weighted by the rank's fraction of all targets.
         """
         counts = [int(self.count(rows)) for rows in self.parts]
         for number, at in enumerate(range(self.rank, len(counts), self.ranks), 1):
@@ -83,7 +86,7 @@ class ModelTrainer:
             self.losses.append(loss.detach())
 
     def synchronize(self, is_end: bool) -> None:
-        """Reduce the gradients of the next backward, or leave that to a later one."""
+        """Set whether the next backward reduces gradients; ``is_end``: the last of an update."""
         if isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = is_end  # as under its no_sync()
         elif isinstance(self.module, FSDPModule):
@@ -91,7 +94,7 @@ class ModelTrainer:
             self.module.set_reshard_after_backward(self.zero == 3 or is_end)
 
     def update(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> float:
-        """Clip the gradient and step the optimizer; return the norm before clipping."""
+        """Clip the gradient to ``max_norm``, step the optimizer; return the unclipped norm."""
         most = float("inf") if max_norm is None else max_norm
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), most)
         optimizer.step()
@@ -105,7 +108,7 @@ class ModelTrainer:
         return float(total)
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the weights and buffers, whole. Collective over all ranks."""
+        """Return whole weights and buffers by name, on every rank. Collective over all ranks."""
         state = self.model.state_dict()
         return {
             name: each.full_tensor() if isinstance(each, DTensor) else each

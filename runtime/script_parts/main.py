@@ -35,7 +35,7 @@ def main(
     new_scheduler: Callable[[torch.optim.Optimizer], Any],
     new_trainer: Callable[[nn.Module, torch.device], Any],
 ) -> None:
-    """Train on this rank, as the command line asks."""
+    """Train on this rank as the command line asks, with the objects that the arguments make."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

@@ -18,7 +18,7 @@ class Mesh:
     """
 
     def __init__(self, devices: tuple[int, ...], shape: dict[str, int], kind: str) -> None:
-        """Make the grid. Collective over all ranks of the job, also outside of ``devices``."""
+        """Make the grid on devices of type ``kind``. Collective over all ranks of the job."""
         self.shape = shape
         ranks = torch.tensor(devices, dtype=torch.int).view(tuple(shape.values()))
         grid = DeviceMesh(kind, ranks, mesh_dim_names=tuple(shape))
@@ -66,7 +66,7 @@ class Mesh:
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
     def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
-        """Return this rank's part along ``dim``."""
+        """Cut this rank's part along ``dim`` from a tensor that all ranks of the axis hold."""
         part = tensor.chunk(self.size(axis), dim)[self.coordinate(axis)]
         return part.clone(memory_format=torch.contiguous_format)
 
@@ -81,9 +81,9 @@ Move = Callable[..., Tensor]
 
 
 class Change(torch.autograd.Function):
-    """Autograd function that applies a move along an axis to a value, another to its gradient.
+    """Autograd function that applies ``value`` to a tensor and ``gradient`` to its gradient.
 
-    A move takes the tensor, the axis and dimensions; for the gradient these are in reverse order.
+    Both change layout along ``axis``; ``gradient`` gets the dimensions in reverse order.
     """
 
     @staticmethod
@@ -100,50 +100,50 @@ class Change(torch.autograd.Function):
 
 
 def change(x: Tensor, axis: str, value: Move, gradient: Move, *dims: int) -> Tensor:
-    """Move ``x`` by ``value``, and its gradient by ``gradient``, along ``axis``."""
+    """Change the layout of ``x`` by ``value``, and of its gradient by ``gradient``."""
     result: Tensor = Change.apply(x, axis, value, gradient, dims)  # type: ignore[no-untyped-call]
     return result
 
 
 def all_gather(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Gather a split tensor; each rank's gradient is a part of a sum."""
+    """All-gather ``x``, split along ``dim``; its gradient is reduce-scattered."""
     return change(x, axis, mesh.all_gather, mesh.reduce_scatter, dim)
 
 
 def all_gather_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Gather a split tensor; all ranks have the same gradient of it."""
+    """All-gather ``x``, split along ``dim``; its gradient, equal on all ranks, is cut."""
     return change(x, axis, mesh.all_gather, mesh.own_part, dim)
 
 
 def pad(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Turn a split tensor into a whole tensor that is a term of a sum: zero in others' parts."""
+    """Put ``x`` in this rank's part of a tensor of zeros; the ranks' sum is the whole."""
     parts = [torch.zeros_like(x)] * mesh.size(axis)
     parts[mesh.coordinate(axis)] = x
     return torch.cat(parts, dim)
 
 
 def take_part(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Return this rank's part of a tensor whose gradients are summed over the ranks later."""
+    """Return this rank's part of ``x`` along ``dim``; gradients are summed over ranks later."""
     return mesh.own_part(x, axis, dim)
 
 
 def take_part_same(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Return this rank's part of a tensor; its gradient is gathered."""
+    """Return this rank's part of ``x`` along ``dim``; its gradient is all-gathered."""
     return change(x, axis, mesh.own_part, mesh.all_gather, dim)
 
 
 def as_term(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """Turn a tensor that all ranks have into a term of a sum; gradients are summed later."""
+    """Divide ``x``, equal on all ranks, by their number; the gradient is divided too."""
     return mesh.divide(x, axis)
 
 
 def as_term_same(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """Turn a tensor that all ranks have into a term of a sum; all ranks get the whole gradient."""
+    """Divide ``x``, equal on all ranks, by their number; the gradient is not divided."""
     return change(x, axis, mesh.divide, mesh.keep)
 
 
 def divide_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """Return the same tensor; the gradient, equal on all ranks, becomes a term of a sum."""
+    """Return ``x``; its gradient, equal on all ranks, is divided by their number."""
     return change(x, axis, mesh.keep, mesh.divide)
 
 
@@ -153,27 +153,27 @@ def sum_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
 
 def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """Sum over the ranks; all have the same gradient of the sum (Megatron-LM's g)."""
+    """Sum ``x`` over the ranks; its gradient passes unchanged (Megatron-LM's g)."""
     return change(x, axis, mesh.all_reduce, mesh.keep)
 
 
 def all_reduce_both(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """Sum over the ranks; the gradient is summed over them too."""
+    """Sum ``x`` over the ranks in the forward, and its gradient over the ranks in the backward."""
     return change(x, axis, mesh.all_reduce, mesh.all_reduce)
 
 
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
-    """Return this rank's part of the sum over the ranks; its gradient is gathered."""
+    """Return this rank's part of the sum of ``x`` over ranks; its gradient is all-gathered."""
     return change(x, axis, mesh.reduce_scatter, mesh.all_gather, dim)
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Split a tensor along ``split_dim`` instead of ``concat_dim``."""
+    """Reshard ``x`` from a split along ``concat_dim`` to a split along ``split_dim``."""
     return change(x, axis, mesh.all_to_all, mesh.all_to_all, split_dim, concat_dim)
 
 
 def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
-    """Return the tensor of the rank at the other end of each axis."""
+    """Exchange ``x`` with the rank at the opposite position of each axis: i with n - 1 - i."""
     for axis in axes:
         x = change(x, axis, mesh.swap, mesh.swap)
     return x

@@ -30,19 +30,19 @@ def split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return the sum over rows, by ``count``, of a cross entropy whose classes ``axes`` split."""
+    """Return the cross entropy summed over rows, divided by ``count``; ``axes`` split classes."""
     classes = _classes(mesh, logits, axes, ignore_index, label_smoothing)  # type: ignore[arg-type]
     rows = _split_class_rows(mesh, logits, target, classes)  # type: ignore[arg-type]
     return (rows.sum() / count).to(logits.dtype)
 
 
 def activate(activation: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Apply the function between the two products of an expert."""
+    """Apply an expert's activation function, between its two matrix products, to ``rows``."""
     return activation(rows)
 
 
 def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compute causal attention of queries that end at position ``end`` - 1."""
+    """Compute causal attention of queries that end at position ``end`` - 1 of the keys."""
     rows = query.shape[-2]
     seen = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(end - rows)
     key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
@@ -52,10 +52,10 @@ def attend_upto(end: int, query: Tensor, key: Tensor, value: Tensor, **options: 
 def exchanged_split(
     mesh: Mesh, matrix: Tensor, *, sizes: list[int], dim: int, wanted: tuple[int | None, ...]
 ) -> list[Tensor]:
-    """Cut a matrix along ``dim``: it is split along its other dimension, the parts along ``dim``.
+    """Cut a matrix, sharded along its other dimension, along ``dim`` into parts of the given sizes.
 
-    ``wanted`` is the dimension that each axis splits a part along. If one axis does, all parts
-    travel in one all-to-all: their shares are sorted by rank first.
+    ``wanted`` has for each mesh axis the dimension along which it shards a part (None: it does
+    not). If one axis shards the parts, all parts travel in one all-to-all, sorted by rank.
     """
     places = [(axis, at) for axis, at in zip(mesh.shape, wanted, strict=True) if at is not None]
     if len(places) > 1:
@@ -74,7 +74,7 @@ def exchanged_split(
 
 
 class Dropout(torch.autograd.Function):
-    """Dropout whose mask depends on coordinates in the whole tensor; the backward draws it anew."""
+    """Dropout whose mask depends on places in the whole tensor, drawn again in the backward."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ def dropout(
     split: dict[str, int],
     rows: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Apply dropout number ``number`` of a block; other arguments as in ``start_of``."""
+    """Apply dropout number ``number`` of a block to ``x``; other arguments: ``start_of``."""
     start = start_of(x, mesh, draw, split=split, rows=rows)
     key = step_key(draw.seed, draw.batch)
     result: Tensor = Dropout.apply(x, p, draw.first + number, key, start)  # type: ignore[no-untyped-call]
@@ -127,10 +127,10 @@ def uniform(
 def start_of(
     x: Tensor, mesh: Mesh, draw: Draw, *, split: dict[str, int], rows: tuple[int, int] | None
 ) -> tuple[int, ...]:
-    """Return the start of a rank's part of a micro-batch's tensor in the whole batch's tensor.
+    """Return the indices in the whole batch's tensor of the first element of ``x``, a rank's part.
 
-    ``split`` maps an axis to the dimension that it splits; ``rows`` is the dimension that counts
-    the batch, and its size in a micro-batch.
+    ``split`` maps an axis to the dimension that it splits; ``rows`` is the batch dimension and its
+    size in a micro-batch.
     """
     start, sizes = [0] * x.dim(), list(x.shape)
     for axis, dim in reversed(split.items()):

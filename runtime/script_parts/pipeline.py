@@ -60,7 +60,7 @@ def boxes(stage: Stage, shape: tuple[int, ...], split: Split) -> dict[int, Box]:
 
 
 def overlap(*boxes: Box) -> list[tuple[slice, ...]]:
-    """Return the slices of each box that hold the elements common to all; [] if there are none."""
+    """Intersect boxes; return the slices that cut the intersection from each, [] if empty."""
     shared = [(max(s for s, _ in dim), min(s for _, s in dim)) for dim in zip(*boxes, strict=True)]
     if any(start >= stop for start, stop in shared):
         return []
@@ -72,7 +72,7 @@ def overlap(*boxes: Box) -> list[tuple[slice, ...]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Message: a part of the sender's tensor, and its place in the receiver's."""
+    """Message of a rank: ``cut`` of the source's tensor goes to ``place`` in the target's."""
 
     source: int
     target: int
@@ -82,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Crossing in a direction between the stages ``sender`` and ``receiver``.
+    """Value (or its gradient) on its way from stage ``sender`` to stage ``receiver``.
 
     ``shape`` is of the part that each rank of the receiver holds; ``pieces`` are all its messages.
     """
@@ -97,7 +97,7 @@ class Transfer:
 
 
 def transfer_of(crossing: Crossing, direction: Direction, stages: list[Stage]) -> Transfer:
-    """Return the messages of a crossing. Ranks that hold the same box share the sends."""
+    """Return the messages that carry a value, or its gradient, between two stages."""
     ends = [(crossing.source, crossing.source_split), (crossing.target, crossing.target_split)]
     (sender, made), (receiver, taken) = ends if direction == "forward" else ends[::-1]
     offered = boxes(stages[sender], crossing.shape, made)
@@ -128,7 +128,7 @@ class Messages:
     def __init__(
         self, crossings: list[Crossing], stages: list[Stage], device: torch.device
     ) -> None:
-        """Compute the transfers, and make groups for NCCL. Collective over all ranks."""
+        """Find the messages that carry ``crossings``; make groups. Collective over all ranks."""
         self.rank, self.device = dist.get_rank(), device
         self.mine = {n for n, stage in enumerate(stages) if self.rank in stage.devices}
         forward = [transfer_of(each, "forward", stages) for each in crossings]
@@ -154,7 +154,7 @@ class Messages:
         *,
         to_own: bool,
     ) -> None:
-        """Send results of ``stage``: to stages of the same ranks, which take them, or to others."""
+        """Send results of ``stage`` to this rank's stages (``to_own``) or to other ranks'."""
         for transfer in self.transfers:
             is_own = transfer.receiver in self.mine
             if (transfer.direction, transfer.sender, is_own) != (direction, stage, to_own):
@@ -176,7 +176,7 @@ class Messages:
                 self._take(transfer, microbatch, None)
 
     def _take(self, transfer: Transfer, microbatch: int, given: Tensor | None) -> None:
-        """Begin to receive a value, of which this rank may have made a part itself."""
+        """Begin to receive a value; ``given`` is the part that this rank itself made, if any."""
         place = transfer.direction, transfer.receiver, microbatch
         whole = torch.empty(transfer.shape, dtype=transfer.dtype, device=self.device)
         parts: list[tuple[Any, tuple[slice, ...], Tensor]] = []
@@ -193,7 +193,7 @@ class Messages:
         self.arriving.setdefault(place, {})[transfer.key, transfer.sender] = whole, parts
 
     def receive(self, direction: Direction, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Wait for the inputs of a stage; gradients from several stages are added up."""
+        """Wait for a stage's inputs, by key; gradients from several stages are summed."""
         received: dict[str, Tensor] = {}
         arriving = self.arriving.pop((direction, stage, microbatch), {})
         for (key, _), (whole, parts) in sorted(arriving.items(), key=lambda item: item[0]):
@@ -212,7 +212,7 @@ class Messages:
 
 
 class PipelineTrainer(Trainer):
-    """Trainer of a rank whose stages depend on stages of other ranks."""
+    """Trainer of a rank in a pipeline; its stages exchange values with stages of other ranks."""
 
     def __init__(self, stages: list[Stage], *given: Any) -> None:
         super().__init__(stages, *given)
@@ -230,7 +230,7 @@ class PipelineTrainer(Trainer):
         self.row = next(filter(own_row.search, SCHEDULE), "")
 
     def run(self, share: float, *, is_last: bool) -> None:
-        """Run this rank's row of the schedule."""
+        """Run this rank's row of the schedule for a batch with weight ``share`` in the update."""
         made: dict[tuple[Direction, int, int], dict[str, Tensor]] = {}
         for action in self.row.split():
             found = re.fullmatch(r"(\d+)([A-Z]+(?:_[FB])?)(\d*)", action)
@@ -255,7 +255,7 @@ class PipelineTrainer(Trainer):
     def compute(
         self, direction: Direction, stage: int, microbatch: int, share: float
     ) -> dict[str, Tensor]:
-        """Run a forward or backward of a stage; keep results for stages of the same ranks."""
+        """Run a forward or backward; return its results, kept too for stages of the same rank."""
         received = self.messages.receive(direction, stage, microbatch)
         if direction == "forward":
             for key, value in received.items():

@@ -26,8 +26,9 @@ MICRO_BATCHES = 1
 class Stage:
     """Consecutive blocks of the model on a mesh of devices, in row-major order.
 
-    ``parameters``, ``buffers``, ``inputs`` and ``constants`` have the split of each. ``updates``
-    maps buffers to the results of ``forward`` that are their new values.
+    ``parameters``, ``buffers``, ``inputs`` and ``constants`` map each name to its split: the
+    dimension that a mesh axis splits. ``updates`` maps buffers to results of ``forward``, their new
+    values.
     """
 
     forward: Callable[..., dict[str, Tensor]]
@@ -47,7 +48,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Draw:
-    """State of random ops: the seed, and the numbers of the batch, micro-batch and first op."""
+    """Keys of random numbers: seed, number of batch, micro-batch and the block's first op."""
 
     seed: int = 0
     batch: int = 0
@@ -55,7 +56,7 @@ class Draw:
     first: int = 0
 
     def of(self, first: int) -> Draw:
-        """Return the same state for a block whose first random op has this number."""
+        """Return the same state for a block whose first random op has the number ``first``."""
         return replace(self, first=first)
 
 
@@ -92,21 +93,21 @@ class StageRank:
         }
 
     def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], draw: Draw) -> None:
-        """Start a step on a global batch. ``counts`` are values of all micro-batches."""
+        """Start a step on a global batch; losses divide by ``counts``, made of all its rows."""
         self.batch, self.counts, self.draw = batch, counts, draw
         self.losses: dict[int, Tensor] = {}
         self.received: dict[int, dict[str, Tensor]] = {}
         self.made: dict[int, dict[str, Tensor]] = {}
 
     def inputs(self, microbatch: int) -> dict[str, Tensor]:
-        """Return this rank's rows of a micro-batch."""
+        """Return this rank's part of each input that the stage reads in a micro-batch."""
         return {
             name: own(rows_of(self.batch[name], name, microbatch), split, self.mesh).to(self.device)
             for name, split in self.stage.inputs.items()
         }
 
     def forward(self, microbatch: int, received: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Compute values for other stages; ``received`` are values of other stages."""
+        """Run a micro-batch; return results by key. ``received`` has other stages' results."""
         values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
         # A block that runs again in the backward reads the buffers of its own forward.
         weights = Weights(self.weights, dict(self.buffers))
@@ -130,7 +131,7 @@ class StageRank:
     def backward(
         self, microbatch: int, gradients: dict[str, Tensor], scale: float
     ) -> dict[str, Tensor]:
-        """Return the gradients of received values; the loss is scaled by ``scale``."""
+        """Run the backward of the loss times ``scale``; return gradients of received values."""
         made, received = self.made.pop(microbatch), self.received.pop(microbatch)
         gradients = dict(gradients)
         if self.stage.loss:
@@ -167,7 +168,7 @@ def rows_of(tensor: Tensor, name: str, microbatch: int) -> Tensor:
 
 
 def keeping_products(block: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Run a block that is computed again in the backward, except its matrix products."""
+    """Run a block under activation checkpointing that saves the results of its matrix products."""
 
     def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         is_kept = op in COSTLY

@@ -27,7 +27,7 @@ Count = Callable[[dict[str, Tensor], dict[str, Tensor], int], dict[str, Tensor]]
 def mean_counts(
     count: Count | None, batch: dict[str, Tensor], constants: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the counts that each micro-batch of a step needs, as means over the micro-batches."""
+    """Run ``count`` on each micro-batch of a batch; return the means of its results, by key."""
     sums: dict[str, Tensor] = {}
     for microbatch in range(MICRO_BATCHES if count is not None else 0):
         found = count(batch, constants, microbatch)  # type: ignore[misc]
@@ -39,7 +39,7 @@ def mean_counts(
 
 
 def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Raise ValueError if the sums of the tensors' first values differ between ranks.
+    """Raise ValueError if ``tensors`` differ between ranks, by sums of their first values.
 
     Collective over all ranks. The sums may differ as much as between different processors.
     """
@@ -52,7 +52,7 @@ def check_same(what: str, tensors: Iterable[Tensor], device: torch.device) -> No
 
 
 class Trainer:
-    """Trainer of this rank's stages."""
+    """Trainer of the stages that this rank computes."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Trainer:
             stage.begin(batch, counts, Draw(seed, number))
 
     def run(self, share: float, *, is_last: bool) -> None:
-        """Run forward and backward of a batch, which is the ``share`` of an update's weight.
+        """Run forward and backward of a batch, whose loss weighs ``share`` in the update's mean.
 
         After the last batch of an update, gradients are summed over ranks.
         """
@@ -110,11 +110,11 @@ class Trainer:
                 stage.complete()
 
     def is_counted(self, stage: int, name: str) -> bool:
-        """Return whether a weight's gradient counts for the norm here."""
+        """Return whether ``stage`` counts the weight in the norm; of all holders one does."""
         return True
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of the whole gradient: every element counts once."""
+        """Return the L2 norm of the whole gradient, on every rank; copies count once."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, name, weight in self.all_weights():
             if weight.gradient is not None and self.is_counted(number, name):
@@ -123,7 +123,7 @@ class Trainer:
         return total.sqrt() / self.scale
 
     def update(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> float:
-        """Clip the gradient and step the optimizer; return the norm before clipping."""
+        """Clip the gradient to ``max_norm``, step the optimizer; return the unclipped norm."""
         norm = float(self.gradient_norm())
         factor = 1 / self.scale
         if max_norm is not None:
@@ -161,7 +161,7 @@ class Trainer:
         return float(total)
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the weights and buffers, whole, and put them in ``model``. Collective."""
+        """Gather whole weights and buffers into ``model``; return its state. Collective."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         for name, whole in named:
             held = [n for n, s in enumerate(self.table) if name in {*s.parameters, *s.updates}]

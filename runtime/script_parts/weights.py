@@ -16,19 +16,19 @@ Split = dict[str, int]
 
 
 def repeated(prefix: str, numbers: range, splits: dict[str, Split]) -> dict[str, Split]:
-    """Return the splits of the parameters of numbered modules, all split alike."""
+    """Return splits by parameter name for all numbered modules; ``splits`` is of one module."""
     return {f"{prefix}{i}.{name}": split for i in numbers for name, split in splits.items()}
 
 
 def own(whole: Tensor, split: Split, mesh: Mesh) -> Tensor:
-    """Return this rank's part of a whole tensor."""
+    """Cut this rank's part from ``whole``; ``split`` has the dimension that an axis splits."""
     for axis, dim in split.items():
         whole = whole.chunk(mesh.size(axis), dim)[mesh.coordinate(axis)]
     return whole.contiguous()
 
 
 def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:
-    """Return the whole tensor of which each rank of the mesh holds its part."""
+    """All-gather a whole tensor from the ranks' parts; ``split`` maps mesh axes to dimensions."""
     for axis, dim in reversed(split.items()):
         part = mesh.all_gather(part, axis, dim)
     return part
@@ -64,22 +64,22 @@ class Weight:
             self.local.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
 
     def padded(self, part: Tensor) -> Tensor:
-        """Append zeros to ``part``, so that every rank of dp gets as many rows."""
+        """Append rows of zeros to ``part``, so that all ranks of axis dp get equally many rows."""
         count = -len(part) % self.mesh.size("dp")
         return torch.cat([part, part.new_zeros(count, *part.shape[1:])])
 
     def share(self, part: Tensor) -> Tensor:
-        """Return the share of this rank's part that the optimizer updates."""
+        """Return this rank's ZeRO shard of ``part``; ``part`` itself without ZeRO."""
         return own(self.padded(part), {"dp": 0}, self.mesh) if self.zero else part
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return this rank's part of a tensor, of which each rank holds a share."""
+        """All-gather this rank's part of a tensor over axis dp from the ranks' ZeRO shards."""
         if not self.zero:
             return share
         return self.mesh.all_gather(share, "dp", 0)[: self.rows]
 
     def whole(self, share: Tensor) -> Tensor:
-        """Return the whole of a tensor of which each rank of the stage holds a share."""
+        """All-gather the whole tensor from all ranks' ZeRO shards of their parts."""
         return join(self.gather(share), self.split, self.mesh)
 
     def compute_part(self) -> Tensor:
@@ -96,7 +96,7 @@ class Weight:
             self.local.data.copy_(self.compute_part())
 
     def take(self, local: Tensor) -> None:
-        """Move a micro-batch's gradient from where autograd leaves it to the sum."""
+        """Move a micro-batch's gradient from ``local.grad`` to the sum ``gradient``."""
         gradient, local.grad = local.grad, None
         if gradient is not None:
             self.add(gradient.to(GRADIENT))
@@ -107,7 +107,7 @@ class Weight:
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def complete(self) -> None:
-        """Sum the gradient over the ranks that have parts of it, after the last micro-batch."""
+        """Sum the gradient over the ranks that hold the same part, after the last micro-batch."""
         if self.gradient is None:
             return
         if self.zero == 1:
@@ -116,12 +116,12 @@ class Weight:
             self.gradient = self.mesh.all_reduce(self.gradient, axis)
 
     def replicas(self) -> int:
-        """Return the number of ranks that hold the same values."""
+        """Return the number of ranks that hold the same shard of the weight."""
         return math.prod(self.mesh.size(axis) for axis in self.sums)
 
 
 class Weights:
-    """Weights and buffers of a stage; blocks use names relative to their module."""
+    """Weights and buffers of a stage by name; ``path`` is the module that names are relative to."""
 
     def __init__(self, held: dict[str, Weight], buffers: dict[str, Tensor], path: str = "") -> None:
         self.held, self.buffers, self.path = held, buffers, path

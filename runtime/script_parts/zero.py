@@ -14,7 +14,7 @@ from .weights import GRADIENT, Weight, Weights
 
 
 class GatheredWeight(Weight):
-    """Weight that is whole only while a block computes with it."""
+    """Weight under ZeRO 3: all-gathered for a block, and freed when the block is done."""
 
     gathered: list[Tensor] | None = None
 
@@ -28,7 +28,7 @@ class GatheredWeight(Weight):
 
 
 class GatherWeight(torch.autograd.Function):
-    """Weight of ZeRO 3, whole for a block; each rank keeps its share of the gradient."""
+    """All-gather of a ZeRO 3 weight for a block; the backward reduce-scatters its gradient."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, weight: GatheredWeight) -> Tensor:
@@ -72,7 +72,7 @@ def gathering_again(weights: Weights) -> Iterator[None]:
 
 
 def run_sharded(block: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a block of a stage with ZeRO 3."""
+    """Run a block with ZeRO 3: weights are freed after it, gathered anew in its backward."""
     weights = next(each for each in inputs if isinstance(each, Weights))
     with gathering_again(weights):
         return block(*inputs)

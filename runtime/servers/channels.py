@@ -44,8 +44,9 @@ class PeerLostError(Exception):
 
 
 class Request(NamedTuple):
-    """Request to a parameter server. ``home`` is the server to which the requested piece of the
-    weights belongs; ``known`` has a bit set for each lost worker that the sender knows of."""
+    """Request to a parameter server, by a worker for batch part ``part`` in iteration ``clock``. It
+    is about the weights of ``block`` that server ``home`` owns; ``operation`` is ``PUSH`` etc.
+    ``known`` is a bit set of the lost workers that the sender knows of."""
 
     operation: int
     home: int = 0
@@ -120,7 +121,8 @@ class PeerChannel:
         return Reply(status, lost, into)
 
     def next_request(self) -> Request:
-        """Receive the next request's header; the caller then receives the tensors after it."""
+        """Receive the next request, without its payload; the caller then receives the payload by
+        ``receive``."""
         return Request(*self.receive(torch.zeros(6, dtype=torch.int64)).tolist())
 
     def answer(self, reply: Reply) -> None:
@@ -134,14 +136,14 @@ Key = tuple[int, int]
 
 
 class Link:
-    """Connection of a worker to the server ``home``, which owns some pieces of the weights; if it
-    fails, to the server that holds their replica."""
+    """Connection of a worker to server number ``home``, which owns some pieces of the weights. If
+    that server is lost, requests go to the server that holds replicas of the pieces."""
 
     def __init__(self, home: int, targets: list[Channel]) -> None:
         self._home, self._targets = home, targets
 
     def call(self, request: Request, payload: Tensor | None, into: Tensor | None) -> Reply:
-        """Send a request to the first of the servers that is still alive; return its reply. Raise
+        """Send a request to the first server of this link that is alive; return its reply. Raise
         RunError AP958 if none is alive."""
         while self._targets:
             try:
@@ -203,14 +205,14 @@ class Traffic:
         return thread
 
     def push(self, request: Request, payload: Tensor) -> None:
-        """Send the gradient ``payload`` to a server in the background, after all earlier pushes to
-        it."""
+        """Send the gradient ``payload`` in the background to the server ``request.home``, after all
+        earlier pushes to that server."""
         call = partial(self._pushes[request.home].call, request, payload, None)
         self._last[request.home] = self._lanes[request.home].submit(call)
 
     def pull(self, request: Request) -> None:
-        """Request weights, a gradient or a loss from a server in the background; ``arrived`` or
-        ``loss`` has the result."""
+        """Request weights, a gradient or a loss from the server ``request.home`` in the background.
+        The result is in ``arrived`` (by piece of the weights) or returned by ``loss``."""
         with self._changed:
             self._to_pull[request.home].append(request)
             self._changed.notify_all()
@@ -227,8 +229,8 @@ class Traffic:
             return is_there()
 
     def know(self, lost: int) -> None:
-        """Record the workers in the bit set ``lost`` as known to be lost, and continue the
-        pulls."""
+        """Record that the caller knows of the lost workers in the bit set ``lost``; pulls that
+        stopped because of them continue."""
         with self._changed:
             self._known |= lost
             self._changed.notify_all()

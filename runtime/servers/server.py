@@ -43,8 +43,8 @@ from .channels import (
 
 
 class ServedPiece:
-    """A piece of the weights on a server: ``weights`` has the elements of ``shards`` in one flat
-    tensor."""
+    """A piece of the weights on a server: the elements of one block that the server owns (or
+    replicates), ``shards`` of parameters in one flat tensor ``weights``, with their optimizer."""
 
     def __init__(
         self,
@@ -75,8 +75,9 @@ class ServedPiece:
         self._optimizer = served_optimizer(slices, shapes, build, name=optimizer)
 
     def push(self, clock: int, part: int, gradient: Tensor) -> bool:
-        """Take the gradient of batch part ``part`` in iteration ``clock``; update the weights when
-        all parts are there (without bsp: at once). Return False if it was taken before."""
+        """Take the gradient of batch part ``part`` in iteration ``clock``. With synchronous workers
+        (bsp) the weights are updated when all parts are there, else at once. Return False if the
+        server has had this gradient."""
         if part in self.clocks.workers:  # a lost worker's push may still come from its home
             if clock != self.clocks.clock(part):
                 return False
@@ -99,16 +100,15 @@ class ServedPiece:
         self.version += 1
 
     def is_ready(self, clock: int, worker: int) -> bool:
-        """Tell whether these weights are new enough for a worker to begin iteration ``clock``.
-        Pulls and pushes have separate connections; the worker counts as late until its last push
-        has come."""
+        """Tell whether these weights are new enough for a worker to begin iteration ``clock``. Its
+        own earlier pushes must have come, since pushes and pulls have separate connections."""
         if self.clocks.bound == 0:
             return self.version >= clock
         return self.clocks.may_begin(worker) and self.clocks.clock(worker) >= clock
 
     def read(self, clock: int) -> Tensor:
-        """Return the weights of iteration ``clock`` if workers run in lockstep (bsp), else the
-        newest."""
+        """Return the weights with which iteration ``clock`` is computed if workers run in lockstep
+        (bsp), else the newest weights."""
         if self.clocks.bound == 0 and clock < self.version:
             assert clock == self.version - 1
             return self.previous
@@ -123,7 +123,7 @@ def served_optimizer(
     name: str,
 ) -> Optimizer:
     """Make an optimizer over the ``slices`` of parameters that a server holds, with the parameter
-    groups of the model's.
+    groups that the optimizer of the whole model has.
 
     It is built with stand-ins for all parameters, with their ``shapes`` but without memory; the
     slices then replace them. Raises UsageError AP955 for optimizers that do not update each element
@@ -188,8 +188,8 @@ class Server:
         (self._of_workers if worker is not None else self._of_servers).append(thread)
 
     def finish(self, progress: Callable[[str], None] | None = None) -> None:
-        """Wait until all workers are done or lost, then until the server whose replicas are held
-        here is done."""
+        """Wait until all workers are done or lost, then until the other server that sends updates
+        to the replicas held here is done."""
         _join(self._of_workers, progress)
         if self._replica is not None:
             try:
@@ -226,7 +226,8 @@ class Server:
             self._changed.notify_all()
 
     def handle(self, request: Request, payload: Tensor | None) -> Reply:
-        """Execute a request and return the reply, after a wait until it can be given."""
+        """Execute a request and return the reply. Waits until the requested weights or loss exist,
+        or until a worker is lost that the sender does not know of."""
         if request.operation == LOSS:
             assert payload is not None
             with self._changed:

@@ -32,8 +32,8 @@ from .server_worker import SHARED, ServerWorker
 
 @dataclass(slots=True)
 class WholeBatches:
-    """The batches of a worker: every worker gets all rows, as it may have to take over a lost
-    worker's."""
+    """Source of batches for a worker: every worker reads all rows, as it may have to compute the
+    rows of a lost worker too."""
 
     plan: Plan
     program: Program
@@ -66,8 +66,8 @@ class ServerTrainer:
         progress: Callable[..., None] | None = None,
         seed: int = 0,
     ) -> None:
-        """Make this rank's worker and server. Collective over all ranks; calls of the other methods
-        are not."""
+        """Make this rank's worker and server. Collective over all ranks, unlike the other methods.
+        ``build`` makes the user's optimizer, None the plan's."""
         assert plan.servers is not None
         self.plan, self.device, self.servers = plan, device, plan.servers
         own = plan_of_worker(plan, dist.get_rank())
@@ -109,7 +109,8 @@ class ServerTrainer:
         return self.worker is not None and self.worker.is_first
 
     def step(self, *batches: Mapping[str, Tensor]) -> StepResult:
-        """Run one iteration of this rank's worker, if it has one."""
+        """Run one iteration of this rank's worker on a batch. Without a worker, nothing is done and
+        the loss is NaN."""
         (batch,) = batches
         loss = float("nan") if self.worker is None else self.worker.step(batch)
         return StepResult((torch.tensor(loss, dtype=torch.float64),), None)
@@ -195,8 +196,9 @@ class ServerTrainer:
 
 
 def plan_of_worker(plan: Plan, rank: int) -> Plan:
-    """Return the one-rank plan of a worker: with all micro-batches of a step if workers run in
-    lockstep (bsp; it computes a part of them), else with a smaller batch of its own."""
+    """Return the plan by which one worker computes alone on ``rank``. If workers run in lockstep
+    (bsp), it has all micro-batches of a step, of which the worker computes a part; else the
+    worker's share of the global batch is a batch of its own."""
     assert plan.servers is not None
     (stage,) = plan.stages
     own = replace(plan, stages=(replace(stage, devices=(rank,)),))
@@ -212,8 +214,9 @@ def has_replicas(servers: ServerPlan) -> bool:
 
 
 def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
-    """Return the names of a worker's connections, each with the index of the server at the other
-    end: for each home server itself and, if there are replicas, the server that holds them."""
+    """Return the name of each of a worker's connections, and the index of the server at the other
+    end: for the pieces that a server owns, this server and, if there are replicas, the server with
+    the replicas."""
     count = len(servers.servers)
     return [
         (f"servers/{kind}/{worker}/{home}/{target}", target)
@@ -224,8 +227,8 @@ def channel_names(servers: ServerPlan, worker: int) -> list[tuple[str, int]]:
 
 
 def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
-    """Make this rank's end of each of its connections, in the same order on all ranks, since each
-    end waits for the other. Return them by name."""
+    """Connect this rank to all workers and servers that it exchanges requests with; return its ends
+    of the connections by name. Every rank calls it, since each end waits for the other."""
     count, made = len(servers.servers), nth_of_run(rank)
     ends = [
         (name, servers.workers[worker], servers.servers[target])
@@ -243,15 +246,15 @@ def make_channels(servers: ServerPlan, rank: int) -> dict[str, PeerChannel]:
 
 
 def nth_of_run(rank: int) -> int:
-    """Count this rank's server trainers so far, so that each has other connection names; return the
-    count."""
+    """Return how many server trainers this rank has made, including the present one; the number
+    makes the names of connections unique."""
     store = dist.distributed_c10d._get_default_store()
     return int(store.add(f"servers/made/{rank}", 1))
 
 
 def pieces_of(model: RankModel, num_servers: int) -> dict[Key, tuple[Shard, ...]]:
-    """Divide the trained parameters over servers: return the shards of each block on each server,
-    in the same order on all ranks."""
+    """Divide the trained parameters over servers: return the shards of each piece, by server index
+    and position of the block. The result is the same on all ranks."""
     trained = {n: p for n, p in model.parameters.items() if p.spec.requires_grad}
     shards = shards_of({n: p.local.numel() for n, p in trained.items()}, num_servers)
     found: dict[Key, list[Shard]] = {}

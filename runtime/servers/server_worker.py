@@ -42,8 +42,9 @@ class ServerWorker:
         traffic: Traffic,
         graph: Graph,
     ) -> None:
-        """Make the worker; ``graph`` is at the batch size of a worker's share, by which batches are
-        cut."""
+        """Make the worker. ``graph`` has the shapes of a worker's share of the batch. ``pieces``
+        are the shards of parameters by server and block, ``traffic`` carries gradients and
+        weights."""
         self._graph = graph
         self.index, self.servers, self.executor = index, servers, executor
         self._pieces, self._traffic = pieces, traffic
@@ -71,12 +72,12 @@ class ServerWorker:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is the first of the workers that it does not know to be lost."""
+        """Tell whether all workers with lower numbers are known to be lost."""
         return self.index == self._owner(0)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Run one iteration; return the loss of the global batch if workers run in lockstep (bsp)
-        and this is the first, else of this worker's part."""
+        """Run one iteration on a global batch. Return the loss of the whole batch if workers run in
+        lockstep (bsp) and this is the first worker, else the loss of this worker's part."""
         before, self._batch = self._batch, self._rows(batch)
         while True:
             try:
@@ -89,8 +90,8 @@ class ServerWorker:
         return self._whole_loss() if self.is_bsp and self.is_first else sum(losses)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the global batch if workers run in lockstep (bsp), else this worker's rows of it,
-        whose gradient makes an update of its own."""
+        """Return the rows that this worker reads: the global batch if workers run in lockstep
+        (bsp), else its share of the rows, whose gradient makes an update of its own."""
         if self.is_bsp:
             return batch
         graph, count = self._graph, len(self.servers.workers)
@@ -128,8 +129,8 @@ class ServerWorker:
             self._fill(block, gradients=True)
 
     def _parts(self) -> list[int]:
-        """Return the numbers of the parts of a batch that this worker computes: its own, and lost
-        workers' that it takes over."""
+        """Return the numbers of the batch parts that this worker computes: its own and, if workers
+        run in lockstep (bsp), the parts of lost workers that it takes over."""
         if not self.is_bsp:
             return [self.index]
         return [
@@ -173,7 +174,8 @@ class ServerWorker:
         return total / executor.num_microbatches
 
     def _arrived(self, parameter: StageParameter) -> None:
-        """Push a block's gradients to the servers when the last of them has been computed."""
+        """Push the gradients of a block to the servers once the gradients of all its parameters are
+        there. Called for each ``parameter`` whose gradient a backward has computed."""
         block = _block(parameter)
         if not self._is_pushing or block == SHARED or block not in self._waiting:
             return
@@ -225,8 +227,8 @@ class ServerWorker:
             self._learn()
 
     def _learn(self) -> None:
-        """Record the workers reported lost. Raise LostWorkers if this worker has to compute parts
-        of theirs."""
+        """Record the workers reported lost. Raise LostWorkers if this worker has to take over parts
+        of the batch from them."""
         before = self._parts()
         self._known |= self._traffic.lost
         if self._parts() != before:
@@ -251,8 +253,8 @@ class ServerWorker:
                         self.executor.parameters[shard.parameter].refresh()
 
     def _take_over(self, batch: Mapping[str, Tensor]) -> None:
-        """Compute lost workers' parts of the previous iteration, with the weights that it began
-        with."""
+        """Compute again this worker's parts of the previous iteration, now with the parts of lost
+        workers, with the weights of that iteration. ``batch`` is the batch of that iteration."""
         now, self._batch = self._batch, batch
         self._clock -= 1
         self._traffic.forget_pulls()

@@ -43,8 +43,8 @@ from .training_step import Used
 
 
 class BatchRunner:
-    """Runner of training batches on one rank; ``shape`` is the shape of batches that it is set
-    to."""
+    """Runner of training batches on one rank: forward, backward and gradient sums. ``shape`` is the
+    shape of the last batch, by which its programs were chosen."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class BatchRunner:
         seed: int,
         progress: Progress | None,
     ) -> None:
-        """Make a runner. ``buckets`` are forms of the planned step for shorter sequences.
+        """Make a runner. ``buckets`` are variants of the planned step for shorter sequences.
         Asynchronous schedules call ``step_optimizer`` within a step. Collective over all ranks."""
         planned = model.planned
         self.shape = planned.shape
@@ -80,8 +80,9 @@ class BatchRunner:
             self.add(bucket)
 
     def _check_length(self, length: int, paddings: Mapping[str, Padding]) -> None:
-        """Raise PlanError AP560 if the model computes with numbers that depend on the sequence
-        length."""
+        """Raise PlanError AP560 if the model computes with a Python number that depends on the
+        sequence length. The model is traced again at ``length``; ``paddings`` are the inputs'
+        paddings by name."""
         program = self.model.program
         if program.recapture is None:
             return
@@ -102,8 +103,8 @@ class BatchRunner:
             raise unpaddable(node, "the model computes with a number that it makes of the length")
 
     def add(self, variant: Variant, numbers: LiveNumbers | None = None) -> bool:
-        """Add the form of a step for another shape of batches. ``numbers`` are Python numbers in
-        the model's code that are to be read anew in each step; return False if some rank's stage
+        """Add the variant of the step for another shape of batches. ``numbers`` are Python numbers
+        in the model's code that are to be read anew in each step; return False if some rank's stage
         cannot do so. Collective over all ranks."""
         found = {index: self.model.add_variant(variant, index, numbers) for index in self.executors}
         if numbers is not None and not all(gather_values(None not in found.values())):
@@ -174,7 +175,7 @@ class BatchRunner:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context to run a batch in without an update, and without counting it as a step."""
+        """Context to run a batch in as a trial: no update is deferred, no step is counted."""
         deferred, self._deferred = self._deferred, None
         try:
             yield
@@ -273,14 +274,14 @@ class BatchRunner:
             executor.refresh_constants()
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Drop the constants of program number ``capture`` for batches of ``rows``; its next use
-        recomputes them."""
+        """Drop the constants that belong to batches of ``rows`` rows and to trace number
+        ``capture`` of the model; their next use computes them again."""
         for executor in self.executors.values():
             executor.forget_constants(rows, capture)
 
     def publish_later(self, later: bool) -> None:
-        """Set whether the caller, not the executors, copies gradients of other dtype or device to
-        the masters."""
+        """Set whether the caller, not the executors, copies gradients to the masters' ``grad``
+        where the masters have another dtype or device."""
         for executor in self.executors.values():
             executor.publishes_later = later
 

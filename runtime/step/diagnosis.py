@@ -43,9 +43,9 @@ WEIGHT, INPUT, OUTPUT, GRADIENT = range(4)
 
 
 class Place(NamedTuple):
-    """Finding that a value is not finite (``what``: a weight, input, output or gradient). The least
-    in sort order is the first cause. ``position`` orders findings of one kind; ``where`` tells the
-    stage, rank and micro-batch."""
+    """Place at which a value is not finite: ``what`` is a weight, input, output or gradient,
+    ``where`` its stage, rank and micro-batch. ``position`` orders places of one ``kind``; the place
+    that sorts first is the cause."""
 
     kind: int
     position: int
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def not_finite(found: Iterable[Place]) -> AutoparallelError:
-    """Return the error that names the first cause among the findings ``found``."""
+    """Return the error (AP910) that names the first place in ``found``: it caused the others."""
     places = sorted(found)
     if not places:
         return RunError(
@@ -91,7 +91,7 @@ def is_finite(value: Any) -> bool:
 
 
 def bad_inputs(batch: Mapping[Any, Any]) -> Iterator[Place]:
-    """Yield a finding for each input that is not finite, with its first such row."""
+    """Yield a ``Place`` for each input that is not finite, with the input's first such row."""
     for position, (name, value) in enumerate(batch.items()):
         if not is_finite(value):
             rows = (~torch.isfinite(value)).reshape(value.shape[0] if value.ndim else 1, -1)
@@ -144,8 +144,8 @@ def diagnosis(runner: BatchRunner, batches: Sequence[Used]) -> AutoparallelError
 
 
 def _places(runner: BatchRunner, batch: Mapping[str, Tensor]) -> list[Place]:
-    """Run a batch; return a finding for each weight, input, output and gradient on this rank that
-    is not finite."""
+    """Run a batch; return the places of all weights, inputs, outputs and gradients on this rank
+    that are not finite."""
     position = {block.name: at for at, block in enumerate(runner.model.program.blocks.blocks)}
     places = list(bad_inputs(batch))
     blocks: dict[str, nn.Module] = {}
@@ -201,8 +201,9 @@ def op_by_op(stage: StageModule, check: OpCheck) -> Iterator[None]:
 
 
 def _of_parameter(kind: int, runner: BatchRunner, index: int, parameter: StageParameter) -> Place:
-    """Return the finding that a parameter (first block first) or its gradient (last block first) is
-    not finite."""
+    """Return the ``Place`` of a parameter that is not finite (``kind`` is ``WEIGHT``), or of its
+    gradient. Parameters sort by the first block, gradients by the last block, which a backward
+    reaches first."""
     stage = runner.model.stages[index]
     names = [block.name for block in runner.model.program.blocks.blocks]
     at, block = 0, "several blocks"
@@ -223,8 +224,8 @@ class Found(NamedTuple):
 
 
 class OpCheck:
-    """Search for the first op whose result is not finite: ``forward`` in the current block's
-    forward, ``backward`` in the whole backward."""
+    """Search for an op whose result is not finite: ``forward`` is the first such op in the forward
+    of the current block, ``backward`` the first in the whole backward."""
 
     def __init__(self, microbatch: Callable[[], int]) -> None:
         self._microbatch = microbatch
@@ -245,8 +246,8 @@ class OpCheck:
         return run
 
     def see(self, node: fx.Node, read: tuple[Any, ...], made: Any) -> None:
-        """Check an op that has run: are the values ``made`` by it not finite, though the values it
-        ``read`` are? Its gradients are checked by hooks."""
+        """Record the op ``node`` if the values ``made`` by it are not finite, though the values
+        that it has ``read`` are. Hooks check the gradients of ``made`` in the backward."""
         microbatch = self._microbatch()
         is_bad = self.forward is None and not all(map(_is_finite, values_of(made)))
         if is_bad and all(map(_is_finite, values_of(read))):

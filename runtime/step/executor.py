@@ -61,12 +61,12 @@ def no_constants(variant: StageVariant, program: StageProgram) -> Constants:
 
 @dataclass(frozen=True, slots=True)
 class StageVariant:
-    """The programs of a stage in one form of the step (``Variant``), for one shape of batches.
+    """The programs of a stage in one variant of the step, for one shape of batches.
 
     ``parts`` are the numbers of the stage's programs that run a micro-batch, one per slice of the
-    sequences; ``carried`` are the values that each hands to the next. ``rows`` counts the global
-    batch's rows, ``capture`` is the number of the captured program: variants equal in both have
-    equal constants. Asynchronous schedules make ``num_updates`` updates in a step.
+    sequences; ``carried`` are the values that a slice passes to the next slice. ``rows`` is the
+    number of rows of the global batch, ``capture`` the number of the model's trace: variants equal
+    in both have equal constants. Asynchronous schedules make ``num_updates`` updates in a step.
     """
 
     num_microbatches: int
@@ -122,13 +122,13 @@ class StageExecutor:
     ) -> None:
         """Make an executor whose steps run ``planned`` until ``use`` chooses another variant.
 
-        ``seed`` and ``steps_begun`` (steps so far, also of an earlier run that is continued) decide
-        the forward's random numbers. Asynchronous schedules update the weights in the middle of a
-        step and compute with ``versions`` of them. If it ``defers``, a step ends without waiting
-        for gradient sums (see ``deferred_update``). Gradients are of the loss times ``loss_scale``;
-        if it ``keeps_gradients``, a step adds to existing gradients, which must not be summed over
-        ranks yet. If it ``publishes_later``, the caller makes the gradient copies that the
-        optimizer gets (see ``PartedUpdate``).
+        ``seed`` and the attribute ``steps_begun`` (steps so far, also of an earlier run that is
+        continued) decide the forward's random numbers. Asynchronous schedules update the weights in
+        the middle of a step and compute with ``versions`` of them. Callers may set attributes: with
+        ``defers``, a step ends without waiting for gradient sums (see ``deferred_update``);
+        gradients are of the loss times ``loss_scale``; with ``keeps_gradients``, a step adds to
+        existing gradients, not yet summed over ranks; with ``publishes_later``, the caller makes
+        the gradient copies that the optimizer gets (see ``PartedUpdate``).
         """
         self.stage = stage
         self.versions = versions
@@ -172,13 +172,14 @@ class StageExecutor:
         return self.variant.num_microbatches
 
     def refresh_constants(self) -> None:
-        """Read the constants again, as they may have changed, and return to the planned variant."""
+        """Compute the constants again, as buffers that they depend on may have changed, and return
+        to the planned variant."""
         self._constants_of.clear()
         self.use(self._planned)
 
     def forget_constants(self, rows: int, capture: int) -> None:
-        """Drop the constants of program number ``capture`` for batches of ``rows``; its next use
-        reads them again."""
+        """Drop the constants that belong to batches of ``rows`` rows and to trace number
+        ``capture`` of the model; their next use computes them again."""
         self._constants_of.pop((rows, capture), None)
 
     def _local_constants(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -195,7 +196,7 @@ class StageExecutor:
 
     def begin_step(self, batch: Mapping[str, Tensor], *, forgets_gradients: bool = True) -> None:
         """Start a step on the global ``batch``. The previous step's gradients are dropped, unless
-        ``keeps_gradients``."""
+        ``keeps_gradients`` is set or ``forgets_gradients`` is false."""
         self._batch = batch
         self._inputs.clear()  # before new inputs are allocated
         programs = [self.stage.programs[part] for part in self.variant.parts]
@@ -220,9 +221,9 @@ class StageExecutor:
             self.versions.begin()
 
     def _counted(self) -> Iterator[Mapping[str, Tensor | None]]:
-        """Yield for each update the counts (as of a loss's targets) that its micro-batches divide
-        by in common. A count that needs rows of other ranks is None: the loss then sums it over
-        ranks."""
+        """Yield, for each update in the step, the counts (such as the number of targets) that
+        divide the losses of its micro-batches, by key. A count that needs rows of other ranks is
+        None: the loss then sums it over ranks."""
         counting, batch = self.program.counting, self._batch
         if counting is not None and isinstance(batch, ShareBatch):
             read = {node.name for node in counting.inputs if node.name in batch.dims}
@@ -386,7 +387,7 @@ class StageExecutor:
         return torch.stack(found).mean() if found else None
 
     def begin_reduction(self) -> None:
-        """Prepare the sums of gradients for a step with one backward, which a script starts."""
+        """Prepare the gradient sums for a step with one backward, which the script itself calls."""
         self._reducer.begin_backward(last=True)
 
     def finish_step(self) -> None:

@@ -107,9 +107,9 @@ class RankModel:
     def add_variant(
         self, variant: Variant, index: int, numbers: LiveNumbers | None = None
     ) -> StageVariant | None:
-        """Add to a stage the programs for another form of the step, over the same parameters.
-        Returns None if it needs other parts of parameters than the stage holds, or computes with a
-        value derived from one of the ``numbers``."""
+        """Add to a stage the programs of another variant of the step, over the same parameters.
+        Return None if they need other parts of parameters than the stage holds, or if a value that
+        a rank computes from one of the ``numbers`` cannot be read anew in each step."""
         stage = self.stages[index]
         programs = stage_programs(
             variant,
@@ -125,7 +125,7 @@ class RankModel:
         return _stage_variant(variant, index, tuple(map(stage.add_program, programs)))
 
     def executor(self, index: int, seed: int) -> StageExecutor:
-        """Make the executor of stage ``index``, set to the planned form of the step."""
+        """Make the executor of stage ``index``, which runs the planned batches at first."""
         stage, schedule = self.stages[index], self.planned.schedule
         versions = None
         if schedule.is_asynchronous:
@@ -142,9 +142,9 @@ class RankModel:
         )
 
     def program_of(self, rows: int, capture: int = 0) -> Program:
-        """Return the program for global batches of ``rows`` rows, captured from the model at the
-        first call. Raises UsageError AP836 if the model's code takes another path for so many
-        rows."""
+        """Return trace number ``capture`` of the model for global batches of ``rows`` rows, made
+        now if it is not stored. Raises UsageError AP836 if the model's code takes another path for
+        so many rows."""
         if (rows, capture) not in self._programs:
             found = self.program.of_global_batch(rows)
             if found is None:
@@ -163,12 +163,13 @@ class RankModel:
         return form(plan) == form(self.plan)
 
     def take_program(self, rows: int, capture: int, program: Program) -> None:
-        """Store the model's program number ``capture`` for global batches of ``rows`` rows."""
+        """Store trace number ``capture`` of the model, for global batches of ``rows`` rows."""
         self._programs[rows, capture] = program
 
     def _constants(self, variant: StageVariant, stage: StageProgram) -> Constants:
-        """Return the constants of a stage's program: for its blocks, and for the counts in its
-        loss."""
+        """Return two dicts of constants (values that depend on no input or parameter) of a stage's
+        program: for its blocks, at this rank's rows, and for the counts in its loss, at all
+        rows."""
         size = variant.rows // variant.num_microbatches
         program = self.program_of(variant.rows, variant.capture).with_batch_size(size)
         counted = constants_of(program, stage, self.leaves, str(self.device))

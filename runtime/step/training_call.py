@@ -148,7 +148,8 @@ class TrainingCall:
         return values
 
     def _joined(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch with inputs whose gradients are summed over ranks in the backward."""
+        """Return the batch; where an input requires a gradient, a backward sums it over the ranks
+        that compute parts of it."""
         wanted = [name for name, value in batch.items() if value.requires_grad]
         if not wanted or not torch.is_grad_enabled():
             return batch
@@ -168,8 +169,8 @@ class TrainingCall:
         return _around_backward(values, self._begin, self._end)
 
     def _begin(self) -> None:
-        """Prepare the stage for a backward; if several outputs share the backward, only the first
-        call does."""
+        """Prepare the stage for a backward. It is called for each output that a backward goes
+        through; only the first call of a backward has an effect."""
         backward_id = torch._C._current_graph_task_id()
         if backward_id != self._backward_id:
             self._forget_open_backwards()
@@ -197,7 +198,8 @@ class TrainingCall:
         self._tell(BETWEEN_STEPS)
 
     def _add(self, beside: Mapping[str, Tensor]) -> None:
-        """Add gradients that autograd put on the masters meanwhile, as of a weight penalty."""
+        """Add the gradients ``beside``, which autograd itself left on the masters during the
+        backward (as of a weight penalty), to the masters' ``grad``."""
         with torch.no_grad():
             for parameter in self._parameters:
                 gradient, master = beside.get(parameter.name), parameter.master
@@ -424,8 +426,8 @@ class _Boundary(torch.autograd.Function):
 def _around_backward(
     tensors: tuple[Tensor, ...], begin: Callable[[], None], end: Callable[[], None]
 ) -> tuple[Tensor, ...]:
-    """Return ``tensors``; for each tensor that a backward goes through, ``begin`` is called first
-    and ``end`` when the backward is done. The sources of tensors that it does not go through get no
+    """Return ``tensors`` so that a backward calls ``begin`` before it goes through any of them, and
+    ``end`` when it is done, once per tensor that it goes through. Tensors not reached get no
     gradient."""
     return tuple(_Boundary.apply(begin, end, each) for each in tensors)  # type: ignore[no-untyped-call]
 

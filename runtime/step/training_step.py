@@ -128,7 +128,8 @@ class StepResult:
 
 
 class TrainingStep:
-    """Training steps on one rank; ``last_norm()`` is the last update's gradient norm."""
+    """Training steps on one rank: ``trainable`` computes gradients, ``update`` updates the weights.
+    ``last_norm()`` returns the gradient norm of the last update."""
 
     def __init__(self, trainable: Trainable, update: Update) -> None:
         self.trainable = trainable
@@ -139,7 +140,8 @@ class TrainingStep:
         self._unread: tuple[StepResult, list[Used]] | None = None
 
     def accumulate(self, batch: Batch) -> Tensor:
-        """Run forward and backward of a batch before the last of its update; return its loss."""
+        """Run forward and backward of a batch and add its gradients, without an update; return its
+        loss. The last batch of an update is given to ``step``."""
         return self._backward(batch, is_last=False)
 
     def step(self, batch: Batch) -> StepResult:
@@ -184,7 +186,7 @@ class TrainingStep:
         return self._losses[-1]
 
     def _updated(self, losses: tuple[Tensor, ...]) -> Pending:
-        """Update the weights, unless that happens elsewhere; return the gradient's norm."""
+        """Update the weights, unless ``trainable`` does so itself; return the gradient's norm."""
         trainable, update = self.trainable, self.update
         norm = trainable.norm()
         if trainable.updates_itself:

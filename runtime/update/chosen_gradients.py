@@ -36,7 +36,8 @@ def differentiate_chosen(masters: Iterable[Tensor]) -> None:
 
 
 def second_gradient() -> UsageError:
-    """Return the error for a gradient of a gradient through a model that trains by a plan."""
+    """Return the error (AP947) for a gradient of a gradient through a model that trains by a
+    plan."""
     return UsageError(
         "AP947",
         "a gradient of a gradient goes through a model that trains by a plan",
@@ -55,8 +56,9 @@ def _run(
     *,
     accumulate_grad: bool,
 ) -> Any:
-    """Run a backward in place of autograd's; if planned parameters are among ``inputs``, as a
-    backward to all leaves, of which the gradients of ``inputs`` are kept."""
+    """Run a backward in place of autograd's own function, with its arguments. If parameters of
+    planned models are among ``inputs``, run a backward to all leaves and keep only the gradients of
+    ``inputs``."""
     if not any(id(tensor) in _MASTERS for tensor in inputs):
         return _run_plainly(
             outputs,

@@ -52,7 +52,8 @@ class DeferredUpdate:
         *,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the updates; ``tell`` is called before each wait, to inform a watchdog."""
+        """Prepare deferred updates of the parameters that ``reducer`` sums; ``tell`` is called
+        before each wait, to inform a watchdog."""
         assert reducer.can_defer
         self._reducer, self._optimizer, self._tell = reducer, optimizer, tell
         self._left: list[Bucket] = []
@@ -98,8 +99,8 @@ class DeferredUpdate:
 
     @contextmanager
     def _as_of_the_step(self) -> Iterator[None]:
-        """Restore, in the context, the optimizer's options from the end of the deferred step: a
-        scheduler may have set the next step's since."""
+        """Context in which the optimizer has its options (learning rate etc.) of the deferred step:
+        a scheduler may already have set the options of the next step."""
         groups = self._optimizer.param_groups
         now = [_options(group) for group in groups]
         for group, options in zip(groups, self._options, strict=True):

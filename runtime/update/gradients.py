@@ -46,9 +46,9 @@ _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count",
 
 @dataclass(frozen=True, slots=True)
 class PlannedSums:
-    """A plan's instructions how to sum a stage's gradients; without ``sums``, the library's
-    all-reduce sums each bucket. ``in_order``: the sums, of buckets or parts of buckets, are started
-    in the order of ``sums``."""
+    """A plan's instructions how to sum a stage's gradients over ranks: ``sums`` lists buckets, or
+    parts of buckets, with their all-reduce algorithms; if empty, the library's all-reduce sums each
+    bucket. ``in_order``: sums are started in the order of ``sums``."""
 
     sums: tuple[GradientSum, ...] = ()
     cluster: Cluster | None = None
@@ -66,8 +66,8 @@ class PlannedSums:
 @dataclass(eq=False)
 class Part:
     """A part of a bucket with an all-reduce of its own: the elements from ``start`` to ``stop``.
-    ``work`` is its running all-reduce: over all axes if ``is_in_lane`` (run by ``AllReduces``),
-    else over one axis."""
+    ``work`` is its running all-reduce. If ``is_in_lane``, ``AllReduces`` runs it over all mesh axes
+    of the bucket; else it is over one axis at a time."""
 
     bucket: Bucket
     start: int
@@ -152,7 +152,8 @@ class GradientReducer:
         planned: PlannedSums = PlannedSums(),
     ) -> None:
         """Prepare the sums. Collective over the stage if the plan names algorithms or an order.
-        Raises PlanError AP198 if the plan sums other gradient buckets than the parameters'."""
+        Raises PlanError AP198 if ``planned`` is for other gradient buckets than ``parameters``
+        form."""
         self.device_mesh = device_mesh
         own = {parameter.name: parameter for parameter in parameters}
         self.buckets = _make_buckets(own, by_block=planned.in_order)
@@ -282,7 +283,8 @@ class GradientReducer:
             self._close(bucket)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the sums of a bucket (in plan order only); ``slots`` then has its gradients."""
+        """Wait for the sums of one bucket; its ``slots`` then have the summed gradients. Only for
+        plans that order the sums (``can_defer``)."""
         for part in bucket.parts:
             if part.work is not None:
                 part.work.wait()

@@ -59,8 +59,7 @@ def default_optimizer(
     learning_rate: float | None = None,
 ) -> Optimizer:
     """Make the default optimizer, the same on one device as under a plan. ``name`` is the plan's:
-    ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``; ``fused``: update by one kernel, where the
-    optimizer has it for all devices."""
+    ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``. ``fused`` is passed to Adam and AdamW."""
     parameters = list(parameters)
     if name.startswith("sgd"):
         momentum = MOMENTUM if name == "sgd-momentum" else 0.0

@@ -111,7 +111,8 @@ def check_updates_itself(options: UpdateOptions, schedule: str) -> None:
 
 
 class Update:
-    """Function that updates one rank's weights; the tensor ``skipped`` counts skipped updates."""
+    """Function that updates one rank's weights, given complete gradients: it unscales and clips
+    them, steps the optimizer and the scheduler. The tensor ``skipped`` counts skipped updates."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Update:
         build_scheduler: BuildScheduler | None = None,
         parted: PartedUpdate | None = None,
     ) -> None:
-        """Make the updates; ``parted``, if given, steps the optimizer part by part with gradient
+        """Prepare updates; ``parted``, if given, steps the optimizer part by part with gradient
         copies. Raises UsageError AP902 where ``build_scheduler`` returns no scheduler."""
         self.options, self.optimizer, self.parted = options, optimizer, parted
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -215,8 +216,9 @@ class Update:
         return self._probe.grad, inverse
 
     def _stepping(self, is_bad: Tensor | None) -> Callable[[], object] | None:
-        """Return the function that steps the optimizer, but not on the device if ``is_bad`` is
-        true; None if the host has read that it is true."""
+        """Return the function that steps the optimizer. ``is_bad`` says that the norm is not finite
+        (None: not asked): then the function skips the step on the device, or, where the host has
+        read it, None is returned."""
         if is_bad is None:
             return self.optimizer.step
         self.skipped += is_bad
@@ -234,7 +236,8 @@ class Update:
             del vars(self.optimizer)["found_inf"]
 
     def schedule(self, loss: Callable[[], Tensor]) -> None:
-        """Step the scheduler, whether or not the update was skipped."""
+        """Step the scheduler, if any, whether or not the update was skipped. ``loss()`` is called
+        only for a scheduler that depends on the loss."""
         if self.scheduler is None:
             return
         with warnings.catch_warnings():

@@ -174,7 +174,8 @@ def _plain_step(
 
 
 def _difference(plain: FirstStep, own: FirstStep, precision: Precision) -> UsageError | None:
-    """Compare two first steps; return the error that names the gradients that differ, or None."""
+    """Compare two first steps within the tolerances of ``precision``; return the error (AP943) that
+    names the loss, gradients and buffers that differ, or None."""
     of_loss, of_norm, small = TOLERANCES[precision]
     largest = max(plain.norms.values(), default=0.0)
     relative = {

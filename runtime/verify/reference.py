@@ -127,8 +127,8 @@ def reference_split(planned: Variant, batch: Batch) -> tuple[Batch, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """Rule of an asynchronous schedule: which version of a weight each forward and backward uses.
-    ``stage_of`` maps parameters' names to stages."""
+    """Rule of an asynchronous schedule: which version of a weight (number of updates in the step)
+    each forward and backward uses. ``stage_of`` maps parameters' names to stage indices."""
 
     weights: Weights
     num_updates: int
@@ -136,8 +136,8 @@ class UpdateRule:
     stage_of: Mapping[str, int]
 
     def forward_version(self, name: str, update: int) -> int:
-        """Return the version of a parameter (its number of updates in the step) that the forward of
-        ``update`` uses."""
+        """Return the version of a parameter (its number of updates in the step) with which the
+        forwards of update number ``update`` compute."""
         is_buffered = self.weights == "double-buffered"
         delay = 1 if is_buffered else self.num_stages - 1 - self.stage_of.get(name, 0)
         return max(0, update - delay)
@@ -237,8 +237,8 @@ class _Replay:
         version: Callable[[str, int], int],
         update: int,
     ) -> None:
-        """Overwrite each weight with the version that ``version`` gives, without autograd noticing,
-        so that a backward uses it."""
+        """Overwrite each weight by a version of ``history``: number ``version(name, update)``.
+        Autograd does not notice the change, so that a backward uses the new values."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(history[version(name, update)][name])
 

@@ -41,8 +41,8 @@ Quantity = Literal["loss", "gradient", "weight", "buffer"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of one tensor from the reference; ``relative`` is the largest, relative to its
-    magnitude."""
+    """Difference of one tensor from the reference: ``relative`` is the largest absolute difference
+    of an element over the largest magnitude in the reference tensor."""
 
     quantity: Quantity
     name: str
@@ -108,8 +108,8 @@ def compare(
 
 
 def _largest_error(expected: torch.Tensor, pieces: Sequence[Piece], scale: torch.Tensor) -> float:
-    """Return the largest error of the parts relative to ``scale``; where the scale is 0, the
-    absolute error."""
+    """Return the largest absolute error of the ranks' parts, over ``scale`` element by element
+    (over 1 where the scale is 0); infinity if the parts do not cover the tensor ``expected``."""
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     covered = torch.zeros(expected.shape, dtype=torch.bool)
     errors = []

@@ -53,16 +53,18 @@ class Planning:
 
         shelf = self.shelf()
         cache = Cache(shelf, self.code)
-        found = reuse_or_search(
-            cache,
-            case.graph,
-            case.blocks,
-            case.cluster,
-            case.request,
-            basis=DEFAULT,
-            search=counted,
-        )
-        shelf.close()
+        try:
+            found = reuse_or_search(
+                cache,
+                case.graph,
+                case.blocks,
+                case.cluster,
+                case.request,
+                basis=DEFAULT,
+                search=counted,
+            )
+        finally:
+            shelf.close()
         return found, cache
 
     def shelf(self) -> SqliteStore:
@@ -236,10 +238,26 @@ def test_plans_of_placers_and_of_several_searches_are_not_kept(
     assert planning.num_searches == 2
 
 
-def test_an_error_is_not_kept(planning: Planning) -> None:
+def test_that_nothing_fits_is_kept_with_its_text_until_the_question_changes(
+    planning: Planning,
+) -> None:
+    texts = []
+    for limit, seconds, searches in ((10, 600, 1), (10, 600, 1), (11, 600, 2), (10, 9, 3)):
+        asked = {"memory_limit_bytes": limit, "time_limit_seconds": float(seconds)}
+        with pytest.raises(InfeasibleError, match="AP301") as raised:
+            planning.plan(small(), **asked)
+        assert planning.num_searches == searches
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+
+
+def test_other_errors_are_not_kept(planning: Planning) -> None:
+    def search() -> None:
+        raise InfeasibleError("AP302", "no plan meets the deadline")
+
     for _ in range(2):
         with pytest.raises(InfeasibleError):
-            planning.plan(small(), memory_limit_bytes=10)
+            planning.kept(small(), search)
     assert planning.num_searches == 2
 
 

@@ -152,6 +152,11 @@ def test_check_says_what_was_found(model_file: Path, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "Net, 216 parameters in 6 tensors, 0 B allocated" in text
     assert "x (16, 8) float32" in text
+    assert run("plan", str(model_file), "--check", "--set", "depth=3", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "autoparallel.plan/1"
+    found = {name: document["result"][name] for name in ("settings", "num_parameters", "model")}
+    assert found == {"settings": {"depth": "3"}, "num_parameters": 216, "model": "Net"}
 
 
 def test_a_cluster_is_shown_with_sources(capsys: pytest.CaptureFixture[str]) -> None:

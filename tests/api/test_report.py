@@ -22,7 +22,7 @@ from autoparallel.analysis.facts import (
 from autoparallel.analysis.sharding import merged_splits
 from autoparallel.planner.plan import Alternative, GoalReport, Plan, Tried
 from autoparallel.report.page import commands
-from autoparallel.report.printing import print_to_text
+from autoparallel.report.printing import PlainConsole, print_to_text
 from autoparallel.report.tables import shown_stages, stages
 
 
@@ -30,6 +30,17 @@ def test_no_line_is_wider_than_80_columns() -> None:
     for plan in (pipeline_plan(), flat_plan()):
         for short in (False, True):
             assert max(map(len, describe(plan, short=short).splitlines())) <= 80
+
+
+def test_control_characters_are_escaped_but_for_those_of_the_console() -> None:
+    hostile = flat_plan()
+    hostile = replace(hostile, model=replace(hostile.model, target="a\x1b[31m\x9bb.py"))
+    assert describe(hostile).startswith(r"a\x1b[31m\x9bb.py ")
+    colored = PlainConsole(
+        file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False
+    )
+    colored.print("x\x1b[5m", style="red")
+    assert colored.file.getvalue() == "\x1b[31mx\\x1b[5m\x1b[0m\n"
 
 
 def test_the_head_names_the_model_the_batch_and_the_cluster() -> None:

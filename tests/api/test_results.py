@@ -42,6 +42,7 @@ def example_batch(rows):
 PLAN = "model.py --cluster cpu:1 --global-batch 8"
 LINES = (
     f"plan {PLAN} --json --no-cache",
+    f"plan {PLAN} --check --set d=4 --json",
     "estimate model.py --devices 1xT4,2xH100 --global-batch 8 --seconds 5 --json",
     "estimate model.py --devices T4 --global-batch 8 --set d=9000000000 --max-devices 1 --json",
     "inspect plan.json --json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_a_tuple_of_meta_tensors_is_a_batch(model_file: Path) -> None:
 
 
 def test_check_tells_parameters_bytes_batch_and_loss(model_file: Path) -> None:
-    text = check_target(load_target(str(model_file), {"width": 1000, "depth": 4}), 4, None)
+    text = str(check_target(load_target(str(model_file), {"width": 1000, "depth": 4}), 4, None))
     assert "Net, 4.00 M parameters in 8 tensors, 0 B allocated" in text
     assert "x (4, 8) float32" in text
     assert "loss_fn(outputs, batch)" in text
@@ -200,6 +201,36 @@ def test_a_folder_without_architectures_falls_back_to_the_causal_language_model(
     config = {name: value for name, value in LLAMA.items() if name != "architectures"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert type(load_target(f"hf:{tmp_path}").build_model()).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("name", ["does/not_exist", "none", "./none", "/none/at/all"])
+def test_a_missing_model_is_told_without_a_look_at_a_network(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    calls: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: calls.append(args))
+    monkeypatch.setattr(socket.socket, "connect", lambda own, address: calls.append(address))
+    error = refusal(f"hf:{name}")
+    assert (error.code, error.where) == ("AP101", f"hf:{name}")
+    assert error.why.startswith("it is no folder, and no name in ")
+    assert not calls
+
+
+def test_a_name_in_the_local_cache_is_taken_without_a_look_at_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from huggingface_hub import constants
+
+    kept = tmp_path / "models--of--llama"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "snapshots/1234").mkdir(parents=True)
+    (kept / "refs/main").write_text("1234")
+    (kept / "snapshots/1234/config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    assert type(load_target("hf:of/llama").build_model()).__name__ == "LlamaForCausalLM"
 
 
 def test_images_are_made_up_for_an_image_model(tmp_path: Path) -> None:

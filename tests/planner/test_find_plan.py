@@ -28,7 +28,6 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.proposers.interleaved import interleaved
 from autoparallel.planner.proposers.local_search import local_search
 from autoparallel.planner.proposers.pipelines import dynamic_program, parallel_branches
-from autoparallel.planner.proposers.refined import refined_layouts
 from autoparallel.planner.proposers.replicated import replicated
 from autoparallel.planner.proposers.sliced import sliced
 from autoparallel.planner.proposers.uneven_shares import uneven_shares
@@ -128,17 +127,6 @@ def test_local_search_finds_the_even_cut_from_an_uneven_one() -> None:
     assert pool.best is not None
     assert cuts(pool.best) == [2, 2, 2, 2]
     assert pool.best.step_seconds < start.step_seconds * 0.6
-
-
-def test_refined_layouts_are_no_slower_and_proven_further() -> None:
-    job = job_of(mlp(4, rows=8), cluster(4), Request(8, gap=0.0))
-    pool = pool_after(job, dynamic_program)
-    assert pool.best is not None
-    first = pool.best
-    for made in proposed(job, pool, refined_layouts):
-        assert made.base is None
-    assert pool.best.step_seconds <= first.step_seconds
-    assert pool.best.layouts_gap <= first.layouts_gap
 
 
 def test_a_device_four_times_as_fast_takes_thirteen_of_sixteen_rows() -> None:

@@ -221,9 +221,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ),
     (
         "docs/launching.md",
-        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
-        "--rdzv-endpoint node1:29400 -m autoparallel doctor "
-        "--plan plan.json",
+        "autoparallel doctor --plan plan.json --hosts node1,node2",
     ): CLUSTER,
 }
 """By document and command, or the first line of a snippet, why no test runs it as it stands."""

@@ -184,7 +184,7 @@ PLANS = (
     Case(
         "AP372",
         "launch hosts.json --ssh --hosts a",
-        "one host for each of the plan's",
+        "one host for each of the cluster's",
         "launch hosts.json --ssh --hosts a,b",
     ),
     Case(

@@ -229,6 +229,16 @@ MODELS = (
         exit_code=3,
         right=DP + " {0} bf16",
     ),
+    wrong_model(
+        "AP217",
+        "rename it: add_module, (register_parameter), setattr",
+        (
+            "self.head = nn.Linear",
+            'self.register_parameter("a\\x9bb", nn.Parameter(torch.ones(1)))\n'
+            "        self.head = nn.Linear",
+        ),
+        exit_code=3,
+    ),
 )
 
 SQUARES = (

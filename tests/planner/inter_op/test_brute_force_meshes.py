@@ -27,7 +27,6 @@ CASES = (
     (512, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}),
     pytest.param(512, 2, 4, 1e10, {"dp": 2, "cp": 2, "tp": 2}, marks=pytest.mark.slow),
     pytest.param(2048, 2, 4, 1e8, {"dp": 2, "cp": 2, "tp": 2}, marks=pytest.mark.slow),
-    (512, 3, 4, 1e8, {"cp": 4, "tp": 2}),
 )
 
 

@@ -25,7 +25,7 @@ SEEDS = (1, 4, 10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 
 
 
 def solvers(seed: int) -> Iterator[IntraOp]:
-    """Those of every submesh and batch of a random case, free and restricted: of one cache."""
+    """The solvers of every submesh and batch of a random case, of one cache."""
     case = random_case(seed)
     job = SearchContext.of(
         case.graph, case.blocks, case.cluster, case.request, rules=rules, basis=DEFAULT
@@ -33,9 +33,7 @@ def solvers(seed: int) -> Iterator[IntraOp]:
     batch, size = case.request.global_batch, case.cluster.num_devices
     for rows in (rows for rows in range(1, batch + 1) if batch % rows == 0):
         for number in range(1, size + 1):
-            for solver in job.solvers_on(rows, size - number, number):
-                yield solver
-                yield job.solver(rows, solver.model.prices.mesh, size - number, free=True)
+            yield from job.solvers_on(rows, size - number, number)
 
 
 def alone(own: Prices) -> Prices:

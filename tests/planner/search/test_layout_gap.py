@@ -42,11 +42,8 @@ def test_the_winners_gap_is_narrowed_to_what_is_asked_for(
     limit: float,
     forced: Forced,
 ) -> None:
-    """With the axis "dp" for the batch alone: where it is free, more than layouts is searched."""
     on = parse_cluster(cluster)
-    request = Request(
-        32, precision="bf16", memory_limit_bytes=int(limit), forced=forced, max_tp=on.num_devices
-    )
+    request = Request(32, precision="bf16", memory_limit_bytes=int(limit), forced=forced)
     found = search(program.graph, program.blocks, on, request)
     before = found.pool.ranked()[0]
     after = tighten_gap(found.context, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -73,9 +72,8 @@ def test_equal_stages_without_messages_take_just_the_bound() -> None:
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_the_bound_is_between_that_of_the_work_and_the_best_step(seed: int) -> None:
-    """With memory that binds or not. "dp" is for the batch alone, as in the space of the bound."""
+    """With memory that binds or not."""
     case = random_case(seed, mixed=False)
-    case = replace(case, request=replace(case.request, max_tp=8))
     try:
         job, found = ranked(case.graph, case.blocks, case.cluster, case.request)
         if case.memory_share is not None:
