@@ -20,8 +20,8 @@ from autoparallel.passes.ops.torch_ops import resolve
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec
 from autoparallel.planner.graph.layout import Mesh
-from autoparallel.planner.rules import has_rule
-from autoparallel.planner.rules.annotation import bind
+from autoparallel.planner.ops import has_rule
+from autoparallel.planner.ops.annotation import bind
 from autoparallel.target.register_op import existing_op, registered_rules
 
 MESHES = (Mesh(("x",), (2,)), Mesh(("x",), (3,)), Mesh(("x", "y"), (2, 2)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..cost_model.cluster.cluster import Cluster
-from . import rules as default_rules
+from . import ops as default_rules
 from .costs.basis import DEFAULT, Basis, CostQueries, uses_of
 from .costs.prices import Rules
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError

@@ -20,9 +20,9 @@ from autoparallel.passes.initialization.deferred_init import Deferred, plain_bui
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.graph.layout import combine, conversion_steps, shard
+from autoparallel.planner.ops import axis_strategies
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
-from autoparallel.planner.rules import axis_strategies
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.reference import run_reference

@@ -16,8 +16,8 @@ from autoparallel.cost_model.simulator.timeline_text import draw_schedule
 from autoparallel.options.parse import did_you_mean
 from autoparallel.options.results import say, say_json
 from autoparallel.planner.errors import UsageError
+from autoparallel.planner.ops.catalog import list_rules
 from autoparallel.planner.requests.request import FORCED_SCHEDULES
-from autoparallel.planner.rules.listing import list_rules
 from autoparallel.planner.schedules.check import check_schedule, peak_of_ranks
 from autoparallel.planner.schedules.registered import REGISTERED
 from autoparallel.planner.schedules.schedules import (

@@ -19,7 +19,7 @@ from autoparallel.planner.costs.basis import SCALINGS, CostAssumptions
 from autoparallel.planner.costs.systems import SYSTEMS, Kernels, SystemName, assumptions_of, system
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.kernels.recompute import RECOMPUTED_PARTS, RecomputedPart
-from autoparallel.planner.rules.expert_traffic import ExpertKernels
+from autoparallel.planner.ops.experts import ExpertKernels
 
 EXPERTS: Mapping[Kernels, ExpertKernels] = {
     "eager": "separate",

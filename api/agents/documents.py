@@ -23,8 +23,8 @@ from autoparallel.doctor.checks import Finding
 from autoparallel.options.json_schema import PLAIN, Schema, json_schema
 from autoparallel.options.results import schema_name
 from autoparallel.planner.graph.layout import Layout
+from autoparallel.planner.ops.catalog import RuleText
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.rules.listing import RuleText
 from autoparallel.runtime.verify.verify import Difference
 from autoparallel.systems.system import Deviation
 from autoparallel.target.check import CheckedTarget

@@ -17,7 +17,7 @@ from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.compute import least_seconds
 from autoparallel.cost_model.ops.memory import policy
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.configured.configuration import Configuration, find_layers
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.costs.basis import DEFAULT, Basis

@@ -25,7 +25,7 @@ from autoparallel.cache.plan_cache import NO_CACHE, Cache
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules as default_rules
+from autoparallel.planner import ops as default_rules
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.costs.basis import Basis

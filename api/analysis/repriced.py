@@ -18,7 +18,7 @@ from autoparallel.cost_model.simulator.actions import Action
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.memory.stage_memory import memory_by_action, runs_stages
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer
 from autoparallel.planner.costs.choices import input_specs
 from autoparallel.planner.costs.prices import Prices

@@ -22,9 +22,9 @@ from autoparallel.planner.dims.batch import BATCH_NORMS
 from autoparallel.planner.errors import AutoparallelError, InfeasibleError, UsageError
 from autoparallel.planner.find_plan import SearchMethod, plan
 from autoparallel.planner.graph.graph import Blocks, Graph
+from autoparallel.planner.ops.case import packet
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.rules.table import packet
 from autoparallel.planner.search.tables import SharedTables
 from autoparallel.planner.search.workers import serial_workers
 from autoparallel.planning.infeasible import with_nearest_change

@@ -23,13 +23,14 @@ from autoparallel.passes.ops.collectives import apply_steps, local_tensor, parse
 from autoparallel.passes.ops.random_ops import dropout_part, uniform_part
 from autoparallel.planner.graph.graph import Graph, Node
 from autoparallel.planner.graph.layout import Layout, local_shape
+from autoparallel.planner.ops.catalog import spec_named
 from autoparallel.script.calls import own_call
 from autoparallel.script.expressions import (
     LINE,
-    METHODS,
     Expression,
     assignment,
     call_of,
+    is_method,
     op_call,
 )
 from autoparallel.script.writer import Writer, unwritable
@@ -38,56 +39,6 @@ STATE = r"_(part|whole|term)(_\d+)?$"
 STATES = {"S": "part", "R": "whole", "I": "whole", "P": "term"}
 SHORT = 48
 """Largest number of characters of an expression that is written inside another."""
-
-NAMES = {
-    "scaled_dot_product_attention": "attended",
-    "cross_entropy_loss": "loss",
-    "nll_loss": "loss",
-    "nll_loss_nd": "loss",
-    "layer_norm": "norm",
-    "convolution": "conv",
-    "_native_batch_norm_legit_functional": "normalized",
-    "counter_dropout": "dropped",
-    "counter_uniform": "uniform",
-    "slice": "part",
-    "pow": "power",
-    "sum": "total",
-    "neg": "negated",
-    "_to_copy": "cast",
-    "to": "cast",
-    "mul": "product",
-    "div": "quotient",
-    "pad": "padded",
-    "where": "chosen",
-    "cat": "joined",
-    "add": "sum_",
-    "sub": "difference",
-    "max": "largest",
-    "min": "least",
-    "abs": "size",
-    "all": "all_",
-    "any": "any_",
-}
-LIGHT = frozenset({"mean", "slice", "to", "_to_copy"})
-"""Ops of one tensor that, like pointwise ops, are written inside another expression."""
-
-WEIGHTED = frozenset(
-    {
-        "linear",
-        "layer_norm",
-        "rms_norm",
-        "embedding",
-        "convolution",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "group_norm",
-        "batch_norm",
-        "addmm",
-        "split_embedding",
-    }
-)
-"""Ops whose result is named after their module, which holds their weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +145,8 @@ def _argument_name(writer: Writer, key: str) -> str:
     node = writer.graph.by_name.get(parse_key(key).name)
     while node is not None and node.kind == "constant":
         family = node.op.split(".")[1] if node.op.count(".") == 2 else ""
-        if family not in (*METHODS, "_to_copy", "to", "mul", "add") or not node.inputs:
+        is_passed = is_method(family) or spec_named(family).result in ("cast", "product", "sum_")
+        if not is_passed or not node.inputs:
             return family or key
         node = writer.graph[node.inputs[0].name]
     return key
@@ -229,10 +181,11 @@ def _write(writer: Writer, node: fx.Node) -> None:
     if items and len(items) == len(node.users):
         _unpack(writer, node, made, items)
         return
-    is_view = _family(node) in METHODS or node.target is operator.getitem
+    spec = spec_named(_family(node))
+    is_view = is_method(spec.name) or node.target is operator.getitem
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     is_alone = len(node.all_input_nodes) == 1
-    is_light = is_view or (is_alone and (is_pointwise or _family(node) in LIGHT))
+    is_light = is_view or (is_alone and (is_pointwise or spec.is_inline))
     if is_light and len(users) == 1 and not is_last and len(made.text) <= SHORT:
         writer.values[node] = made
         return
@@ -332,12 +285,12 @@ def _name(writer: Writer, node: fx.Node) -> str:
         return family
     module = source_node.module.removeprefix(writer.path).strip(".")
     last = module.rpartition(".")[2]
-    if module and family in WEIGHTED:
+    if module and (family == "split_embedding" or spec_named(family).is_weighted):
         return f"{last}_embedding" if family == "embedding" else last
     if "split" in family and node.args and isinstance(node.args[0], fx.Node):
         return re.sub(STATE, "", _base_name(writer.values[node.args[0]].text))
     op = source_node.op.split(".")[1] if source_node.op.count(".") == 2 else family
-    return NAMES.get(op, op.strip("_"))
+    return spec_named(op).result or op.strip("_")
 
 
 def _base_name(text: str) -> str:

@@ -15,95 +15,13 @@ from typing import Any
 
 import torch
 
+from autoparallel.planner.ops.catalog import SPECS, spec_named
+
 LINE = 100
 INDENT = "    "
 
-OPERATORS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "mm": "@",
-    "bmm": "@",
-    "matmul": "@",
-    "pow": "**",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "bitwise_and": "&",
-    "bitwise_or": "|",
-}
-
-METHODS = frozenset(
-    {
-        "reshape",
-        "view",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "expand",
-        "clone",
-        "detach",
-        "narrow",
-        "select",
-        "masked_fill",
-        "repeat",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "t",
-        "movedim",
-        "unbind",
-        "alias",
-    }
-)
-"""Views and other cheap ops that are written as method calls, which can be chained."""
-
-SIZES = frozenset({"reshape", "view", "expand", "permute", "repeat"})
-"""Methods whose only argument is a list of sizes or dims, written without brackets."""
-
-NN_FUNCTIONS = frozenset(
-    {
-        "linear",
-        "gelu",
-        "silu",
-        "relu",
-        "elu",
-        "leaky_relu",
-        "hardtanh",
-        "hardswish",
-        "softplus",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "glu",
-        "mish",
-        "selu",
-        "logsigmoid",
-        "pad",
-        "max_pool2d",
-        "avg_pool2d",
-        "adaptive_avg_pool2d",
-    }
-)
-"""Functions of torch.nn.functional with the same arguments as the aten op of the same name."""
-
-FORMS = {
-    "layer_norm": ("F.layer_norm", 4),
-    "rms_norm": ("F.rms_norm", 3),
-    "scaled_dot_product_attention": ("F.scaled_dot_product_attention", 3),
-    "cross_entropy_loss": ("F.cross_entropy", 2),
-    "nll_loss": ("F.nll_loss", 2),
-    "nll_loss_nd": ("F.nll_loss", 2),
-}
-"""Public function for each aten op, and the number of arguments that it takes by position."""
+OPERATORS = {spec.name: spec.script[2:-2] for spec in SPECS if spec.script.startswith("a ")}
+"""Python's operator for each op that has one."""
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -226,16 +144,16 @@ def op_call(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expres
     if name in OPERATORS and len(args) == 2 and not kwargs:
         left, right = (a.operand if isinstance(a, Expression) else literal(a) for a in args)
         return Expression(f"{left} {OPERATORS[name]} {right}", is_compound=True)
-    if name in FORMS:
-        return _formed(path, args, kwargs)
-    if name in METHODS and args and isinstance(args[0], Expression):
+    head, _, form = spec_named(name).script.format(name).rstrip(")").partition("(")
+    if form.isdigit():
+        return _formed(path, args, kwargs, head=head, count=int(form))
+    if head.startswith(".") and args and isinstance(args[0], Expression):
         rest = args[1:]
-        if name in SIZES and len(rest) == 1 and isinstance(rest[0], list) and rest[0]:
+        if form == "*" and len(rest) == 1 and isinstance(rest[0], list) and rest[0]:
             rest = rest[0]
-        method = "split" if name == "split_with_sizes" else name
-        return call_of(f"{args[0].operand}.{method}", rest, kwargs)
-    if name in NN_FUNCTIONS:
-        return call_of(f"F.{name}", args, kwargs)
+        return call_of(f"{args[0].operand}{head}", rest, kwargs)
+    if head.startswith("F."):
+        return call_of(head, args, kwargs)
     if _is_function(name) and not any(isinstance(each, list) and None in each for each in args):
         return call_of(f"torch.{name}", args, kwargs)
     return call_of(f"torch.ops.aten.{path}", args, kwargs)
@@ -257,11 +175,18 @@ def _by_name(
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _formed(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
-    """Return the call of an op by the public function that ``FORMS`` gives for it; arguments equal
-    to their defaults are left out."""
+def is_method(name: str) -> bool:
+    """Return whether an op is written as a method, as views and other cheap ops are: calls can be
+    chained."""
+    return spec_named(name).script.startswith(".")
+
+
+def _formed(
+    path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, head: str, count: int
+) -> Expression:
+    """Return an op's call by the function ``head`` that takes ``count`` arguments by position,
+    without arguments equal to defaults."""
     name, _, overload = path.partition(".")
-    head, count = FORMS[name]
     parameters = getattr(getattr(torch.ops.aten, name), overload)._schema.arguments
     given = _by_name(args, [each.name for each in parameters], kwargs)
     first = [tuple(each) if isinstance(each, list) else each for each in args[:count]]
@@ -347,4 +272,5 @@ SPECIAL: dict[str, Special] = {
     "_to_copy": _to,
     "index": _index,
 }
-"""Writers of aten ops whose public function takes other arguments; None if there is none."""
+"""Writers of aten ops whose public function takes other arguments, or of which only some calls have
+one: functions that build expressions, which records of ops cannot hold."""

@@ -24,7 +24,8 @@ LAYER = re.compile(r"^(?P<list>.*?)\.?(?P<index>\d+)$")
 """Pattern of the name of a block in a numbered list of layers, such as ``model.layers.3``."""
 
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
-"""Name prefixes of the ops of norm layers: they need no communication if positions are sharded."""
+"""Name prefixes of the ops that norm layers consist of, a fact of layers and not of each op: they
+need no communication if positions are sharded."""
 
 
 @dataclass(frozen=True, slots=True)

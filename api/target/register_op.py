@@ -26,7 +26,7 @@ from autoparallel.passes.ops.torch_ops import forget, path_of
 from autoparallel.passes.tracing.opaque import ANNOTATION
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.graph import OpRule
-from autoparallel.planner.rules.annotation import Pattern, bind, output_shapes, parse
+from autoparallel.planner.ops.annotation import Pattern, bind, output_shapes, parse
 
 NAMESPACE = "autoparallel_user"
 

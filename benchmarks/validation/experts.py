@@ -22,8 +22,8 @@ from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.systems import assumptions_of
 from autoparallel.planner.kernels.recompute import RECOMPUTED_PARTS, RecomputedPart
+from autoparallel.planner.ops.experts import ExpertKernels
 from autoparallel.planner.plan import Precision, Recompute
-from autoparallel.planner.rules.expert_traffic import ExpertKernels
 from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target
 

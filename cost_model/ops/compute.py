@@ -111,7 +111,7 @@ def _efficiency(device: Device, family: str, dtype: str) -> float:
 
 class OpWork(Protocol):
     """Work of one op on one rank: FLOPs, bytes, matrix products and kernels of its forward and its
-    backward. ``planner.rules.work`` explains each property."""
+    backward. ``planner.ops.work`` explains each property."""
 
     @property
     def family(self) -> str: ...

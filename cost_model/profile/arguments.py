@@ -201,9 +201,9 @@ class _Limits:
         name = self.name
         if name in ("embedding", "embedding_bag") and role == "indices":
             return self._shape("weight")[0]
-        if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
+        if role == "target":  # classes of a loss
             shape = self._shape("self")
-            return (shape[1] if len(shape) > 1 else shape[0]) if role == "target" else None
+            return shape[1] if len(shape) > 1 else shape[0]
         if name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
             return self._shape("self")[at] if role == "indices" else None
         if name == "one_hot":

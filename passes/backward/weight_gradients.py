@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ...planner.ops.case import packet
+from ...planner.ops.catalog import spec_named
 from ..ops.eight_bits import eight_bit_linear, of_data, of_weights
 from .compiled_runs import OF_WEIGHTS
 
@@ -56,25 +58,6 @@ def _linear_weights(
     rows = _rows(gradient)
     bias = rows.sum(0).reshape(shapes[1]) if len(shapes) > 1 and shapes[1] is not None else None
     return (rows.t() @ _rows(data), bias)[: len(shapes)]
-
-
-def _matmul_weights(
-    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    return (_rows(data).t() @ _rows(gradient),)
-
-
-def _addmm_weights(
-    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    bias = None if shapes[1] is None else gradient.sum_to_size(shapes[1])
-    return data.t() @ gradient, bias
-
-
-def _bmm_weights(
-    gradient: Tensor, data: Tensor, shapes: Sequence[Any], rest: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    return (data.transpose(1, 2) @ gradient,)
 
 
 def _embedding_weights(
@@ -130,19 +113,36 @@ def _convolution_data(
     return _convolution(gradient, data, weight, rest, bias_shape=None, mask=mask)[0]
 
 
-_CONVOLUTION = SplitOp(0, (1, 2), _convolution_data, _convolution_weights)
-
-HALVES: dict[Any, SplitOp] = {
-    aten.linear.default: SplitOp(0, (1, 2), lambda g, w, x, rest: g @ w, _linear_weights),
-    eight_bit_linear: SplitOp(0, (1, 2), of_data, of_weights),
-    aten.mm.default: SplitOp(0, (1,), lambda g, w, x, rest: g @ w.t(), _matmul_weights),
-    aten.bmm.default: SplitOp(0, (1,), lambda g, w, x, rest: g @ w.transpose(1, 2), _bmm_weights),
-    aten.addmm.default: SplitOp(1, (2, 0), lambda g, w, x, rest: g @ w.t(), _addmm_weights),
-    aten.embedding.default: SplitOp(1, (0,), None, _embedding_weights),
+_CONVOLUTION = (_convolution_data, _convolution_weights)
+_FUNCTIONS: dict[Any, tuple[Any, Any]] = {
+    aten.linear.default: (lambda g, w, x, rest: g @ w, _linear_weights),
+    eight_bit_linear: (of_data, of_weights),
+    aten.mm.default: (
+        lambda g, w, x, rest: g @ w.t(),
+        lambda g, x, shapes, rest: (x.t() @ g,),
+    ),
+    aten.bmm.default: (
+        lambda g, w, x, rest: g @ w.transpose(1, 2),
+        lambda g, x, shapes, rest: (x.transpose(1, 2) @ g,),
+    ),
+    aten.addmm.default: (
+        lambda g, w, x, rest: g @ w.t(),
+        lambda g, x, shapes, rest: (x.t() @ g, shapes[1] and g.sum_to_size(shapes[1])),
+    ),
+    aten.embedding.default: (None, _embedding_weights),
     aten.conv1d.default: _CONVOLUTION,
     aten.conv2d.default: _CONVOLUTION,
     aten.conv3d.default: _CONVOLUTION,
 }
+
+
+def _split_op(op: Any, of_data: Any, of_weights: Any) -> SplitOp:
+    late = spec_named("linear" if op is eight_bit_linear else packet(str(op))).weight_gradient
+    assert late is not None, op
+    return SplitOp(late.data, late.weights, of_data, of_weights)
+
+
+HALVES = {op: _split_op(op, *functions) for op, functions in _FUNCTIONS.items()}
 """Ops whose weight gradients can be deferred, each with the two functions of its split backward."""
 
 

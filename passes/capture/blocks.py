@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...planner.graph.graph import Block, Blocks, Graph, Node, Ref, flat_form
-from ...planner.rules.storage import Key, copy_of, storage_of
+from ...planner.ops.storage import Key, copy_of, storage_of
 from .branches import before_join, branches_apart
 from .cut import cut_points
 

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ...planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
-from ...planner.rules.annotation import FLOATS
+from ...planner.ops.annotation import FLOATS
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, BATCH_NORMS, batch_norm_call
 from ..ops.names import Names, base_name
 from ..ops.torch_ops import draws_by_itself, has_argument, mutated_argument, path_of

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
-from ...planner.rules.table import packet
+from ...planner.ops.case import packet
+from ...planner.ops.catalog import spec_of
 from ..graph_passes.hoist import hoist_constants
 from ..graph_passes.masks import has_equal_rows
-from ..ops.torch_ops import SIZED_BY_OUTPUT, resolve
+from ..ops.torch_ops import resolve
 from ..programs.interpret import LITERAL
 from .lower import Lowered
 
@@ -126,7 +127,7 @@ class _Numbers:
         is_grown = node.outputs != twin.outputs
         self._keeps_all = name in _RANGES and is_grown
         keeps_shape = _keeps_shape(graph, node)
-        self._keeps_sizes = name in SIZED_BY_OUTPUT or (name == "narrow" and keeps_shape)
+        self._keeps_sizes = spec_of(node).is_sized or (name == "narrow" and keeps_shape)
         self._is_whole_slice = name == "slice" and keeps_shape
         is_builtin = node.op.startswith("aten.")
         self._arguments = resolve(node.op)._schema.arguments if is_builtin else ()

@@ -2,20 +2,20 @@
 
 In: a graph that was captured in ``dtype``, the format of its parameters. Out: the same with casts.
 
-- an op of ``FLOAT32`` gets its floating inputs in float32 and gives float32;
+- an op of autocast's float32 list gets its floating inputs in float32 and gives float32;
 - a sum gives float32 of whatever it reads, as its kernel does that without a copy;
-- a product (``LOWER``), an op that the user registered and a batch norm get results of such ops
+- a product, an op that the user registered and a batch norm get results of such ops
   in their captured format;
-- a kernel of ``FLOAT32_INSIDE`` reads half precision, computes in float32 and rounds only its
-  result: it stays unchanged, unless an input is float32 already;
+- a kernel that reads half precision, computes in float32 and rounds only its result stays
+  unchanged, unless an input is float32 already: without a cast, its results differ from float32
+  only by rounding, as its backward reads only the inputs or a result in [0, 1];
 - every other op takes the widest of its inputs.
 
 The positions of casts do not depend on ``dtype``: a cast without effect is a node, too, so the
 graph of a plan can be captured in float32 or float64 for verification. In float64 the casts are to
 float64.
 
-Source of the lists: aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
-AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_PROMOTE), which
+``OpSpec.autocast`` has the lists, which
 https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior documents.
 ``cross_entropy_loss``, ``square`` and ``linalg_norm`` are there as their parts;
 ``binary_cross_entropy`` is in the list of the CPU only.
@@ -29,140 +29,9 @@ from typing import Any
 import torch
 
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.ops.catalog import spec_of
 from ..ops.torch_ops import has_argument, is_pointwise, resolve
 
-LOSSES = frozenset(
-    {
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "cosine_embedding_loss",
-        "cross_entropy_loss",
-        "ctc_loss",
-        "hinge_embedding_loss",
-        "huber_loss",
-        "kl_div",
-        "l1_loss",
-        "margin_ranking_loss",
-        "mse_loss",
-        "multi_margin_loss",
-        "multilabel_margin_loss",
-        "nll_loss",
-        "nll_loss2d",
-        "nll_loss_nd",
-        "poisson_nll_loss",
-        "smooth_l1_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-    }
-)
-FLOAT32 = LOSSES | frozenset(
-    {
-        "_upsample_bicubic2d_aa",
-        "_upsample_bilinear2d_aa",
-        "_upsample_nearest_exact1d",
-        "_upsample_nearest_exact2d",
-        "_upsample_nearest_exact3d",
-        "acos",
-        "asin",
-        "cdist",
-        "cosh",
-        "cosine_similarity",
-        "cumprod",
-        "cumsum",
-        "dist",
-        "erfinv",
-        "exp",
-        "expm1",
-        "frobenius_norm",
-        "linalg_matrix_norm",
-        "linalg_matrix_sqrth",
-        "linalg_norm",
-        "linalg_vector_norm",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "log_softmax",
-        "logsumexp",
-        "norm",
-        "nuclear_norm",
-        "pdist",
-        "pow",
-        "prod",
-        "reciprocal",
-        "renorm",
-        "rsqrt",
-        "sinh",
-        "softplus",
-        "square",
-        "tan",
-        "upsample_bicubic2d",
-        "upsample_bilinear2d",
-        "upsample_linear1d",
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "upsample_trilinear3d",
-    }
-)
-FLOAT32_INSIDE = frozenset(
-    {
-        "group_norm",
-        "layer_norm",
-        "native_group_norm",
-        "native_layer_norm",
-        "rms_norm",
-        "softmax",
-        "_softmax",
-        "_safe_softmax",
-    }
-)
-"""Names of ops whose kernels accumulate in float32 on CUDA and CPU, and whose backward reads only
-the inputs or a result in [0, 1]: without autocast's cast, their results differ from float32 only by
-rounding."""
-LOWER = frozenset(
-    {
-        "_convolution",
-        "_scaled_dot_product_flash_attention",
-        "_thnn_fused_gru_cell",
-        "_thnn_fused_lstm_cell",
-        "addbmm",
-        "addmm",
-        "addmv",
-        "addr",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_tbc",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "convolution",
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-        "einsum",
-        "gru",
-        "gru_cell",
-        "linalg_multi_dot",
-        "linalg_vecdot",
-        "linear",
-        "lstm",
-        "lstm_cell",
-        "matmul",
-        "mm",
-        "mv",
-        "prelu",
-        "rnn_relu",
-        "rnn_relu_cell",
-        "rnn_tanh",
-        "rnn_tanh_cell",
-        "scaled_dot_product_attention",
-    }
-)
-_COUNTED = ("counter_dropout", "counter_uniform")
 _CAST = "aten.to.dtype"
 _HALVES = ("bfloat16", "float16")
 _FLOATS = ("float32", "float64", *_HALVES)
@@ -205,12 +74,13 @@ class _Casts:
             self.nodes[node.name] = node
             return
         _, kind, _ = node.op.split(".")
+        how = spec_of(node).autocast
         has_raised = any(ref in self.raised for ref in node.inputs)
         if kind == "sum" and not has_raised and _reads_floats(self.graph, node):
             self._sum(node)
         elif _says_dtype(node):
             self.nodes[node.name] = node
-        elif node.rule is None and (kind in FLOAT32 or (has_raised and kind in FLOAT32_INSIDE)):
+        elif node.rule is None and (how == "float32" or (has_raised and how == "inside")):
             self._raise(self._with_inputs(node, self._up))
         elif not has_raised:
             self.nodes[node.name] = node
@@ -309,5 +179,7 @@ def _says_dtype(node: Node) -> bool:
 def _keeps_format(node: Node, kind: str) -> bool:
     """Return whether an op of this ``kind`` (name) is computed in its captured dtype even under
     autocast."""
-    is_own = not node.op.startswith("aten.") and kind not in _COUNTED
-    return node.rule is not None or is_own or kind in LOWER or "batch_norm" in kind
+    spec = spec_of(node)
+    is_own = not node.op.startswith("aten.") and not spec.is_counted
+    is_lower = spec.autocast == "lower" or "batch_norm" in kind
+    return node.rule is not None or is_own or is_lower

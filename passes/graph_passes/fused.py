@@ -22,6 +22,9 @@ from math import prod
 from typing import Any
 
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
+from ...planner.ops.case import Case, argument
+from ...planner.ops.catalog import spec_of
+from ...planner.ops.views import moved_order
 from .hoist import drop_dead
 
 PRODUCTS: Mapping[str, tuple[int, int, int | None]] = {
@@ -32,13 +35,6 @@ PRODUCTS: Mapping[str, tuple[int, int, int | None]] = {
 }
 """For each matrix product: positions of its weight argument, of the weight's dimension of output
 features, and of the bias argument (None: it has none)."""
-
-_RESHAPES = ("view", "reshape", "_unsafe_view", "unflatten")
-_SWAPS = ("transpose", "swapaxes")
-_SAME = ("contiguous", "clone", "alias")
-_TAKES = ("select", "unbind")
-_SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
-_SLICES = ("slice", "narrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,63 +144,50 @@ def _cuts(graph: Graph, node: Node, dim: int) -> tuple[_Cut, ...] | None:
 def _cuts_of(user: Node, spec: TensorSpec, dim: int) -> list[_Cut]:
     """Return the parts of its input, of shape ``spec``, that ``user`` cuts out along ``dim``; empty
     if it is not an op that cuts."""
-    kind, size, rank = user.op.split(".")[1], spec.shape[dim], len(spec.shape)
-    if kind not in (*_TAKES, *_SPLITS, *_SLICES):
+    kind, size, rank = spec_of(user), spec.shape[dim], len(spec.shape)
+    if kind.form not in ("cut", "parts", "take"):
         return []
-    if _argument(user, 2 if kind in _SPLITS else 1, "dim", 0) % rank != dim:
+    if argument(user, 2 if kind.form == "parts" else 1, "dim", 0) % rank != dim:
         return []
-    if kind in _TAKES:
-        first = 0 if kind == "unbind" else _argument(user, 2, "index", 0) % size
+    if kind.form == "take":
+        first = 0 if kind.name == "unbind" else argument(user, 2, "index", 0) % size
         return [
             _Cut(Ref(user.name, at), first + at, first + at + 1, dim, True)
             for at in range(len(user.outputs))
         ]
-    if kind in _SPLITS:
+    if kind.form == "parts":
         start, cuts = 0, []
         for at, output in enumerate(user.outputs):
             stop = start + output.shape[dim]
             cuts.append(_Cut(Ref(user.name, at), start, stop, dim, False))
             start = stop
         return cuts
-    if kind == "slice" and _argument(user, 4, "step", 1) != 1:
+    if kind.name == "slice" and argument(user, 4, "step", 1) != 1:
         return []
-    start = _argument(user, 2, "start", 0) or 0
+    start = argument(user, 2, "start", 0) or 0
     start = min(start + size if start < 0 else start, size)
     length = user.spec.shape[dim]
     return [_Cut(Ref(user.name), start, start + length, dim, False)]
 
 
-def _argument(node: Node, position: int, name: str, default: Any) -> Any:
-    if position < len(node.args):
-        return node.args[position]
-    return node.kwargs.get(name, default)
-
-
 def _moved(view: Node, spec: TensorSpec, dim: int) -> int | None:
     """Return the dimension of the view's result that corresponds to dimension ``dim`` of its input;
     None if the view mixes entries of different parts."""
-    kind, rank = view.op.split(".")[1], len(spec.shape)
-    first: int
-    second: int
-    added: int
-    removed: int
-    if kind in _SAME:
+    rank, form = len(spec.shape), spec_of(view).form
+    if form == "same" and view.spec == spec:
         return dim
-    if kind in _SWAPS:
-        first, second = (_argument(view, at, f"dim{at - 1}", 0) % rank for at in (1, 2))
-        return {first: second, second: first}.get(dim, dim)
-    if kind == "permute":
-        order = [each % rank for each in _argument(view, 1, "dims", ())]
-        return order.index(dim)
-    if kind == "unsqueeze":
-        added = _argument(view, 1, "dim", 0) % (rank + 1)
+    if form == "move":
+        order = moved_order(Case(view, (spec,), view.outputs))
+        return None if order is None else order.index(dim)
+    if view.op == "aten.unsqueeze.default":
+        added: int = argument(view, 1, "dim", 0) % (rank + 1)
         return dim + (added <= dim)
     if view.op == "aten.squeeze.dim":
-        removed = _argument(view, 1, "dim", 0) % rank
+        removed: int = argument(view, 1, "dim", 0) % rank
         if removed == dim or spec.shape[removed] != 1:
             return None
         return dim - (removed < dim)
-    if kind in _RESHAPES and dim == rank - 1:
+    if form == "reshape" and dim == rank - 1:
         return _folded(spec.shape, view.spec.shape)
     return None
 
@@ -287,7 +270,7 @@ def _view(view: Node, dim: int, size: int, start: int, *, source: Ref) -> Node:
     """Return the view changed to apply to one part (``source``), of ``size`` along ``dim``, instead
     of the whole product."""
     made = _part(view, dim, size, start, args=(source, *view.args[1:]))
-    if view.op.split(".")[1] in _RESHAPES:
+    if spec_of(view).form == "reshape" and "squeeze" not in view.op:
         shape = list(made.spec.shape)
         return replace(made, op="aten.reshape.default", args=(source, shape), kwargs={})
     return made

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ...planner.graph.graph import Graph, Node, Ref
 from ...planner.graph.layout import Mesh
-from ...planner.rules.case import argument
+from ...planner.ops.case import argument
 from ..ops.collectives import Alone, Rank
 from ..ops.local_loss import count_targets
 from ..ops.random_ops import Draws

@@ -55,7 +55,7 @@ def balanced_causal_attention(
     """Compute causal attention for the first half of this rank's queries and the second half of its
     partner's, so that the ranks' work is balanced; return the results of this rank's own queries.
     The partner is the rank at the mirrored coordinate (n - 1 - i for i of n) of each axis of
-    ``balanced``: see ``rules.balanced_attention``."""
+    ``balanced``: see ``ops.attention``."""
     start, _ = part_of(rank, query.shape[-2], axes)
     partner_start, _ = part_of(rank, query.shape[-2], axes, mirrored=balanced)
     kept, sent = split_in_half(query)

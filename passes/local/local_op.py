@@ -7,7 +7,7 @@ and mesh axes of the parts, and calls with some arguments changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...planner.graph.graph import Node, TensorSpec
@@ -58,9 +58,18 @@ class LocalOp:
     def input_layout(self, name: str) -> Layout:
         return self.layout.inputs[self.positions[name]]
 
-    def input_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor argument ``name`` on this rank."""
-        return local_shape(self.global_shape(name), self.input_layout(name), self.rank.mesh.shape)
+    def local_specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """Return the specs of the rank's parts of inputs and outputs."""
+        sizes = self.rank.mesh.shape
+        pairs = ((self.specs, self.layout.inputs), (self.node.outputs, self.layout.outputs))
+        inputs, outputs = (
+            tuple(
+                replace(spec, shape=local_shape(spec.shape, held, sizes))
+                for spec, held in zip(specs, layouts, strict=True)
+            )
+            for specs, layouts in pairs
+        )
+        return inputs, outputs
 
     def dim(self, name: str = "dim", of: str = "self") -> int:
         """Return the value of the dimension argument ``name`` as a non-negative number; ``of``

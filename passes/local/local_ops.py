@@ -1,10 +1,10 @@
 """Ops on local tensors: the call of a node whose tensors are parts.
 
 In: a node, the layout chosen for it, and a rank. Out: the function to call, and its arguments. Most
-ops run unchanged on their parts. ``RULES`` lists those that do not:
+ops run unchanged on their parts, except that
 
-- size arguments (``view``, ``expand``, ``new_zeros``) are taken from the local output, which
-  also makes them right after the graph was rescaled to another batch;
+- arguments that depend on shapes (sizes, groups) are those of ``OpSpec.local``, which also makes
+  them right after the graph was rescaled to another batch;
 - means over split dimensions become shares that add up to the mean;
 - a split vocabulary needs an offset, a split loss needs its reductions;
 - a linear layer may compute with 8-bit factors.
@@ -12,7 +12,6 @@ ops run unchanged on their parts. ``RULES`` lists those that do not:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -22,13 +21,14 @@ import torch
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
 from ...planner.graph.layout import NodeLayout, balanced_axes, local_region
+from ...planner.ops.catalog import spec_of
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
 from ..ops.experts import split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
-from ..ops.random_ops import DROPOUT, UNIFORM, dropout_part, uniform_part
-from ..ops.torch_ops import FILLED, RESHAPED, SPLIT, resolve
+from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
+from ..ops.torch_ops import resolve
 from .local_functions import (
     balanced_causal_attention,
     exchanged_split,
@@ -73,8 +73,14 @@ def local_call(
         batch_dim,
         count,
     )
-    rule = RULES.get(node.op.rpartition(".")[0], _unchanged)
-    return rule(op)
+    spec = spec_of(node)
+    if spec.is_counted:
+        return _counted(op)
+    if spec.form == "reshape" and spec.is_sized and spec.name != "unflatten":
+        return _view(op)
+    if spec.loss is not None and not spec.loss.has_classes:
+        return _mean(op)
+    return FUNCTIONS.get(spec.name, _unchanged)(op)
 
 
 def _positions(node: Node, schema: Any) -> dict[str, int]:
@@ -92,19 +98,19 @@ def _positions(node: Node, schema: Any) -> dict[str, int]:
 
 
 def _unchanged(op: LocalOp) -> Call:
-    """Return the op's call with unchanged arguments, on the device of its tensors."""
-    return op.call(device=None) if "device" in op.arguments else op.call()
+    """Return the op's call at local shapes, on its tensors' device (or the default device)."""
+    local = spec_of(op.node).local
+    changes = () if local is None else local(op.node, *op.local_specs())
+    changed: dict[str, Any] = {name: value for _, name, value in changes}
+    if "device" in op.arguments:
+        changed["device"] = None
+    return op.call(**changed)
 
 
 def _to(op: LocalOp) -> Call:
     if op.node.op == "aten.to.device":
         return op.call(torch.ops.aten.to.dtype)
     return _unchanged(op)
-
-
-def _size_of_output(op: LocalOp) -> Call:
-    device: dict[str, Any] = {"device": None} if "device" in op.arguments else {}
-    return op.call(size=list(op.output_shape()), **device)
 
 
 def _view(op: LocalOp) -> Call:
@@ -116,29 +122,6 @@ def _view(op: LocalOp) -> Call:
     return Call(torch.ops.aten.reshape.default, (op["self"], list(op.output_shape())), {})
 
 
-def _unflatten(op: LocalOp) -> Call:
-    dim = op.dim()
-    sizes = op.output_shape()[dim : dim + len(op["sizes"])]
-    return op.call(sizes=list(sizes))
-
-
-def _repeat(op: LocalOp) -> Call:
-    output, own = op.output_shape(), op.input_shape("self")
-    own = (1,) * (len(output) - len(own)) + own
-    repeats = [whole // part for whole, part in zip(output, own, strict=True)]
-    return Call(torch.ops.aten.repeat.default, (op["self"], repeats), {})
-
-
-def _repeat_interleave(op: LocalOp) -> Call:
-    return op.call(output_size=None)
-
-
-def _one_hot(op: LocalOp) -> Call:
-    """Return one rank's call of ``one_hot`` with an explicit number of classes, as the highest
-    class may be missing among the rank's indices."""
-    return op.call(num_classes=op.node.spec.shape[-1])
-
-
 def _split(op: LocalOp) -> Call:
     dim = op.dim()
     made = op.layout.outputs[0]
@@ -146,26 +129,7 @@ def _split(op: LocalOp) -> Call:
         wanted = tuple(held.dim if held.is_shard else None for held in made)
         options = {"sizes": list(op["split_sizes"]), "dim": dim, "wanted": wanted}
         return Call(op.rank.bound(exchanged_split), (op["self"],), options)
-    sizes = [op.output_shape(index)[dim] for index in range(len(op.node.outputs))]
-    name = "split_sizes" if "split_sizes" in op.arguments else "split_size"
-    changes: dict[str, Any] = {name: sizes[0] if isinstance(op[name], int) else sizes}
-    return op.call(**changes)
-
-
-def _slice(op: LocalOp) -> Call:
-    """Return one rank's call of a slice: a slice of a whole dimension keeps the rank's shard; any
-    other slice is along a dimension that is not sharded."""
-    dim = op.dim()
-    if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
-        return op.call(start=0, end=sys.maxsize)
-    return op.call()
-
-
-def _narrow(op: LocalOp) -> Call:
-    dim = op.dim()
-    if op.node.spec.shape[dim] == op.global_shape("self")[dim]:
-        return op.call(length=op.input_shape("self")[dim])
-    return op.call()
+    return _unchanged(op)
 
 
 def _mean(op: LocalOp) -> Call:
@@ -264,20 +228,6 @@ def _batch_norm(op: LocalOp) -> Call:
     return Call(op.rank.bound(batch_norm), tensors, options)
 
 
-def _group_norm(op: LocalOp) -> Call:
-    parts = op.global_shape("input")[1] // op.input_shape("input")[1]
-    return op.call(num_groups=op["num_groups"] // parts)
-
-
-def _convolution(op: LocalOp) -> Call:
-    """Return one rank's call of a convolution, with the number of groups of its own channels."""
-    if op["groups"] == 1:
-        return op.call()
-    channels = len(op.global_shape("input")) - len(op.global_shape("weight")) + 1
-    parts = op.global_shape("input")[channels] // op.input_shape("input")[channels]
-    return op.call(groups=op["groups"] // parts)
-
-
 def _counted(op: LocalOp) -> Call:
     """Return one rank's call of a counter-based random op, which draws the numbers that belong to
     the rank's part of the global tensor. If the graph computes a slice of the sequences, the op's
@@ -309,48 +259,22 @@ def _refused(op: LocalOp, why: str) -> PlanError:
     )
 
 
-_MEANS = (
-    "mean",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "soft_margin_loss",
-)
-_CONVOLUTIONS = (
-    "convolution",
-    *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
-)
-
-RULES: Mapping[str, Rule] = {
-    **{f"aten.{name}": _mean for name in _MEANS},
-    **{f"aten.{name}": _size_of_output for name in FILLED},
-    **{f"aten.{name}": _view for name in RESHAPED},
-    **{f"aten.{name}": _split for name in SPLIT},
-    **{f"aten.{name}": _nll_loss for name in ("nll_loss", "nll_loss_nd")},
-    **{f"aten.{name}": _convolution for name in _CONVOLUTIONS},
-    "aten.to": _to,
-    "aten.unflatten": _unflatten,
-    "aten.repeat": _repeat,
-    "aten.tile": _repeat,
-    "aten.one_hot": _one_hot,
-    "aten.repeat_interleave": _repeat_interleave,
-    "aten.slice": _slice,
-    "aten.narrow": _narrow,
-    "aten.embedding": _embedding,
-    "aten.linear": _linear,
-    "aten.cross_entropy_loss": _cross_entropy,
-    "aten.scaled_dot_product_attention": _attention,
-    "aten.group_norm": _group_norm,
-    DROPOUT.rpartition(".")[0]: _counted,
-    UNIFORM.rpartition(".")[0]: _counted,
-    "aten.batch_norm": _batch_norm,
-    "aten._native_batch_norm_legit_functional": _batch_norm,
-    "autoparallel.experts": _experts,
-    "aten.index": index,
-    "aten.index_select": index_select,
-    "aten.gather": gather,
+FUNCTIONS: Mapping[str, Rule] = {
+    "to": _to,
+    "mean": _mean,
+    "split": _split,
+    "split_with_sizes": _split,
+    "linear": _linear,
+    "embedding": _embedding,
+    "cross_entropy_loss": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "nll_loss_nd": _nll_loss,
+    "scaled_dot_product_attention": _attention,
+    "batch_norm": _batch_norm,
+    "_native_batch_norm_legit_functional": _batch_norm,
+    "experts": _experts,
+    "index": index,
+    "index_select": index_select,
+    "gather": gather,
 }
+"""Functions of torch for ops that run as another op on parts: records of ops know no torch."""

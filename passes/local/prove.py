@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...planner.graph.graph import Graph, Ref
 from ...planner.graph.layout import Mesh, NodeLayout, combine, divides, keeps_groups
-from ...planner.rules import axis_strategies
+from ...planner.ops import axis_strategies
 from ..ops.collectives import Rank
 from .localize import BlockInterface, localize_block, value_key
 from .parts import assert_close, collect, distribute, gradient_layout

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import fx
 
-from ...planner import rules
+from ...planner import ops as rules
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
 from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout

@@ -9,25 +9,6 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-FILLED = (
-    "expand",
-    "zeros",
-    "ones",
-    "full",
-    "empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-)
-RESHAPED = ("view", "reshape", "_unsafe_view", "view_copy", "squeeze")
-SPLIT = ("split", "split_with_sizes", "unsafe_split")
-SIZED_BY_OUTPUT = frozenset(
-    (*FILLED, *RESHAPED, *SPLIT, "unflatten", "repeat", "tile", "one_hot", "repeat_interleave")
-)
-"""Names of ops whose size arguments are taken from the shape of their output when they are
-executed."""
-
 
 @cache
 def resolve(path: str) -> OpOverload:

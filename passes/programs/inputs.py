@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ...planner.graph.graph import Graph, Node, Ref
+from ...planner.ops.catalog import spec_of
 
 _INDEX_DTYPES = ("int64", "int32", "int16", "uint8")
 
@@ -38,20 +39,11 @@ def integer_bounds(graph: Graph) -> dict[str, int]:
 def _bound(graph: Graph, node: Node, position: int) -> int | None:
     """Return the exclusive upper bound of the integers in input number ``position`` of ``node``;
     None if it is not used as an index."""
-    family = node.op.removeprefix("aten.").split(".")[0]
-    if family == "embedding" and position == 1:
-        return graph.spec(node.inputs[0]).shape[0]
-    if family in ("cross_entropy_loss", "nll_loss", "nll_loss_nd") and position == 1:
-        logits = graph.spec(node.inputs[0]).shape
-        return logits[1 if len(logits) > 1 else 0]
-    if family == "one_hot":
-        return node.spec.shape[-1]
-    if family in ("gather", "index_select", "scatter") and position >= 1:
-        dim = node.args[1]
-        return graph.spec(node.inputs[0]).shape[dim] if isinstance(dim, int) else None
-    if family == "index" and position >= 1:
-        return min(graph.spec(node.inputs[0]).shape)
-    return None
+    bound = spec_of(node).largest_index
+    is_index = position >= 1 or len(node.inputs) == 1
+    if bound is None or not is_index:
+        return None
+    return bound(node, [graph.spec(ref) for ref in node.inputs])
 
 
 def random_batch(graph: Graph, *, seed: int, dtype: str | None = None) -> dict[str, torch.Tensor]:

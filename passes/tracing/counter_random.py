@@ -172,16 +172,14 @@ def _multihead(mode: counter_random, *args: Any, **kwargs: Any) -> Any:
     dropout and attention that it calls, as no mode sees these inner calls."""
     with _patched(
         functional,
-        {
-            "dropout": lambda *a, **k: _dropout(mode, *a, **k),
-            "scaled_dot_product_attention": lambda *a, **k: _attention(mode, *a, **k),
-        },
+        dropout=lambda *a, **k: _dropout(mode, *a, **k),
+        scaled_dot_product_attention=lambda *a, **k: _attention(mode, *a, **k),
     ):
         return _MULTIHEAD(*args, **kwargs)
 
 
 @contextmanager
-def _patched(module: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+def _patched(module: Any, **changes: Any) -> Iterator[None]:
     before = {name: getattr(module, name) for name in changes}
     try:
         for name, value in changes.items():

@@ -41,6 +41,7 @@ _LOSSES = frozenset(
         *("binary_cross_entropy_with_logits", "soft_margin_loss", "kl_div"),
     }
 )
+# Functions of torch as models call them, before there are ops.
 _ROWWISE = frozenset({"sum", "mean", "softmax", "log_softmax", "logsumexp", "amax", "amin"})
 _SAME = ("add", "sub", "mul", "pow", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "rsub")
 _OPERATORS = {**dict.fromkeys(_SAME), "truediv": "div", "radd": "add", "rmul": "mul"}

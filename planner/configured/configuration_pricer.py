@@ -23,7 +23,7 @@ from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.memory import communicator_bytes, reserve_bytes
 from ...cost_model.simulator.actions import Schedule
 from ...cost_model.simulator.timeline import Timeline
-from .. import rules as default_rules
+from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
 from ..costs.choices import Restriction
 from ..costs.precision import with_precision

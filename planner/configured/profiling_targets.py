@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...cost_model.cluster.cluster import Cluster
-from .. import rules as default_rules
+from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis, CostQueries, QueriedOp, QueriedTransfer, uses_of
 from ..evaluate.evaluate import evaluate
 from ..find_plan import search

@@ -18,8 +18,8 @@ from ...cost_model.profile.case import OpCase
 from ...cost_model.profile.lookup import Profile
 from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
+from ..ops.experts import ExpertKernels
 from ..plan import Mode
-from ..rules.expert_traffic import ExpertKernels
 from .precision import EIGHT_BITS
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
@@ -153,7 +153,7 @@ class CostAssumptions:
     its input as split before the gather, and gathers it again in the backward (Megatron-LM's
     sequence parallelism: arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of
     experts are 8-bit, too. ``expert_kernels``: kernels of experts
-    (``planner.rules.expert_traffic``); unless separate, experts keep only inputs of products and
+    (``planner.ops.experts``); unless separate, experts keep only inputs of products and
     activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
     fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
     ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).

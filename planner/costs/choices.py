@@ -34,9 +34,9 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
+from ..ops.experts import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
-from ..rules.dispatch import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from .price_cache import find
 from .prices import Prices
 from .split_values import batch_split, batch_whole, parameters_split, positions_split

@@ -32,10 +32,11 @@ from ..graph.layout import Layout, NodeLayout
 from ..kernels.recompute import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..kernels.recompute import Replay as Replay
 from ..kernels.recompute import find_replay
-from ..rules.balanced_attention import as_run
-from ..rules.saved import expert_pairs
-from ..rules.storage import copy_of
-from ..rules.table import packet
+from ..ops.case import packet
+from ..ops.catalog import spec_of
+from ..ops.experts import as_run
+from ..ops.products import expert_pairs
+from ..ops.storage import copy_of
 from .choices import input_specs
 from .price_cache import find
 from .prices import Prices
@@ -194,14 +195,7 @@ def kept_parts(
         (f"{node.name}:{index}", prices.local_bytes(spec, placed))
         for index, (spec, placed) in enumerate(zip(node.outputs, layout.outputs, strict=True))
     ]
-    inputs = tuple(
-        prices.local(spec, each)
-        for spec, each in zip(input_specs(node, graph), layout.inputs, strict=True)
-    )
-    outputs = tuple(
-        prices.local(spec, each) for spec, each in zip(node.outputs, layout.outputs, strict=True)
-    )
-    extra = prices.rules.kept_extra_bytes(node, inputs, outputs)
+    extra = prices.rules.kept_extra_bytes(node, *_local_specs(node, layout, graph, prices))
     if extra:
         found.append((f"{node.name}:extra", int(extra)))
     return (*batch, *found)
@@ -216,21 +210,6 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
         if graph[ref.name].kind == "input"
     }
     return tuple(found)
-
-
-_CONVOLUTION = (0, (1, 2))
-
-POSITIONS = {
-    "linear": (0, (1, 2)),
-    "mm": (0, (1,)),
-    "bmm": (0, (1,)),
-    "addmm": (1, (2, 0)),
-    "embedding": (1, (0,)),
-    "conv1d": _CONVOLUTION,
-    "conv2d": _CONVOLUTION,
-    "conv3d": _CONVOLUTION,
-}
-"""Positions of data and of weights in the arguments of ops that defer weight gradients."""
 
 
 def weight_grad_seconds(
@@ -250,7 +229,9 @@ def weight_grad_parts(
     """Return (storage, bytes per rank) of tensors kept for an op's deferred weight gradients."""
     if not weight_grad_share(node, graph, prices):
         return ()
-    data = node.args[POSITIONS[packet(node.op)][0]]
+    late = spec_of(node).weight_gradient
+    assert late is not None  # it has a share
+    data = node.args[late.data]
     root, spec = memory_of(data, node, graph, prices)
     made = prices.local_bytes(node.spec, layout.outputs[0])
     found = [(f"{node.name}:gradient", made)]
@@ -262,10 +243,10 @@ def weight_grad_parts(
 
 def weight_grad_share(node: Node, graph: Graph, prices: Prices) -> float:
     """Return the fraction of an op's backward that computes weight gradients: 0, 0.5 or 1."""
-    positions = POSITIONS.get(packet(node.op)) if node.kind == "op" else None
-    if positions is None or node.kwargs:
+    late = spec_of(node).weight_gradient if node.kind == "op" else None
+    if late is None or node.kwargs:
         return 0.0
-    data, weights = _argument(node, positions[0]), [_argument(node, at) for at in positions[1]]
+    data, weights = _argument(node, late.data), [_argument(node, at) for at in late.weights]
     given = [each for each in weights if each is not None]
     if data is None or weights[0] is None or _is_of_parameters(data, graph, prices):
         return 0.0

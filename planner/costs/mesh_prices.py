@@ -37,8 +37,8 @@ from ...cost_model.ops.memory import (
 from ...cost_model.profile.lookup import Profile
 from ..graph.graph import TensorSpec
 from ..graph.layout import Layout, Mesh
+from ..ops import Rules
 from ..plan import Precision
-from ..rules.rules_protocol import Rules
 from .basis import RUNTIME, CostAssumptions, CostQueries
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes

@@ -33,9 +33,8 @@ from ..graph.layout import (
     held_layout,
     local_shape,
 )
-from ..rules.balanced_attention import as_run
-from ..rules.expert_traffic import expert_traffic
-from ..rules.rules_protocol import Rules as Rules
+from ..ops import Rules as Rules
+from ..ops.experts import as_run, expert_traffic
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
 from .op_case import op_case

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Block, Graph, Node, Ref
 from ..kernels.recompute import RecomputedPart, Replay
-from ..rules.table import packet
+from ..ops.case import packet
 from .choices import dims_on
 from .prices import Prices
 

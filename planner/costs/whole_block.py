@@ -22,7 +22,7 @@ from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.profile.case import OpCase, TensorCase, canonical
 from ...cost_model.profile.lookup import Factor, Profile
 from ...cost_model.profile.records import Measurement
-from .. import rules as default_rules
+from .. import ops as default_rules
 from ..graph.graph import Block, Blocks, Graph, Ref
 from ..graph.layout import INVARIANT, Mesh, NodeLayout
 from ..plan import Precision

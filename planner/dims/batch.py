@@ -15,34 +15,16 @@ from typing import Any
 
 from ..graph.graph import Accumulation, Graph, Node, Ref
 from ..graph.layout import PARTIAL, AxisStrategy, Placement, shard
-from ..rules.annotation import FLOATS
-from ..rules.case import argument
-from ..rules.strategies import op_form, op_strategies
-from ..rules.table import LOSSES, packet
+from ..ops.annotation import FLOATS
+from ..ops.case import argument, packet
+from ..ops.catalog import has_classes, spec_of
+from ..ops.strategies import op_form, op_strategies
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]
 
-CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
 _MEAN = 1
-
-_FILLS = frozenset(
-    (
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    )
-)
 
 
 def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
@@ -106,7 +88,7 @@ def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Acc
         held = [label for ref in node.inputs if (label := labels.get(ref)) and label.is_shard]
         if held and is_reduced and not is_mean(node):
             sums.append(node.name)
-        elif held and is_reduced and name in CLASS_LOSSES and _has_classes(graph, node):
+        elif held and is_reduced and has_classes(node) and _has_classes(graph, node):
             group = counted if all(is_data(graph, ref) for ref in node.inputs[1:]) else mixing
             group.append(node.name)
         elif held and name in BATCH_NORMS and argument(node, 5, "training"):
@@ -116,12 +98,10 @@ def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Acc
 
 def is_mean(node: Node) -> bool:
     """Return whether a reduction divides by the number of elements that it reduces."""
-    name = packet(node.op)
-    if name in CLASS_LOSSES:
-        return bool(argument(node, 3, "reduction", _MEAN) == _MEAN)
-    if name in LOSSES:
-        return bool(argument(node, LOSSES[name], "reduction", _MEAN) == _MEAN)
-    return name == "mean"
+    loss = spec_of(node).loss
+    if loss is None:
+        return packet(node.op) == "mean"
+    return bool(argument(node, loss.reduction, "reduction", _MEAN) == _MEAN)
 
 
 def _has_classes(graph: Graph, node: Node) -> bool:
@@ -144,8 +124,7 @@ def is_steady(graph: Graph, ref: Ref) -> bool:
     """Return whether a buffer's new value is the same in every micro-batch of a step (a counter, a
     power iteration): it depends on parameters, constants and other such buffers alone."""
     return not any(
-        node.kind == "input" or packet(node.op).startswith("counter_")
-        for node in _sources(graph, ref)
+        node.kind == "input" or spec_of(node).is_counted for node in _sources(graph, ref)
     )
 
 
@@ -324,7 +303,7 @@ class _Propagation:
         node = self.graph[ref.name]
         if node.kind != "constant" or not node.op:
             return False
-        if packet(node.op) in _FILLS or self._repeats(node, dim):
+        if spec_of(node).form == "fill" or self._repeats(node, dim):
             return True
         return any(
             strategy.outputs[ref.index] == shard(dim)
@@ -340,7 +319,7 @@ class _Propagation:
 
     def _repeats(self, node: Node, dim: int) -> bool:
         """Return whether an op repeats its input along ``dim``, a whole number of times per row."""
-        if packet(node.op) not in ("repeat", "tile"):
+        if spec_of(node).form != "repeat":
             return False
         missing = len(node.spec.shape) - len(node.args[1])
         times = node.args[1][dim - missing] if dim >= missing else 1

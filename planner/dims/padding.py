@@ -20,32 +20,13 @@ from dataclasses import dataclass
 from ..errors import PlanError
 from ..graph.graph import Graph, Node, Ref
 from ..graph.positions import position_dims
-from ..rules import axis_strategies
-from ..rules.case import argument
-from .sequence_places import CLASS_LOSSES, MEAN, SeqDims, find_places
+from ..ops import axis_strategies
+from ..ops.case import argument
+from ..ops.catalog import has_classes, spec_of
+from .sequence_places import MEAN, SeqDims, find_places
 
 _IGNORED = -100
 """Default value of ``ignore_index`` in class losses."""
-
-_KEEPING = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "contiguous",
-        "clone",
-        "alias",
-        "detach",
-        "_to_copy",
-        "to",
-        "slice",
-        "pad",
-        "constant_pad_nd",
-    )
-)
-"""Ops that keep the entries of their input in order, cut out or padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +70,7 @@ def _targets(graph: Graph, places: SeqDims) -> list[tuple[str, int]]:
     for name in sorted(places.sums):
         node = graph[name]
         packet = node.op.rpartition(".")[0]
-        if packet in CLASS_LOSSES:
+        if has_classes(node):
             if argument(node, 3, "reduction", MEAN) != MEAN and name != graph.loss.name:
                 raise unpaddable(node, "what its sum is divided by may count positions")
             ignored = argument(node, 4, "ignore_index", _IGNORED)
@@ -107,12 +88,13 @@ def _source(graph: Graph, places: SeqDims, loss: Node, ignored: int) -> str:
     reader = loss.name
     while graph[at.name].kind == "op":
         node = graph[at.name]
-        packet = node.op.rpartition(".")[0]
-        if packet not in _KEEPING or graph.users[at.name] != (reader,):
+        packet, form = node.op.rpartition(".")[0], spec_of(node).form
+        is_kept = form in ("same", "reshape", "pad") or packet == "aten.slice"
+        if not is_kept or graph.users[at.name] != (reader,):
             raise unpaddable(node, "what its targets are made of is not known")
         if packet == "aten.slice":
             first += _first(graph, node)
-        if packet in ("aten.pad", "aten.constant_pad_nd"):
+        if form == "pad":
             _check_end(node, ignored, is_plain=packet == "aten.constant_pad_nd")
         at, reader = node.inputs[0], node.name
     source = graph[at.name]

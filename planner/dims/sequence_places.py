@@ -17,28 +17,12 @@ from ..errors import PlanError
 from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, shard
 from ..graph.positions import Dims, position_dims
-from ..rules import axis_strategies
-from ..rules.case import argument
+from ..ops import axis_strategies
+from ..ops.case import argument
+from ..ops.catalog import has_classes, spec_of
 from .written_attention import WrittenAttention, find_written
 
 ATTENTION = "aten.scaled_dot_product_attention"
-COUNTED = ("autoparallel.counter_dropout", "autoparallel.counter_uniform")
-"""Random ops (``passes.ops.random_ops``) in which the index of an element in the whole tensor
-determines its number."""
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "view_copy",
-        "squeeze",
-        "unsqueeze",
-        "flatten",
-        "unflatten",
-    )
-)
-CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
 _NONE, MEAN = 0, 1
 
 
@@ -122,21 +106,21 @@ def _follow(found: SeqDims, graph: Graph, node: Node, dims: Dims) -> None:
             return
         places = {start[0]: start[1]}
         found.cut[node.name, start[0]] = start[1]
-    packet = node.op.rpartition(".")[0]
+    packet, spec = node.op.rpartition(".")[0], spec_of(node)
     written = found.written.get(node.name)
     if written is not None and node.name in (written.scores, written.masked, written.product):
         _follow_written(found, graph, node, places)
-    elif packet in COUNTED:
+    elif spec.is_counted:
         _follow_counted(found, graph, node, places)
     elif packet == ATTENTION:
         _follow_attention(found, node, places)
-    elif packet in _VIEWS:
+    elif spec.form == "reshape" and len(refs) == 1:
         found.places[Ref(node.name)] = _viewed(graph, node, places[0])
     elif packet == "aten.cat" and _is_alone(graph, node, places):
         found.places[Ref(node.name)] = next(iter(places.values()))
     elif packet == "aten.slice" and argument(node, 1, "dim", 0) == places[0].dim:
         found.places[Ref(node.name)] = _sliced(graph, node, places[0])
-    elif packet in CLASS_LOSSES and argument(node, 3, "reduction", MEAN) != _NONE:
+    elif has_classes(node) and argument(node, 3, "reduction", MEAN) != _NONE:
         _follow_loss(found, graph, node, places)
     else:
         _follow_strategy(found, graph, node, places)

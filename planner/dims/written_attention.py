@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..graph.graph import Graph, Node, Ref
-from ..rules.case import argument
+from ..ops.case import argument
 
 DROPOUT = "autoparallel.counter_dropout.default"
 

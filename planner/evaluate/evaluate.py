@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.simulator.timeline import Timeline
-from .. import rules as default_rules
+from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
 from ..costs.precision import with_precision
 from ..costs.price_cache import PriceCache

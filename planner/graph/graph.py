@@ -74,7 +74,7 @@ class OpRule:
     """Sharding rule of an op that the user registered; it is stored with the nodes of that op.
 
     ``annotation`` names the dimensions of inputs and outputs, in the grammar of
-    ``planner.rules.annotation``. ``flops`` computes the forward's FLOPs, ``saved_bytes`` the bytes
+    ``planner.ops.annotation``. ``flops`` computes the forward's FLOPs, ``saved_bytes`` the bytes
     that the backward reads besides inputs (masks, statistics), both from the shapes of a rank's
     input tensors.
     """

@@ -385,7 +385,7 @@ class NodeLayout:
 
 
 BALANCED = "balanced"
-"""Label of causal attention with balanced queries: see ``rules.balanced_attention``."""
+"""Label of causal attention with balanced queries: see ``ops.attention``."""
 
 
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:

@@ -30,9 +30,9 @@ from ..graph.expert_dims import expert_dims, is_expert_layer
 from ..graph.graph import Graph, Node
 from ..graph.layout import AxisStrategy, Mesh
 from ..graph.positions import Strategies
+from ..ops import Rules
 from ..requests.features import ATTENTION
 from ..requests.request import Forced, Request, divisors
-from ..rules.rules_protocol import Rules
 from .heterogeneous import run_sizes
 
 LONG_POSITIONS = 16_384

@@ -22,23 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from ..graph.graph import Blocks, Fused, Graph, Node, Ref
-from ..rules.saved import saved
-from ..rules.table import packet
-from ..rules.work import FAMILIES_FUSED, family_of
-
-APART = frozenset(
-    (
-        *("sort", "argsort", "topk", "cumsum", "cumprod", "logcumsumexp", "cummax", "median"),
-        *("index", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce"),
-        *("index_add", "index_copy", "index_fill", "index_put", "one_hot", "histc", "prod"),
-        *("max_pool1d", "max_pool2d", "max_pool3d", "batch_norm", "instance_norm"),
-        *("_native_batch_norm_legit_functional", "bernoulli", "rand", "randn"),
-        *("dropout", "feature_dropout"),
-    )
-)
-"""Ops that run as separate kernels although other ops of their families can be fused."""
+from ..ops.case import packet
+from ..ops.catalog import family_of, spec_of
+from ..ops.saved import saved
+from ..ops.work import FAMILIES_FUSED
 
 
 def with_fusion(graph: Graph, blocks: Blocks) -> Graph:
@@ -60,9 +50,9 @@ def with_fused(graph: Graph, found: Mapping[str, Fused]) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
+def is_fusible(node: Node, kernels: Literal["groups", "products"] = "groups") -> bool:
     """Return whether a compiler generates the kernel of an op itself, so that it can be fused with
-    others. Ops in ``apart`` run as separate kernels.
+    other such ops or with matrix products.
 
     >>> [is_fusible(Node("n", "op", f"aten.{op}")) for op in ("mul.Tensor", "linear.default")]
     [True, False]
@@ -72,8 +62,8 @@ def is_fusible(node: Node, apart: frozenset[str] = APART) -> bool:
         and node.op.startswith("aten.")
         and node.rule is None
         and node.fused is None
-        and packet(node.op) not in apart
-        and family_of(node) in FAMILIES_FUSED
+        and spec_of(node).fusion in ("any", kernels)
+        and spec_of(node).family in FAMILIES_FUSED
     )
 
 

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph.graph import Graph, Node, Ref
-from ..rules.case import argument
-from ..rules.table import packet
+from ..ops.case import Case, argument, packet
+from ..ops.catalog import spec_of
+from ..ops.views import moved_order
 
 Array = NDArray[Any]
-Shape = tuple[int, ...]
 
 MOST_ELEMENTS = 2**28
 """Maximum elements of a computed mask; a boolean takes one byte."""
@@ -120,9 +120,10 @@ class Masks:
         if name == "where" and len(inputs) == 3:
             first, second = (np.asarray(value, np.float32) for value in inputs[1:])
             return np.where(np.asarray(inputs[0], bool), first, second)
-        if name in _OF_ONE:
-            return _OF_ONE[name](node, np.asarray(inputs[0]), self.graph.spec(node.inputs[0]).shape)
-        return None
+        if not node.inputs:
+            return None
+        case = Case(node, tuple(map(self.graph.spec, node.inputs)), node.outputs)
+        return _of_one(case, np.asarray(inputs[0]))
 
 
 def _all_of(values: Sequence[Array]) -> Array:
@@ -148,64 +149,35 @@ _MADE: Mapping[str, Callable[[Node], Array]] = {
 _ALL_OF = frozenset(("__and__", "bitwise_and", "logical_and"))
 
 
-def _cast(node: Node, value: Array, shape: Shape) -> Array:
-    return value.astype(bool) if node.spec.dtype == "bool" else value
+def _of_one(case: Case, value: Array) -> Array | None:
+    """Return the value of an op of a single mask, given as ``value``; None if it is unknown."""
+    node, spec = case.node, spec_of(case.node)
+    if spec.form == "same":
+        return value.astype(bool) if node.spec.dtype == "bool" else value
+    if spec.name == "unsqueeze":
+        return np.expand_dims(value, argument(node, 1, "dim"))
+    if spec.form == "reshape":
+        return np.broadcast_to(value, case.shape).reshape(node.spec.shape)
+    if spec.form == "expand":
+        return value.reshape((1,) * (len(node.spec.shape) - value.ndim) + value.shape)
+    if spec.form == "move":
+        return np.transpose(value, moved_order(case))
+    if spec.name == "slice":
+        return _sliced(case, value)
+    if spec.name in ("tril", "triu"):
+        cut = np.tril if spec.name == "tril" else np.triu
+        return cut(np.broadcast_to(value, case.shape), argument(node, 1, "diagonal", 0))
+    if spec.name in ("bitwise_not", "logical_not"):
+        return np.logical_not(value) if node.spec.dtype == "bool" else np.invert(value)
+    return None
 
 
-def _unsqueezed(node: Node, value: Array, shape: Shape) -> Array:
-    return np.expand_dims(value, argument(node, 1, "dim"))
-
-
-def _squeezed(node: Node, value: Array, shape: Shape) -> Array:
-    return np.broadcast_to(value, shape).reshape(node.spec.shape)
-
-
-def _expanded(node: Node, value: Array, shape: Shape) -> Array:
-    return value.reshape((1,) * (len(node.spec.shape) - value.ndim) + value.shape)
-
-
-def _sliced(node: Node, value: Array, shape: Shape) -> Array:
-    dim = argument(node, 1, "dim", 0) % len(shape)
+def _sliced(case: Case, value: Array) -> Array:
+    dim = case.dims(1, "dim", 0)[0]
     if value.shape[dim] == 1:
         return value
     start, end, step = (
-        argument(node, at, name) for at, name in ((2, "start"), (3, "end"), (4, "step"))
+        case.argument(at, name) for at, name in ((2, "start"), (3, "end"), (4, "step"))
     )
     cut: Array = value[(slice(None),) * dim + (slice(start, end, step),)]
     return cut
-
-
-def _swapped(node: Node, value: Array, shape: Shape) -> Array:
-    return np.swapaxes(value, argument(node, 1, "dim0"), argument(node, 2, "dim1"))
-
-
-def _triangle(node: Node, value: Array, shape: Shape) -> Array:
-    cut = np.tril if packet(node.op) == "tril" else np.triu
-    return cut(np.broadcast_to(value, shape), argument(node, 1, "diagonal", 0))
-
-
-def _negated(node: Node, value: Array, shape: Shape) -> Array:
-    return np.logical_not(value) if node.spec.dtype == "bool" else np.invert(value)
-
-
-_OF_ONE: Mapping[str, Callable[[Node, Array, Shape], Array]] = {
-    "to": _cast,
-    "_to_copy": _cast,
-    "bitwise_not": _negated,
-    "logical_not": _negated,
-    "unsqueeze": _unsqueezed,
-    "view": _squeezed,
-    "reshape": _squeezed,
-    "squeeze": _squeezed,
-    "expand": _expanded,
-    "expand_as": _expanded,
-    "slice": _sliced,
-    "transpose": _swapped,
-    "tril": _triangle,
-    "triu": _triangle,
-    "alias": _cast,
-    "clone": _cast,
-    "contiguous": _cast,
-    "detach": _cast,
-    "lift_fresh_copy": _cast,
-}

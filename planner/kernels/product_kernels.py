@@ -30,16 +30,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..graph.graph import Block, Blocks, Fused, Graph, Node, Ref
-from ..rules.products import product_factors
-from ..rules.table import packet
-from ..rules.work import family_of
-from .fusion import APART, is_fusible, with_fused
+from ..ops.case import packet
+from ..ops.catalog import family_of
+from ..ops.saved import product_factors
+from .fusion import is_fusible, with_fused
 from .mask_share import Masks
-
-_APART = (APART | {"cross_entropy_loss"}) - {
-    *("cumsum", "cumprod", "logcumsumexp", "prod", "dropout")
-}
-"""Ops that a kernel with matrix products never contains."""
 
 _HALF = frozenset(("bfloat16", "float16"))
 
@@ -110,8 +105,8 @@ class _Block:
         return found
 
     def _fuses(self, name: str) -> bool:
-        """Return whether an op may be in a kernel that fuses matrix products."""
-        return is_fusible(self.nodes[name], _APART)
+        """Return whether a kernel that fuses matrix products may contain an op."""
+        return is_fusible(self.nodes[name], "products")
 
     @cached_property
     def _products(self) -> dict[str, tuple[Ref, Ref]]:

@@ -22,9 +22,10 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from ..graph.graph import Block, Graph, Node, Ref
+from ..ops import Rules
+from ..ops.case import packet
+from ..ops.catalog import spec_of
 from ..plan import Recompute
-from ..rules.rules_protocol import Rules
-from ..rules.table import packet
 
 RECOMPUTE_MODES: tuple[Recompute, Recompute] = ("full", "selective")
 """Recomputation modes, in the order of arrays that are indexed by mode."""
@@ -40,13 +41,6 @@ alone. ``ssm``: a state-space layer between its projections, always recomputed b
 
 RECOMPUTED_PARTS: tuple[RecomputedPart, ...] = get_args(RecomputedPart)
 
-_COSTLY = frozenset(
-    (
-        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "convolution"),
-        *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
-        "scaled_dot_product_attention",
-    )
-)
 _SUMS = frozenset(("add", "sub"))
 
 
@@ -62,7 +56,7 @@ def is_costly(node: Node) -> bool:
     [True, False]
     """
     is_inner = node.fused is not None and not node.fused.writes  # part of a kernel over products
-    return packet(node.op) in _COSTLY and not is_inner
+    return spec_of(node).is_costly and not is_inner
 
 
 @dataclass(frozen=True, slots=True)

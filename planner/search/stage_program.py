@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from .. import rules as default_rules
+from .. import ops as default_rules
 from ..costs.basis import DEFAULT, Basis
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules

@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise
 from ..errors import UsageError
 from ..graph.graph import Blocks, Graph
 from ..graph.layout import Layout
+from ..ops.saved import saved_inputs
 from ..plan import Plan, StagePlan
 from ..requests.request import Forced, Request
-from ..rules.saved import saved_inputs
 from ..schedules.schedules import build_schedule
 from ..stage.weight_versions import is_asynchronous
 

@@ -14,10 +14,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..dims.sequence_places import COUNTED, SeqDim, SeqDims
+from ..dims.sequence_places import SeqDim, SeqDims
 from ..dims.written_attention import WrittenAttention
 from ..graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, shard
+from ..ops.catalog import spec_of
 from ..plan import Plan, StagePlan
 
 Layouts = dict[str, NodeLayout]
@@ -147,7 +148,7 @@ class _Work:
             own, layout = self._attending(own, block, stage, layout)
         elif node.op.startswith("aten.slice."):
             own = self._slicing(node, own)
-        elif node.op.startswith(COUNTED):
+        elif spec_of(node).is_counted:
             own = self._drawing(own)
         if node.name in self.places.means:
             self._add_share(own, block, stage, layout)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, plan

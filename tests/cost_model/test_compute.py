@@ -15,7 +15,7 @@ from autoparallel.cost_model.ops.compute import (
     rate,
     work_seconds,
 )
-from autoparallel.planner.rules.work import Work
+from autoparallel.planner.ops.work import Work
 
 DEVICE = Device(
     name="d",

@@ -21,7 +21,7 @@ from autoparallel.cost_model.ops.products import (
     product_seconds,
     reuse,
 )
-from autoparallel.planner.rules.work import Work
+from autoparallel.planner.ops.work import Work
 
 A100 = find_preset("A100-80GB").device
 Row = tuple[str, str, int, int, int, float]

@@ -10,7 +10,7 @@ from one_stage import plan
 from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import Basis, CostQueries
 from autoparallel.planner.costs.choices import Restriction
 from autoparallel.planner.costs.prices import Prices

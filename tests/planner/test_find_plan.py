@@ -11,7 +11,7 @@ import pytest
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InternalError
 from autoparallel.planner.find_plan import (

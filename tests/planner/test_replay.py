@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from small_graphs import leaf, op, weight
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.graph.graph import Block, Graph, Node, Ref
 from autoparallel.planner.kernels.recompute import RECOMPUTE_MODES, Replay, find_replay
 from autoparallel.planner.plan import Recompute

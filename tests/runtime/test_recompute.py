@@ -20,7 +20,7 @@ from autoparallel.passes.backward.replayed import MARK, SPARED
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.local.stage_program import BlockProgram, build_stage
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.kept_bytes import kept_parts, replay
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.evaluate.evaluate import at_microbatch

@@ -37,7 +37,7 @@ from brute_force_stage import Floats, Held, Modes, Stage
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.simulator.simulator import simulate
 from autoparallel.cost_model.simulator.stage_costs import StageCosts
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.precision import with_precision
 from autoparallel.planner.costs.price_cache import PriceCache
 from autoparallel.planner.costs.prices import Prices

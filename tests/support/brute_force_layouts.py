@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Blocks, Graph, Node, Ref
 from autoparallel.planner.graph.layout import (

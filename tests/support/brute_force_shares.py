@@ -20,7 +20,7 @@ from brute_force import BruteForce, host_orders, reordered
 from brute_force_layouts import Floats, Ints, Option
 from brute_force_stage import Modes, Stage
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.precision import with_precision
 from autoparallel.planner.costs.price_cache import PriceCache
 from autoparallel.planner.costs.prices import Prices

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner import find_plan, rules
+from autoparallel.planner import find_plan
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT, Basis
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, SearchMethod, run_proposers
 from autoparallel.planner.graph.graph import Blocks, Graph

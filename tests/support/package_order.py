@@ -5,7 +5,7 @@ from __future__ import annotations
 PLANNER = (
     "graph",
     "errors",
-    "rules",
+    "ops",
     "plan",
     "schedules",
     "integer_programs",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.graph.graph import Block, Blocks, Graph, Ref
 from autoparallel.planner.graph.layout import (
     BALANCED,

@@ -10,8 +10,8 @@ from small_graphs import leaf, op, weight, with_batch
 
 from autoparallel.cost_model.cluster.cluster import Cluster, Device, Host, Link
 from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref
+from autoparallel.planner.ops import axis_strategies
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.rules import axis_strategies
 
 MOST_LAYOUTS = 5_000
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.evaluate.step import known_schedule
 from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.graph.layout import Layout, NodeLayout, boundary_layout

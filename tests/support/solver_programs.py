@@ -17,7 +17,7 @@ from schedule_cases import Models
 from small_graphs import cluster, mlp, random_graph
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import Restriction
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Blocks, Graph

@@ -27,6 +27,7 @@ from autoparallel.planner.graph.layout import (
     divides,
     local_region,
 )
+from autoparallel.planner.ops import axis_strategies
 from autoparallel.planner.plan import (
     BlockPlan,
     ModelInfo,
@@ -37,7 +38,6 @@ from autoparallel.planner.plan import (
     StagePlan,
     StagePrediction,
 )
-from autoparallel.planner.rules import axis_strategies
 
 
 def plan_of(

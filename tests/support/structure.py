@@ -31,7 +31,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 SMALL_FILE_LINES = 80
 
-RULES = ("planner", "rules")
+OP_RECORDS = ("planner", "ops")
 """Folder of the records of ops: collections of op names are counted in all other folders."""
 
 OP_NAMES = frozenset(
@@ -193,13 +193,13 @@ def read_source(path: Path) -> SourceFile:
     module = module_name(path)
     parts = module.split(".")
     functions = [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
-    is_of_rules = path.relative_to(ROOT).parts[:2] == RULES
+    is_op_record = path.relative_to(ROOT).parts[:2] == OP_RECORDS
     return SourceFile(
         path=path,
         module=module,
         num_lines=text.count("\n"),
         imports=tuple(find_imports(tree, parts if path.name == "__init__.py" else parts[:-1])),
-        num_op_collections=0 if is_of_rules else count_op_collections(tree),
+        num_op_collections=0 if is_op_record else count_op_collections(tree),
         num_format_exceptions=len(re.findall(r"# fmt: (?:skip|off)", text)),
         num_functions={
             name: sum(map(is_counted, functions)) for name, is_counted in FUNCTION_FIGURES.items()

@@ -30,7 +30,7 @@ from autoparallel.passes.memory.stage_memory import (
 from autoparallel.passes.memory.storages import LiveBytes
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.kept_bytes import saved_parts
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import InfeasibleError

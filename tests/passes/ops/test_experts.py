@@ -15,7 +15,7 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.ops.activation import activate, describe
 from autoparallel.passes.ops.experts import run_experts, split_experts
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.rules import axis_strategies
+from autoparallel.planner.ops import axis_strategies
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,

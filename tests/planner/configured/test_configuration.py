@@ -16,7 +16,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules as default_rules
+from autoparallel.planner import ops as default_rules
 from autoparallel.planner.configured.configuration import (
     Configuration,
     even_layers,
@@ -32,8 +32,8 @@ from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.graph.graph import Block, Blocks, Ref
 from autoparallel.planner.graph.positions import position_dims
 from autoparallel.planner.inter_op.submesh import mesh_of, restriction
+from autoparallel.planner.ops import axis_strategies
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.rules import axis_strategies
 from examples.gpt import GPT, example_batch
 
 HIDDEN, SEQ, ROWS = 64, 32, 4

@@ -11,7 +11,7 @@ import pytest
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
 from autoparallel.planner.costs.basis import Basis, CostAssumptions
@@ -25,8 +25,8 @@ from autoparallel.planner.graph.expert_dims import (
     token_nodes,
 )
 from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
-from autoparallel.planner.rules.dispatch import as_received
-from autoparallel.planner.rules.saved import expert_pairs
+from autoparallel.planner.ops.experts import as_received
+from autoparallel.planner.ops.products import expert_pairs
 from autoparallel.planning.capture import capture_target
 from autoparallel.target.load import load_target
 

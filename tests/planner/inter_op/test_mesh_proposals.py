@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.errors import AutoparallelError
 from autoparallel.planner.inter_op.submesh import Experts, Proposals, proposals
 from autoparallel.planner.plan import Plan

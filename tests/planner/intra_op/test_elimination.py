@@ -9,7 +9,7 @@ import pytest
 from random_cases import random_case
 from random_suites import seeds
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.intra_op.elimination import (
     Eliminated,

@@ -8,7 +8,7 @@ import pytest
 from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import Restriction
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.layout import Mesh

@@ -6,14 +6,14 @@ import pytest
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.compute import work_seconds
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import input_specs
 from autoparallel.planner.costs.kept_bytes import working_bytes
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import INVARIANT, Mesh, NodeLayout
 from autoparallel.planner.kernels.fusion import with_fusion
-from autoparallel.planner.rules.work import Work
+from autoparallel.planner.ops.work import Work
 
 ROWS, WIDTH = 64, 32
 X = TensorSpec((ROWS, WIDTH), "float32", requires_grad=True)

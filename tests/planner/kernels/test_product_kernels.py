@@ -9,7 +9,7 @@ import pytest
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.compute import work_seconds
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import input_specs
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
@@ -18,7 +18,7 @@ from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.kernels.mask_share import Masks
 from autoparallel.planner.kernels.product_kernels import by_masks, with_product_kernels
 from autoparallel.planner.kernels.recompute import find_replay
-from autoparallel.planner.rules.work import Work
+from autoparallel.planner.ops.work import Work
 
 BATCH, HEADS, GROUPS, LENGTH, SIZE = 2, 8, 2, 64, 16
 QUERY, KEY = (BATCH, HEADS, LENGTH, SIZE), (BATCH, GROUPS, LENGTH, SIZE)

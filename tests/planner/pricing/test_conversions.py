@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoparallel.cost_model.cluster.cluster_file import load_cluster
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.conversions import conversion_seconds
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import TensorSpec

@@ -11,7 +11,7 @@ from autoparallel.cost_model.profile.environment import Environment
 from autoparallel.cost_model.profile.lookup import Profile
 from autoparallel.cost_model.profile.records import Transfer
 from autoparallel.cost_model.profile.transfers import overlapped
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import TensorSpec

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_cases import random_case
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.costs.choices import inner_collectives, input_specs
 from autoparallel.planner.costs.kept_bytes import RECOMPUTE_MODES, Replay, replay

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.kept_bytes import storages
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.evaluate.evaluate import evaluate

@@ -17,7 +17,7 @@ from autoparallel.passes.local.prove import node_layouts
 from autoparallel.planner.costs.op_case import op_case
 from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import Mesh, local_shape
-from autoparallel.planner.rules.work import work
+from autoparallel.planner.ops.work import work
 
 MESHES = (Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 

@@ -20,7 +20,7 @@ from autoparallel.planner.costs.systems import assumptions_of
 from autoparallel.planner.graph.expert_dims import is_expert_layer
 from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.kernels.recompute import RecomputedPart
-from autoparallel.planner.rules.dispatch import group_limit
+from autoparallel.planner.ops.experts import group_limit
 
 HEADS, NOPE, ROPE, VALUE, HIDDEN, SEQ, ROWS = 4, 16, 8, 16, 64, 32, 4
 TOKENS, HALF = ROWS * SEQ, 2

@@ -6,7 +6,7 @@ import pytest
 from small_graphs import cluster
 
 from autoparallel.cost_model.ops.memory import GradientDtype, StateOptions, sent_bytes
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import TensorSpec

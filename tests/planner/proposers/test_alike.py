@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.inter_op.submesh import mesh_of

@@ -10,7 +10,7 @@ from recut import recomputed, recut
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import Cluster
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError, UsageError
 from autoparallel.planner.evaluate.evaluate import Evaluation, evaluate

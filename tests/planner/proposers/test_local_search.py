@@ -10,7 +10,7 @@ from one_stage import ranked
 from random_cases import Case, random_case
 from random_suites import seeds
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import StageChoice
 from autoparallel.planner.proposers.local_search import (

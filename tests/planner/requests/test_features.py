@@ -12,10 +12,10 @@ from small_graphs import cluster, leaf, mlp, op, weight, with_batch
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.graph import Graph, Ref
 from autoparallel.planner.graph.layout import AxisStrategy, shard
+from autoparallel.planner.ops import axis_strategies
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.features import allowed, features_of
 from autoparallel.planner.requests.request import SCHEDULES, Forced, Request
-from autoparallel.planner.rules import axis_strategies
 
 
 @cache

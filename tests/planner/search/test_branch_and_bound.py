@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import PipelineSearch
 from autoparallel.planner.requests.request import Request

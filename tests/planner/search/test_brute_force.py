@@ -15,7 +15,7 @@ from random_suites import seeds
 from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.cluster import STATE_COLLECTIVES
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.graph.layout import Mesh

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.requests.request import Forced, Request

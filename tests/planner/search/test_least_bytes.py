@@ -9,7 +9,7 @@ from one_stage import plan
 from random_cases import random_case
 from random_suites import seeds
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import run_proposers

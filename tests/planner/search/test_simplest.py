@@ -9,7 +9,7 @@ import one_stage
 import pytest
 from small_graphs import cluster, mlp
 
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.find_plan import plan, run_proposers

@@ -11,7 +11,7 @@ from small_graphs import cluster, mlp
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT, Basis
 from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.requests.options import microbatch_rows

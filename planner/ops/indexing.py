@@ -1,4 +1,4 @@
-"""Rules of ops that read or write at indices, and of grouped products.
+"""Records of ops that read or write at indices.
 
 Reading: a dimension that a single index reads from may be split, too; each rank reads its own part
 and takes zero elsewhere, so the parts add up. Adding at indices: rows of the index may be split;
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import structured
+from ..graph.graph import Node
 from .annotation import FLOATS, Letters, Signature
-from .case import Case, is_ref, letters_of
+from .case import Case, Specs, annotate, is_ref, letters_of, linear
+from .elementwise import UNARY
+from .spec import WeightGradient, by, named, per_element
 
 _PICKED = "v"
 _WRITTEN = "w"
@@ -19,24 +21,50 @@ _WRITTEN = "w"
 
 def index(case: Case) -> Signature | None:
     """Split dims that are not indexed, dims of the indices, or the dim of a single index."""
-    found = structured.index(case)
-    indexed = [dim for dim, item in enumerate(case.argument(1, "indices")) if is_ref(item)]
+    listed = case.argument(1, "indices")
+    if any(spec.dtype in ("bool", "uint8") for spec in case.inputs[1:]):
+        return None
+    indexed = tuple(dim for dim, item in enumerate(listed) if is_ref(item))
+    source = letters_of(case.rank, indexed)
+    rank = max(len(spec.shape) for spec in case.inputs[1:])
+    kept = tuple(source[dim] for dim in range(case.rank) if dim not in indexed)
+    adjacent = indexed == tuple(range(indexed[0], indexed[-1] + 1))
+    start = indexed[0] if adjacent else 0
+    shape = case.outputs[0].shape[start : start + rank]
+    letters = tuple(f"i{dim}" if size > 1 else None for dim, size in enumerate(shape))
+    indices = tuple(
+        tuple(
+            letter if size > 1 else None
+            for letter, size in zip(letters[rank - len(spec.shape) :], spec.shape, strict=True)
+        )
+        for spec in case.inputs[1:]
+    )
+    found = Signature((source, *indices), ((*kept[:start], *letters, *kept[start:]),), ((0,),))
     return _picking(case, found, indexed[0]) if len(indexed) == 1 else found
 
 
-def index_select(case: Case) -> Signature | None:
+def index_select(case: Case) -> Signature:
     """Split any dim of the tensor, or the dim of the indices."""
-    return _picking(case, structured.index_select(case), case.dims(1, "dim")[0])
+    dim = case.dims(1, "dim")[0]
+    letters = letters_of(case.rank, (dim,))
+    output = tuple("i" if at == dim else letter for at, letter in enumerate(letters))
+    found = Signature((letters, ("i",)[: len(case.inputs[1].shape)]), (output,), ((0,),))
+    return _picking(case, found, dim)
 
 
-def gather(case: Case) -> Signature | None:
+def gather(case: Case) -> Signature:
     """Split dims that the index has whole, the index along its dim, or the gathered dim."""
-    return _picking(case, structured.gather(case), case.dims(1, "dim")[0])
+    dim = case.dims(1, "dim")[0]
+    source, indices = case.shape, case.inputs[1].shape
+    whole = tuple(at for at in range(case.rank) if at == dim or source[at] != indices[at])
+    letters = letters_of(case.rank, whole)
+    picked = tuple("i" if at == dim else letter for at, letter in enumerate(letters))
+    return _picking(case, Signature((letters, picked), (picked,), ((0,),)), dim)
 
 
-def _picking(case: Case, found: Signature | None, dim: int) -> Signature | None:
+def _picking(case: Case, found: Signature, dim: int) -> Signature:
     """Return a signature in which the dim that is read from may be split, too."""
-    if found is None or case.inputs[0].dtype not in FLOATS or not case.shape:
+    if case.inputs[0].dtype not in FLOATS or not case.shape:
         return found
     source = list(found.inputs[0])
     source[dim] = _PICKED
@@ -134,17 +162,76 @@ def histogram(case: Case) -> Signature | None:
     return Signature((letters_of(case.rank),), ((None,),), sums=True)
 
 
-def grouped_mm(case: Case) -> Signature | None:
-    """Split the dims of each product, and the groups if these have equal sizes."""
-    left, right = (len(spec.shape) for spec in case.inputs[:2])
-    if len(case.inputs) == 2 and (left, right) == (3, 3):
-        return structured.annotate(case, "e m k, e k n -> e m n")
-    if len(case.inputs) != 3:
+def embedding(case: Case) -> Signature | None:
+    """Split vocabulary rows (each rank looks up its own, zero elsewhere), columns or indices."""
+    if case.argument(3, "scale_grad_by_freq", False) or case.argument(4, "sparse", False):
         return None
-    patterns = {
-        (2, 3): "_ k, _ k n, [_] -> _ n",
-        (3, 2): "_ m k, k _, [_] -> m _",
-        (2, 2): "m _, _ n, [_] -> _ m n",
-    }
-    pattern = patterns.get((left, right))
-    return None if pattern is None else structured.annotate(case, pattern)
+    return annotate(case, "v d, [*b] -> *b d")
+
+
+def one_hot(case: Case) -> Signature:
+    """Split any dim of the indices."""
+    letters = letters_of(case.rank)
+    return linear((letters,), ((*letters, None),), is_linear=False)
+
+
+def _size_of_dim(node: Node, inputs: Specs) -> int | None:
+    dim = node.args[1]
+    return inputs[0].shape[dim] if isinstance(dim, int) else None
+
+
+GATHER = replace(
+    UNARY,
+    name="gather",
+    rule=by(gather),
+    family="copy",
+    flops=per_element(0, 0),
+    reads="rows",
+    keeps="inputs",
+    memory="new",
+    fusion="apart",
+    largest_index=_size_of_dim,
+)
+SCATTER = replace(GATHER, name="scatter", rule=by(scatter), reads="inputs", keeps="written")
+WRITTEN = replace(SCATTER, name="index_add", rule=by(index_add), largest_index=None)
+
+SPECS = (
+    GATHER,
+    *named(GATHER, "index_select", rule=by(index_select), keeps="rest"),
+    *named(
+        GATHER,
+        "index",
+        rule=by(index),
+        keeps="rest",
+        largest_index=lambda node, inputs: min(inputs[0].shape),
+    ),
+    *named(
+        GATHER,
+        "embedding",
+        rule=by(embedding),
+        family="embedding",
+        keeps="rest",
+        weight_gradient=WeightGradient(1, (0,)),
+        fusion="any",
+        largest_index=lambda node, inputs: inputs[0].shape[0],
+        is_weighted=True,
+    ),
+    SCATTER,
+    WRITTEN,
+    *named(WRITTEN, "scatter_add", rule=by(scatter_add)),
+    *named(WRITTEN, "scatter_reduce", rule=by(scatter_reduce), keeps="inputs"),
+    *named(WRITTEN, "index_copy", rule=by(index_copy)),
+    *named(WRITTEN, "index_fill", rule=by(index_fill)),
+    *named(WRITTEN, "index_put", rule=by(index_put)),
+    *named(WRITTEN, "histc", rule=by(histogram), keeps="input"),
+    *named(
+        WRITTEN,
+        "one_hot",
+        rule=by(one_hot),
+        keeps="input",
+        # a part of the indices may lack the highest class
+        local=lambda node, inputs, outputs: ((1, "num_classes", outputs[0].shape[-1]),),
+        is_sized=True,
+        largest_index=lambda node, inputs: node.spec.shape[-1],
+    ),
+)

@@ -1,4 +1,5 @@
-"""The interface of ``planner.rules``, for code that accepts any implementation of it."""
+"""Records of ops (``spec``), and functions of them: an op's possible splits, its work, the tensors
+that autograd keeps for it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,28 @@ from typing import Any, Protocol
 
 from ..graph.graph import Graph, Node, Ref, TensorSpec
 from ..graph.layout import AxisStrategy
+from .catalog import has_rule
+from .saved import kept_extra_bytes, saved, saved_extra_bytes
+from .storage import storage_of
+from .strategies import axis_strategies, strategies_form
+from .work import Work, work
+
+__all__ = [
+    "Rules",
+    "Work",
+    "axis_strategies",
+    "has_rule",
+    "kept_extra_bytes",
+    "saved",
+    "saved_extra_bytes",
+    "storage_of",
+    "strategies_form",
+    "work",
+]
 
 
 class Rules(Protocol):
-    """Interface of ``planner.rules``: strategies, work and saved values of an op."""
+    """Interface of this package, for code that accepts any implementation of it."""
 
     def axis_strategies(
         self, node: Node, graph: Graph, axis_size: int

@@ -13,12 +13,12 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, ROW_COPIES
 from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.ops.activation import describe
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import INVARIANT, Mesh, NodeLayout
-from autoparallel.planner.rules.expert_traffic import ExpertKernels, expert_traffic
+from autoparallel.planner.ops.experts import ExpertKernels, expert_traffic
 
 TOKENS, CHOSEN, EXPERTS, HIDDEN, WIDTH = 32, 2, 4, 16, 24
 PAIRS, BYTES = TOKENS * CHOSEN, 2

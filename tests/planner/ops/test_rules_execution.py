@@ -15,7 +15,7 @@ from sharding import assert_close, collect, distribute, gradient_layout
 from torch import Tensor
 
 from autoparallel.planner.graph.layout import AxisStrategy, Mesh
-from autoparallel.planner.rules import axis_strategies
+from autoparallel.planner.ops import axis_strategies
 
 NUM_RANKS = 2
 MESH = Mesh(("tp",), (NUM_RANKS,))

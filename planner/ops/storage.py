@@ -13,30 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from ..graph.graph import Graph, Node
+from .attention import writes_scores
 from .case import Case
-from .saved import is_identity, writes_scores
-from .table import ELEMENTWISE, packet
+from .catalog import spec_of
 from .views import moved_order
 
 Key = tuple[str, int]
 Strides = tuple[int, ...]
-
-_RESHAPES = frozenset(
-    (
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "view_as",
-        "reshape_as",
-    )
-)
-_CUTS = frozenset(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split"))
-_TAKES = frozenset(("select", "unbind"))
-_PRODUCTS = frozenset(("linear", "matmul"))
 
 
 def storage_of(graph: Graph) -> Mapping[Key, Key]:
@@ -69,13 +52,13 @@ def copy_of(name: str, position: int) -> Key:
 
 
 def _copies(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Iterator[Key]:
-    name = packet(node.op)
-    if name not in _PRODUCTS:
+    count = spec_of(node).copies
+    if count == 0:
         return
-    factors = node.inputs[: 1 if name == "linear" else 2]
+    factors = node.inputs[:count]
     shapes = [graph.spec(ref).shape for ref in factors]
     batch = max((shape[:-2] for shape in shapes), key=len)
-    if name == "linear" or min(map(len, shapes)) < 3:
+    if count == 1 or min(map(len, shapes)) < 3:
         batch = ()  # folded into rows
     for position, (ref, shape) in enumerate(zip(factors, shapes, strict=True)):
         if len(shape) < 3 or (batch and shape[:-2] != batch):
@@ -110,31 +93,36 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> Strides:
 
 def _view_strides(case: Case, strides: Strides, index: int) -> Strides | None:
     """Return the strides of an output if it is a view of the first input, else None."""
-    name = packet(case.node.op)
+    spec = spec_of(case.node)
     shape, target = case.shape, case.outputs[index].shape
-    if is_identity(case.node, case.inputs, case.outputs):
+    if spec.is_identity(case.node, case.inputs, case.outputs):
         return strides
-    if name == "contiguous":
+    if spec.memory == "dense":
         return strides if is_dense(shape, strides) else None
-    if name in _RESHAPES:
-        return reshaped(shape, strides, target)
-    if name in ("expand", "expand_as"):
-        offset = len(target) - len(shape)
-        return tuple(
-            0 if dim < offset or shape[dim - offset] != size else strides[dim - offset]
-            for dim, size in enumerate(target)
-        )
-    if name in _CUTS:
-        step = case.argument(4, "step", 1) if name == "slice" else 1
-        dim = case.dims(1 if name in ("slice", "narrow") else 2, "dim", 0)[0]
-        return tuple(stride * step if at == dim else stride for at, stride in enumerate(strides))
-    if name == "view_as_complex":
-        return tuple(stride // 2 for stride in strides[:-1])
-    if name == "view_as_real":
-        return (*(stride * 2 for stride in strides), 1)
-    if name in _TAKES:
-        dim = case.dims(1, "dim", 0)[0]
-        return strides[:dim] + strides[dim + 1 :]
+    if spec.memory != "view":
+        return None
+    match spec.form:
+        case "reshape":
+            return reshaped(shape, strides, target)
+        case "expand":
+            offset = len(target) - len(shape)
+            return tuple(
+                0 if dim < offset or shape[dim - offset] != size else strides[dim - offset]
+                for dim, size in enumerate(target)
+            )
+        case "cut" | "parts":
+            step = case.argument(4, "step", 1) if spec.name == "slice" else 1
+            dim = case.dims(1 if spec.form == "cut" else 2, "dim", 0)[0]
+            return tuple(
+                stride * step if at == dim else stride for at, stride in enumerate(strides)
+            )
+        case "take":
+            dim = case.dims(1, "dim", 0)[0]
+            return strides[:dim] + strides[dim + 1 :]
+        case "as_complex":
+            return tuple(stride // 2 for stride in strides[:-1])
+        case "as_real":
+            return (*(stride * 2 for stride in strides), 1)
     order = moved_order(case)
     return None if order is None else tuple(strides[dim] for dim in order)
 
@@ -144,13 +132,12 @@ def _fresh(node: Node, graph: Graph, strides: Mapping[Key, Strides]) -> Strides 
 
     Elementwise ops keep the order of the dims; attention keeps the order of the queries' dims.
     """
-    name, shape = packet(node.op), node.spec.shape
-    is_attention = name == "scaled_dot_product_attention"
-    if is_attention and writes_scores(node, [graph.spec(ref) for ref in node.inputs]):
+    memory, shape = spec_of(node).memory, node.spec.shape
+    if writes_scores(node, [graph.spec(ref) for ref in node.inputs]):
         return None
-    if name not in ELEMENTWISE and not is_attention:
+    if memory not in ("ordered", "queries"):
         return None
-    for ref in node.inputs[:1] if is_attention else node.inputs:
+    for ref in node.inputs[:1] if memory == "queries" else node.inputs:
         if graph.spec(ref).shape == shape:
             held = strides[ref.name, ref.index]
             return dense(shape, sorted(range(len(shape)), key=lambda dim: -held[dim]))

@@ -1,4 +1,6 @@
-"""Derivation of an op's strategies on one mesh axis from its signature.
+"""Strategies of a node on one mesh axis, by the rule of its op.
+
+The signature gives:
 
 - split a letter: inputs with the letter are ``S``, inputs without it ``R`` (``I`` if no gradient
   flows), outputs with it ``S``; outputs without it are partial sums, ``P``, and then every
@@ -6,16 +8,115 @@
 - pass partial sums through: one factor of each term is ``P``, all others are ``R``;
 - ``R``: every input's gradient is a partial sum if the output's is, as the backward is linear;
 - ``I``: everything is whole.
+
+Exchange of splits: a matrix of several parts (a fused weight) that is split along its other
+dimension becomes its parts, each split along the dimension that is cut: one all-to-all for all
+parts, and one back for the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
-from ..graph.graph import TensorSpec
-from ..graph.layout import INVARIANT, PARTIAL, REPLICATE, AxisStrategy, Placement, shard
+from ..graph.graph import Graph, Node, Ref, TensorSpec, flat_form
+from ..graph.layout import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    AxisStrategy,
+    InnerCollective,
+    Placement,
+    shard,
+)
 from .annotation import FLOATS, Signature
+from .attention import balanced_strategies
+from .case import Case
+from .catalog import signature_of
+
+EXCHANGED = "aten.split_with_sizes.default"
+"""Op by which the pass ``split-fused`` cuts weights into parts."""
+
+
+def axis_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Return every strategy of ``node`` on one mesh axis of ``axis_size`` ranks, ``"I"`` last.
+
+    A parameter is split or ``R``; an input, buffer or constant is split or ``I``. Only dimensions
+    that the axis divides are split; the caller checks splits of one dimension by several axes.
+    """
+    if node.kind != "op":
+        return _held(node, axis_size)
+    return op_strategies(node, graph, axis_size)
+
+
+def op_strategies(node: Node, graph: Graph, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Return the strategies of a node's op, also for a constant that an op computes."""
+    nodes, refs = graph.by_name, node.inputs
+    producers = [nodes[ref.name] for ref in refs]
+    specs = (each.outputs[ref.index] for each, ref in zip(producers, refs, strict=True))
+    case = Case(node, tuple(specs), node.outputs)
+    derived = derive(
+        signature_of(case),
+        case.inputs,
+        case.outputs,
+        axis_size=axis_size,
+        leaves=[producer.kind != "op" for producer in producers],
+    )
+    return (
+        *exchanged_parts(case, axis_size),
+        *derived[:-1],
+        *balanced_strategies(case, derived, axis_size),
+        derived[-1],
+    )
+
+
+def strategies_form(node: Node, graph: Graph) -> tuple[Any, ...]:
+    """Return a key that is equal for nodes with equal ``axis_strategies``, as in equal layers."""
+    return op_form(node, graph) if node.kind == "op" else (node.kind, node.outputs)
+
+
+def op_form(node: Node, graph: Graph) -> tuple[Any, ...]:
+    """Return a key that is equal for nodes with equal ``op_strategies``."""
+    parts: list[Any] = [node.op, node.rule, node.outputs]
+    for ref in node.inputs:
+        producer = graph.by_name[ref.name]
+        parts += (producer.outputs[ref.index], producer.kind == "op")
+    positions: dict[Ref, int] = {}
+    arguments = node.args, {k: v for k, v in node.kwargs.items() if k != "number"}
+    flat_form(arguments, lambda ref: positions.setdefault(ref, len(positions)), parts)
+    return tuple(parts)
+
+
+def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:
+    whole = REPLICATE if node.kind == "parameter" else INVARIANT
+    splits: list[tuple[str, Placement]] = [
+        (f"d{dim}", shard(dim))
+        for dim, size in enumerate(node.spec.shape)
+        if size and size % axis_size == 0
+    ]
+    return tuple(
+        AxisStrategy(label, (), (placement,) * len(node.outputs))
+        for label, placement in [*splits, (whole.kind, whole)]
+    )
+
+
+def exchanged_parts(case: Case, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Return the strategy of an op that cuts a fused weight into parts: the weight is split along
+    the dimension that is not cut, the parts along the other, after an all-to-all."""
+    if case.node.op != EXCHANGED or case.rank != 2:
+        return ()
+    cut = case.dims(2, "dim", 0)[0]
+    sizes = [case.shape[1 - cut], *(spec.shape[cut] for spec in case.outputs)]
+    if any(not size or size % axis_size for size in sizes):
+        return ()
+    num_bytes = case.inputs[0].num_bytes // axis_size
+    both = [InnerCollective("all_to_all", num_bytes)]
+    if case.inputs[0].requires_grad:
+        both.append(InnerCollective("all_to_all", num_bytes, backward=True))
+    return (
+        AxisStrategy("exchange", (shard(1 - cut),), (shard(cut),) * len(case.outputs), tuple(both)),
+    )
 
 
 def derive(

@@ -16,7 +16,7 @@ from autoparallel.cost_model.ops.compute import work_seconds
 from autoparallel.cost_model.profile.arguments import build_call
 from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.ops import lower_right  # noqa: F401 - registers the op
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import (
     Restriction,
     inner_collectives,
@@ -35,11 +35,11 @@ from autoparallel.planner.graph.layout import (
     combine,
     shard,
 )
+from autoparallel.planner.ops import axis_strategies, work
+from autoparallel.planner.ops.experts import BALANCED_ATTENTION, as_run
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.rules import axis_strategies, work
-from autoparallel.planner.rules.balanced_attention import BALANCED_ATTENTION, as_run
 from examples.gpt import GPT, example_batch
 
 HEADS, SEQ, SIZE = 4, 16, 8

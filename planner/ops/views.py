@@ -1,9 +1,16 @@
-"""Rules of ops that move, repeat, cut or join dimensions."""
+"""Records of ops that move, repeat, cut or join dimensions."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..graph.graph import Node
 from .annotation import Letters, Shape, Signature
-from .case import Case, letters_of, linear
+from .case import Case, Specs, argument, letters_of, linear
+from .elementwise import UNARY
+from .spec import Change, along, annotated, by, named, per_element, size_at
 
 _LARGEST = 2**63 - 1
 """Value of ``end`` in a slice without an end."""
@@ -202,11 +209,131 @@ def pad(case: Case) -> Signature:
     return linear((letters,), (letters,), is_linear=mode == "constant" and not value)
 
 
-def new(case: Case) -> Signature:
-    """Split any dim of ``new_zeros`` and similar ops; equal dims of the input go together."""
-    shape = case.outputs[0].shape
-    before: list[str | None] = [None] * case.rank
-    for dim, (source, size) in enumerate(zip(case.shape, shape, strict=False)):
-        if source == size:
-            before[dim] = f"d{dim}"
-    return Signature((tuple(before),), (letters_of(len(shape)),))
+def _unflattened(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
+    dim = _dim(node, 1, inputs)
+    count = len(argument(node, 2, "sizes"))
+    return ((2, "sizes", list(outputs[0].shape[dim : dim + count])),)
+
+
+def _repeats(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
+    output, own = outputs[0].shape, inputs[0].shape
+    own = (1,) * (len(output) - len(own)) + own
+    repeats = [whole // part for whole, part in zip(output, own, strict=True)]
+    return ((1, "dims" if node.op.startswith("aten.tile") else "repeats", repeats),)
+
+
+def _dim(node: Node, position: int, inputs: Specs) -> int:
+    return int(argument(node, position, "dim", 0)) % max(len(inputs[0].shape), 1)
+
+
+def _parts(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
+    """Return the sizes of parts; if ranks exchange the parts that they cut, the local tensor is cut
+    in proportion."""
+    dim = _dim(node, 2, inputs)
+    sizes = [spec.shape[dim] for spec in outputs]
+    if sum(sizes) != inputs[0].shape[dim]:
+        whole = sum(spec.shape[dim] for spec in node.outputs)
+        sizes = [spec.shape[dim] * inputs[0].shape[dim] // whole for spec in node.outputs]
+    name = "split_sizes" if node.op.startswith("aten.split_with_sizes") else "split_size"
+    is_number = isinstance(argument(node, 1, name), int)
+    return ((1, name, sizes[0] if is_number else sizes),)
+
+
+def _whole(name: str) -> Callable[[Node, Specs, Specs], tuple[Change, ...]]:
+    """Return the local form of an op that cuts from a start to its argument ``name``: if it keeps
+    the whole dim, it keeps the whole part; else the dim is not split."""
+
+    def local(node: Node, inputs: Specs, outputs: Specs) -> tuple[Change, ...]:
+        dim = _dim(node, 1, inputs)
+        size = inputs[0].shape[dim]
+        if outputs[0].shape[dim] != size:
+            return ()
+        return (1, "dim", dim), (2, "start", 0), (3, name, sys.maxsize if name == "end" else size)
+
+    return local
+
+
+RESHAPE = replace(
+    UNARY,
+    name="reshape",
+    rule=by(reshape),
+    family="view",
+    flops=per_element(0, 0),
+    keeps="nothing",
+    form="reshape",
+    memory="view",
+    local=size_at(1),
+    is_sized=True,
+    script=".{}(*)",
+)
+UNSIZED = replace(RESHAPE, local=None, is_sized=False, script=".{}()")
+MOVE = replace(UNSIZED, name="transpose", rule=by(permute), form="move")
+SPLIT = replace(RESHAPE, name="split", rule=by(cut), form="parts", local=_parts, script=".split()")
+SLICE = replace(
+    UNSIZED,
+    name="slice",
+    rule=by(cut),
+    form="cut",
+    local=_whole("end"),
+    script="",
+    result="part",
+    is_inline=True,
+)
+COMPLEX = replace(UNSIZED, family="elementwise", flops=per_element(1, 2), script="")
+REPEAT = replace(
+    RESHAPE,
+    name="repeat",
+    rule=by(repeat),
+    family="copy",
+    form="repeat",
+    memory="new",
+    local=_repeats,
+)
+JOIN = replace(
+    UNSIZED, name="cat", rule=by(cat), family="copy", form="other", memory="new", script=""
+)
+PAD = replace(JOIN, name="pad", rule=by(pad), form="pad")
+
+SPECS = (
+    *named(RESHAPE, "reshape view"),
+    *named(RESHAPE, "_unsafe_view", script=""),
+    *named(RESHAPE, "view_copy", memory="new", script=""),
+    *named(RESHAPE, "squeeze", script=".{}()"),
+    *named(RESHAPE, "unflatten", local=_unflattened, script=".{}()"),
+    *named(UNSIZED, "flatten unsqueeze"),
+    *named(UNSIZED, "reshape_as view_as", rule=by(like_other), script=""),
+    *named(UNSIZED, "expand_as", rule=by(like_other), form="expand", script=""),
+    *named(RESHAPE, "expand", rule=by(expand), form="expand"),
+    *named(MOVE, "movedim t transpose"),
+    *named(MOVE, "permute", script=".{}(*)"),
+    *named(MOVE, "mT moveaxis numpy_T swapaxes swapdims", script=""),
+    *named(SPLIT, "split split_with_sizes"),
+    *named(SPLIT, "unsafe_split", memory="new", script=""),
+    *named(SPLIT, "chunk", local=None, is_sized=False, script=".{}()"),
+    *named(SPLIT, "tensor_split", local=None, is_sized=False, script=""),
+    *named(SPLIT, "unsafe_chunk", memory="new", local=None, is_sized=False, script=""),
+    SLICE,
+    *named(SLICE, "narrow", local=_whole("length"), script=".{}()", result="", is_inline=False),
+    *named(UNSIZED, "select unbind", rule=by(take), form="take"),
+    *named(COMPLEX, "view_as_complex", rule=annotated("*b _ => *b"), form="as_complex"),
+    *named(COMPLEX, "view_as_real", rule=annotated("*b => *b _"), form="as_real"),
+    REPEAT,
+    *named(REPEAT, "tile", script=""),
+    *named(
+        REPEAT,
+        "repeat_interleave",
+        rule=by(repeat_interleave),
+        form="other",
+        local=lambda node, inputs, outputs: ((3, "output_size", None),),
+        script="",
+    ),
+    replace(JOIN, result="joined"),
+    *named(JOIN, "concat concatenate"),
+    *named(JOIN, "stack", rule=by(stack)),
+    *named(JOIN, "select_scatter slice_scatter", rule=by(scatter_part)),
+    replace(PAD, script="F.{}()", result="padded"),
+    *named(PAD, "constant_pad_nd"),
+    *named(JOIN, "flip", rule=along(1, None, is_linear=True)),
+    *named(JOIN, "roll", rule=along(2, None, is_linear=True)),
+    *named(JOIN, "pixel_shuffle pixel_unshuffle", rule=annotated("*b _ _ _ -> *b _ _ _")),
+)

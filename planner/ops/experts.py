@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts: strategies of other training programs, for pricing them.
+"""Layers of experts: strategies that send tokens, as other programs do, and memory traffic.
 
 In: a layer of experts (``passes.ops.experts``) or a view of its tokens, an axis. Out: strategies in
 which each rank has its own tokens, and a rank's call of the layer with its received tokens.
@@ -8,23 +8,45 @@ and so are their gradients. In ``SLICED`` each rank has a slice of each expert: 
 axis gather the tokens that any of them received, and sum the results. ``TOKENS`` is for views that
 join rows and positions: a rank has some positions of each of its rows. Their order does not matter,
 as experts compute each token independently.
+
+Memory traffic, beside that of the products, of a layer at local shapes and its division into
+kernels: for each (token, expert) pair, a row as wide as the token is copied to the expert and the
+result is copied back (Gale et al. 2022, MegaBlocks, section 5.2). The activation, perhaps after a
+bias, is between the two products; the score, perhaps after a bias, follows the second.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any, Literal
 
 from ...cost_model.collectives.dispatch import GroupLimit
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
 from ..graph.graph import Graph, Node, TensorSpec
-from ..graph.layout import REPLICATE, AxisStrategy, InnerCollective, NodeLayout, shard
-from .case import argument
-from .table import packet
+from ..graph.layout import (
+    BALANCED,
+    REPLICATE,
+    AxisStrategy,
+    InnerCollective,
+    NodeLayout,
+    shard,
+)
+from .attention import BALANCED_ATTENTION
+from .case import argument, packet
+from .catalog import spec_named
+from .products import expert_pairs
 
 SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
 """Labels of the strategies of ``sent_strategies``."""
+
+ExpertKernels = Literal["separate", "activation", "one"]
+"""Division into kernels. ``separate``: every elementwise op is a kernel, as in eager code and in
+Megatron-LM if experts have biases. ``activation``: all ops between the products are one kernel.
+``one``: they are part of the products' kernels, as in cuDNN's grouped products with an
+activation."""
 
 
 def sent_strategies(
@@ -118,3 +140,75 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
         return node
     count = Fraction(argument(node, 8, "num_experts"), parts)
     return replace(node, kwargs={**node.kwargs, "num_experts": count})
+
+
+def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:
+    """Return the node as the busiest rank executes it: balanced attention as another op, an expert
+    layer on the tokens that the rank receives; other nodes are unchanged.
+
+    The fourth argument of the balanced op has, for each half of its queries, the end of the keys
+    that they see. Attention of a later slice of positions has a mask, and is not balanced.
+    """
+    if is_expert_layer(node):
+        return as_received(node, layout, mesh_shape)
+    if BALANCED not in layout.labels or not argument(node, 5, "is_causal", False):
+        return node
+    dim = len(node.spec.shape) - 2
+    place, parts = 0, 1
+    for placement, size, label in zip(layout.outputs[0], mesh_shape, layout.labels, strict=True):
+        if placement == shard(dim):
+            place = place * size + (0 if label == BALANCED else size - 1)
+            parts *= size
+    whole = node.spec.shape[dim]
+    length = whole // parts
+    ends = [place * length + length - length // 2, whole]
+    named = {"scale": argument(node, 6, "scale"), "enable_gqa": argument(node, 7, "enable_gqa")}
+    given = {name: value for name, value in named.items() if value is not None}
+    return replace(node, op=BALANCED_ATTENTION, args=(*node.args[:3], ends), kwargs=given)
+
+
+def expert_traffic(
+    node: Node, inputs: Sequence[TensorSpec], kernels: ExpertKernels, moves: int
+) -> tuple[int, int]:
+    """Return the bytes of memory traffic around the experts' products (forward, backward).
+
+    A row is copied ``moves`` times, on the way to its expert and back; so is its gradient.
+    """
+    tokens, first, second = inputs[0], inputs[FIRST_WEIGHT], inputs[FIRST_WEIGHT + 1]
+    width = tokens.shape[-1]
+    made, read = (weight.numel // weight.shape[0] // width for weight in (first, second))
+    forward = backward = 2 * moves * width
+    if kernels == "activation":
+        forward, backward = forward + made + read, backward + 2 * made + read
+    elif kernels == "separate":
+        has_biases = len(node.inputs) > FIRST_WEIGHT + 2
+        text = argument(node, 7, "activation", "[]")
+        within = _activation(json.loads(text), made, read)
+        biases = (made + width) if has_biases else 0
+        # A bias is gathered by row and added; its gradient is summed. The scores are multiplied in.
+        forward += within[0] + 4 * biases + 2 * width
+        backward += within[1] + 2 * biases + 4 * width
+    pairs = expert_pairs(node, inputs) * tokens.itemsize
+    return pairs * forward, pairs * backward
+
+
+def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
+    """Return the elements per row that the ops of the activation read and write (forward,
+    backward).
+
+    In the forward each op reads its operands and writes its result; in the backward it reads the
+    result's gradient and its operands, and writes their gradients. ``made`` is the width of the
+    first product's result, ``read`` the width of the second product's operand and of views.
+    """
+    widths, forward, backward = [made], 0, 0
+    for target, arguments, options in calls:
+        given = (*arguments, *options.values())
+        places = [each["at"] for each in given if isinstance(each, dict) and "at" in each]
+        name = target.rpartition(".")[2]
+        is_view = name in ("getitem", "contiguous") or spec_named(name).family == "view"
+        width = read if is_view else max((widths[at] for at in places), default=read)
+        widths.append(width)
+        if not is_view:
+            forward += (len(places) + 1) * width
+            backward += (2 * len(places) + 1) * width
+    return forward, backward

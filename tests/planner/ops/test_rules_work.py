@@ -12,14 +12,14 @@ from op_cases import OpCase, cases, graph_of, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.graph.graph import Graph, Node, OpRule, Ref, TensorSpec, map_refs
-from autoparallel.planner.rules import (
+from autoparallel.planner.ops import (
     kept_extra_bytes,
     saved,
     saved_extra_bytes,
     storage_of,
     work,
 )
-from autoparallel.planner.rules.storage import copy_of
+from autoparallel.planner.ops.storage import copy_of
 from autoparallel.target.register_op import register_op, registered_rules
 
 EXACT = (

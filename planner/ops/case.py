@@ -1,12 +1,16 @@
-"""An op node with the specs of its tensors, the input of structural rules."""
+"""An op node with the specs of its tensors, the input of rules."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..graph.graph import Node, Ref, TensorSpec
-from .annotation import Letters, Shape, Signature
+from .annotation import Letters, Shape, Signature, bind
+
+Specs = Sequence[TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +73,26 @@ def linear(
 
 def is_ref(value: Any) -> bool:
     return isinstance(value, Ref)
+
+
+@lru_cache(maxsize=4096)
+def packet(op: str) -> str:
+    """Return an op's name without namespace and overload, and without "_" if it is in-place.
+
+    >>> packet("aten.add_.Tensor"), packet("aten.__and__.Tensor")
+    ('add', '__and__')
+    """
+    parts = op.split(".")
+    if len(parts) < 2 or parts[0] not in ("aten", "autoparallel"):
+        return ""
+    name = parts[1]
+    return name[:-1] if name.endswith("_") and not name.startswith("_") else name
+
+
+def annotate(case: Case, annotation: str) -> Signature | None:
+    """Return the signature of an annotation for the shapes of a node."""
+    return bind(
+        annotation,
+        [spec.shape for spec in case.inputs],
+        [spec.shape for spec in case.outputs],
+    )

@@ -1,0 +1,196 @@
+"""Records of attention, and its strategy in which every rank has an equal share of causal work.
+
+Attention of B×H heads over S queries and T keys takes 4·B·H·S·T·D FLOPs in the forward (half if
+causal), and 2.5 times that in the backward, which recomputes the scores (Dao 2023,
+FlashAttention-2, section 3).
+
+Balanced: causal attention on an axis of n ranks that splits its queries' positions. Ranks swap
+halves of their queries, and the busiest rank then executes another call.
+
+Rank r has the r-th part of the queries, and query i sees the keys up to i: the last rank computes
+(2n - 1)/n times the mean. With 2n chunks, chunk i takes about i + 1/2. Rank r keeps its chunk 2r
+and takes chunk 2n - 1 - 2r, the second chunk of rank n - 1 - r, which takes chunk 2r + 1 instead:
+2n for every rank. Half of the queries are sent there and half of the results back, as are their
+gradients; keys and values are whole on every rank. If several axes split the positions, the partner
+is the rank at the opposite end of each balancing axis.
+
+Source of the pairs of chunks: Dubey et al. 2024, Llama 3 (arXiv:2407.21783), section 3.3.2, where
+the sequence itself is distributed in this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from ..graph.graph import Node, TensorSpec
+from ..graph.layout import BALANCED, AxisStrategy, InnerCollective, shard
+from .annotation import Signature
+from .case import Case, Specs, annotate, argument, packet
+from .elementwise import UNARY
+from .spec import Product, Products, by, statistic_bytes
+
+BALANCED_ATTENTION = "autoparallel.balanced_attention.default"
+"""Op of causal attention on two runs of query positions (``passes.ops.lower_right``)."""
+
+_BACKWARD = 2.5
+
+
+def attention(case: Case) -> Signature | None:
+    """Split the batch, heads (with grouped key/value heads) or queries."""
+    if case.argument(4, "dropout_p", 0.0):
+        return None
+    return annotate(case, "*b q _, *b _ _, *b _ _, *b q _ => *b q _")
+
+
+def is_lower_right(node: Node, query: TensorSpec) -> bool:
+    """Return whether an attention is causal and its queries are a part of the positions only."""
+    return (
+        packet(node.op) == ATTENTION.name
+        and bool(argument(node, 5, "is_causal", False))
+        and query.shape[-2] != node.spec.shape[-2]
+    )
+
+
+def writes_scores(node: Node, inputs: Specs) -> bool:
+    """Return whether an attention runs as two products and a softmax: if its mask needs a gradient,
+    which PyTorch's flash attention does not compute.
+
+    It then keeps its own copies of queries, keys and values, and the softmax's result, in float32
+    at least (``_scaled_dot_product_attention_math``, ATen/native/transformers/attention.cpp).
+    """
+    is_attention = packet(node.op) == ATTENTION.name
+    return is_attention and len(inputs) > 3 and inputs[3].requires_grad
+
+
+def num_scores(inputs: Specs) -> int:
+    """Return the number of scores of an attention, of each query for each key."""
+    query, key = inputs[:2]
+    return query.numel // query.shape[-1] * key.shape[-2]
+
+
+def _kept_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
+    statistic = statistic_bytes(outputs)
+    if writes_scores(node, inputs):
+        factors = sum(spec.numel for spec in inputs[:3])
+        return (factors + num_scores(inputs)) * statistic
+    return prod(outputs[0].shape[:-1]) * statistic
+
+
+def _balanced_bytes(node: Node, inputs: Specs, outputs: Specs) -> int:
+    """Return the bytes kept besides: half of the queries, and the results before they are
+    joined."""
+    halves = inputs[0].num_bytes // 2 + outputs[0].num_bytes
+    return _kept_bytes(node, inputs[:3], outputs) + halves
+
+
+def _products(node: Node, inputs: Specs, wanted: Sequence[int]) -> Products:
+    """Return (batch · heads, queries, keys, head size) of each kernel, forward and backward."""
+    query, key = inputs[:2]
+    own: tuple[Product, ...] = (
+        (prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]),
+    )
+    if packet(node.op) != ATTENTION.name:
+        own = _halves(node, query)
+    return own, own if wanted else ()
+
+
+def _halves(node: Node, query: TensorSpec) -> tuple[Product, ...]:
+    heads, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
+    halves = (length - length // 2, length // 2)
+    return tuple((heads, rows, end, size) for rows, end in zip(halves, node.args[3], strict=True))
+
+
+def _flops(node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]) -> tuple[int, int]:
+    query, key = inputs[:2]
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    is_causal = bool(argument(node, 5, "is_causal", False))
+    if is_causal and query.shape[-2] == key.shape[-2]:
+        pairs //= 2
+    elif is_lower_right(node, query):  # the rank with the last positions: all others wait
+        pairs -= prod(query.shape[:-1]) * query.shape[-2] // 2
+    return _of_pairs(pairs, inputs, wanted)
+
+
+def _balanced_flops(
+    node: Node, inputs: Specs, outputs: Specs, wanted: Sequence[int]
+) -> tuple[int, int]:
+    halves = _halves(node, inputs[0])
+    pairs = sum(heads * (rows * end - rows * rows // 2) for heads, rows, end, _ in halves)
+    return _of_pairs(pairs, inputs, wanted)
+
+
+def _of_pairs(pairs: int, inputs: Specs, wanted: Sequence[int]) -> tuple[int, int]:
+    forward = 2 * pairs * (inputs[0].shape[-1] + inputs[2].shape[-1])
+    return forward, int(forward * _BACKWARD) if wanted else 0
+
+
+ATTENTION = replace(
+    UNARY,
+    name="scaled_dot_product_attention",
+    rule=by(attention),
+    family="attention",
+    flops=_flops,
+    products=_products,
+    keeps="both",
+    kept_bytes=_kept_bytes,
+    is_costly=True,
+    memory="queries",
+    autocast="lower",
+    script="F.{}(3)",
+    result="attended",
+)
+
+SPECS = (
+    ATTENTION,
+    replace(
+        ATTENTION,
+        name="balanced_attention",
+        rule=None,
+        flops=_balanced_flops,
+        reads="halves",
+        # Forward: two of attention, two copies of sent values, one to join both results. Backward:
+        # two of attention, two copies of sent values, one to join the queries' gradients; two for
+        # keys and two for values that pad the second attention's gradients, and the sum.
+        kernels=(5, 11),
+        kept_bytes=_balanced_bytes,
+        is_costly=False,
+        memory="new",
+        autocast="as inputs",
+        script="",
+        result="",
+    ),
+)
+
+
+def balanced_strategies(
+    case: Case, derived: Sequence[AxisStrategy], axis_size: int
+) -> tuple[AxisStrategy, ...]:
+    """Return a balanced variant of each strategy of causal attention that splits queries: ranks r
+    and n − 1 − r swap halves of their queries, so that all compute equally many scores.
+
+    There is no such variant unless a sequence attends to itself, with two or more positions per
+    rank.
+    """
+    is_attention = packet(case.node.op) == ATTENTION.name
+    if not is_attention or axis_size == 1 or len(case.inputs) != 3:
+        return ()
+    if not case.argument(5, "is_causal", False):
+        return ()
+    (query, key, _), out, dim = case.inputs, case.outputs[0], case.rank - 2
+    num_rows = query.shape[dim] // axis_size // 2
+    if not num_rows or query.shape[dim] != key.shape[-2]:
+        return ()
+    sent = [spec.num_bytes // query.shape[dim] * num_rows for spec in (query, out)]
+    inner = [InnerCollective("swap", num_bytes) for num_bytes in sent]
+    inner += [
+        InnerCollective("swap", num_bytes, backward=True)
+        for num_bytes, spec in zip(sent, (query, out), strict=True)
+        if spec.requires_grad
+    ]
+    return tuple(
+        replace(each, label=BALANCED, collectives=(*each.collectives, *inner))
+        for each in derived
+        if each.inputs[0] == shard(dim)
+    )
