@@ -27,6 +27,7 @@ from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
 from ..ops.experts import split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
+from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, UNIFORM, dropout_part, uniform_part
 from ..ops.torch_ops import FILLED, RESHAPED, SPLIT, resolve
 from .local_functions import (
@@ -190,7 +191,13 @@ def _embedding(op: LocalOp) -> Call:
 
 
 def _linear(op: LocalOp) -> Call:
-    """Return the local call of a linear layer, as an 8-bit product if the plan says so."""
+    """Return the local call of a linear layer, as an 8-bit product if the plan says so, with the
+    weight dequantized where it is held quantized."""
+    if op.specs[op.positions["weight"]].stored:
+        shape = op.global_shape("weight")
+        if op.input_shape("weight") != shape:
+            raise _refused(op, "a quantized weight is held whole, as a split would cut its blocks")
+        return Call(nf4_linear, (op["input"], op["weight"], op["bias"], shape), {})
     if not op.node.product_dtype:
         return op.call()
     return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})

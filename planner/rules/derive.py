@@ -68,6 +68,8 @@ def _splits(
             shard(letters.index(letter)) if letter in letters else missing
             for letters in signature.outputs
         )
+        if any(spec.stored and p.is_shard for spec, p in zip(inputs, placements, strict=True)):
+            continue  # whole on every rank
         if PARTIAL in results and not _contract(signature, letter, inputs, placements):
             continue
         inner = signature.inner.get(letter, ())

@@ -78,7 +78,7 @@ def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:
     splits: list[tuple[str, Placement]] = [
         (f"d{dim}", shard(dim))
         for dim, size in enumerate(node.spec.shape)
-        if size and size % axis_size == 0
+        if size and size % axis_size == 0 and not node.spec.stored
     ]
     return tuple(
         AxisStrategy(label, (), (placement,) * len(node.outputs))
