@@ -123,7 +123,6 @@ class Prices(MeshPrices):
             )
             run = as_run(node, layout, sizes)
             found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
-            found = self._with_dequantized(found, local_inputs)
             self.cache.ops[key] = found
         return self._counted(found)
 
@@ -143,7 +142,7 @@ class Prices(MeshPrices):
             more = self.assumptions.imbalance
             forward = more * (forward + around[0])
             backward = more * (backward + around[1]) if backward else 0.0
-        analytic = Priced(forward, backward, "spec", *issue)
+        analytic = self._with_dequantized(Priced(forward, backward, "spec", *issue), inputs)
         has_no_case = node.fused is not None or node.product_dtype
         if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
@@ -153,6 +152,7 @@ class Prices(MeshPrices):
         bare = analytic
         if known is not None:
             bare = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+            bare = self._with_dequantized(bare, inputs)
         num_bytes = sum(spec.num_bytes for spec in (*inputs, *outputs))
         found = bare if self.profile is None else _scaled(bare, self.profile, node.name, num_bytes)
         if case is None:

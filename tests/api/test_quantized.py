@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from kept_captures import capture_once
 from marks import slow
 from processes import run_processes
 from torch import Tensor, nn
@@ -19,17 +19,31 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.memory import nf4_bytes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
-from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.capture.stored import with_stored
+from autoparallel.passes.initialization.deferred_init import (
+    named_tensors,
+    plain_build,
+    record_build,
+)
 from autoparallel.passes.memory.stage_memory import stage_memory
 from autoparallel.passes.programs.inputs import random_batch
+from autoparallel.passes.programs.program import Program
+from autoparallel.planner import rules
+from autoparallel.planner.costs.choices import input_specs
+from autoparallel.planner.costs.prices import Prices, Seconds
+from autoparallel.planner.errors import CaptureError, UsageError
+from autoparallel.planner.graph.layout import REPLICATE, Mesh, NodeLayout
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.plan_file import dumps, loads
+from autoparallel.planner.requests.pins import match_pins, parse_pin
+from autoparallel.planning.capture import capture_model
 from autoparallel.planning.plan import plan_program
 from autoparallel.runtime.profile.memory_counter import states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.verify import collect
 from autoparallel.target.load import load_target
-from autoparallel.target.lora import quantized_paths
+from autoparallel.target.lora import add_lora, parse_lora
 from autoparallel.target.target import Target
 
 NF4Tensor = pytest.importorskip("torchao.quantization").NF4Tensor
@@ -65,13 +79,29 @@ def target(name: str, lora: str = "r=2,targets=q_proj+down_proj,base=nf4") -> Ta
     return load_target(name, {"lora": lora})
 
 
-def planned(name: str, parallel: str, precision: Precision) -> str:
+@cache
+def captured(name: str, precision: Precision) -> Program:
     own = target(name)
-    program = capture_once(own, own.example_batch(2, SEQ), precision)[1]
+    model = record_build(own.build_model, seed=0).model
+    return capture_model(model, own.example_batch(2, SEQ), own.loss_fn, precision)
+
+
+def planned(name: str, parallel: str, precision: Precision) -> str:
+    own, program = target(name), captured(name, precision)
     forced = parse_parallel(parallel)
     options = PlanOptions(global_batch=BATCH, seq=SEQ, precision=precision, forced=forced)
     count = (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
     return dumps(plan_program(program, own, parse_cluster(f"cpu:{count}"), options))
+
+
+def start(name: str) -> nn.Module:
+    """The model whose adapters have begun to matter."""
+    model = plain_build(target(name).build_model, 0)
+    seeded = torch.Generator().manual_seed(1)
+    for each, parameter in model.named_parameters():
+        if "lora_B" in each:
+            nn.init.normal_(parameter, std=0.1, generator=seeded)
+    return model
 
 
 Pieces = dict[str, list[tuple[Any, np.ndarray]]]
@@ -83,11 +113,10 @@ def trained(
     """On a rank, by plan: losses of its steps, gradients of the first, bytes of states."""
     found = []
     for text in texts:
-        plan, own = loads(text), target(name)
-        deferred, program = capture_once(own, own.example_batch(2, SEQ), plan.model.precision)
-        trainer = Trainer(
-            program, plan, deferred, device=torch.device("cpu"), build=own.build_optimizer
-        )
+        plan = loads(text)
+        program = captured(name, plan.model.precision)
+        weights = dict(named_tensors(start(name)))
+        trainer = Trainer(program, plan, weights, device=torch.device("cpu"))
         losses, gradients = [], {}
         for step in range(STEPS):
             losses.append(float(trainer.step(batch(program)).loss))
@@ -109,27 +138,27 @@ def trained(
     return found
 
 
-def batch(program: Any) -> dict[str, Tensor]:
+def batch(program: Program) -> dict[str, Tensor]:
     return dict(random_batch(program.graph.with_batch_size(BATCH), seed=0))
 
 
 def alone(name: str, precision: Precision) -> tuple[list[float], dict[str, np.ndarray]]:
     """The same steps of the model whose linear layers torchao computes."""
-    own, dtype = target(name), DTYPES[precision]
-    model = plain_build(own.build_model, 0)
+    dtype = DTYPES[precision]
+    model = start(name)
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    model = model.to(dtype)
-    for path in quantized_paths(model):
-        layer = model.get_submodule(path)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for layer in [each for each in model.modules() if hasattr(each, "stored_weight")]:
         made = NF4Tensor.from_tensor(layer.weight.detach(), 64, 256)
         layer.weight = nn.Parameter(made, requires_grad=False)
-    program = capture_once(own, own.example_batch(2, SEQ), precision)[1]
+    program = captured(name, precision)
     optimizer = torch.optim.AdamW([nn.Parameter(each) for each in masters.values()], lr=3e-4)
     losses, first = [], {}
     for _ in range(STEPS):
         loss = model(**program.batch(batch(program))).loss
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         pairs = list(zip(masters, optimizer.param_groups[0]["params"], strict=True))
         for each, master in pairs:
             held = model.get_parameter(each)
@@ -143,7 +172,12 @@ def alone(name: str, precision: Precision) -> tuple[list[float], dict[str, np.nd
 
 @pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_plans_train_what_torchao_trains_on_one_device(llama: str, precision: Precision) -> None:
-    two = ["dp=2,zero=0", "dp=2,zero=3", "pp=2,schedule=1f1b,microbatches=2", "tp=2"]
+    two = [
+        "dp=2,zero=0,recompute=full",
+        "dp=2,zero=3,recompute=selective",
+        "pp=2,schedule=zb-h1,microbatches=2",
+        "tp=2",
+    ]
     texts = {1: [planned(llama, "dp=1", precision)]}
     texts[2] = [planned(llama, each, precision) for each in two]
     losses, gradients = alone(llama, precision)
@@ -160,3 +194,127 @@ def test_plans_train_what_torchao_trains_on_one_device(llama: str, precision: Pr
                     box = tuple(slice(*each) for each in region)
                     off = np.abs(part - gradients[name][box]).max()
                     assert off <= near["rel"] * largest, (name, off, largest)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_rank_holds_the_bytes_that_the_plan_says(llama: str, zero: int) -> None:
+    text = planned(llama, f"dp=2,zero={zero}", "fp32")
+    graph = captured(llama, "fp32").graph
+    quantized = {node.name: node.spec for node in graph.parameters if node.spec.stored}
+    assert len(quantized) == 14
+    expected = {name: nf4_bytes(spec.numel) for name, spec in quantized.items()}
+    rest = sum(
+        node.spec.num_bytes // (2 if zero else 1)
+        for node in graph.parameters
+        if not node.spec.stored and not (zero and node.spec.requires_grad)
+    )
+    (predicted,) = stage_memory(loads(text), graph, captured(llama, "fp32").blocks)
+    for _, _, held, bytes_of in (rank[0] for rank in run_processes(2, trained, llama, [text])):
+        assert bytes_of == expected
+        both = held["parameters"] + held["master"]
+        assert both == pytest.approx(predicted["parameters"] + predicted.get("master", 0), rel=0.01)
+        assert held["parameters"] >= sum(expected.values()) + (0 if zero else rest)
+
+
+def priced(name: str, lora: str, precision: Precision = "bf16") -> tuple[Program, Prices]:
+    own = load_target(name, {"lora": lora})
+    model = record_build(own.build_model, seed=0).model
+    program = capture_model(model, own.example_batch(2, SEQ), own.loss_fn, precision)
+    cluster = parse_cluster("1xRTX4090")
+    return program, Prices(Mesh(("dp",), (1,)), cluster, (0,), precision, "adamw", rules)
+
+
+def test_a_weight_costs_its_bytes_and_dequantizing_it_once_in_each_direction(llama: str) -> None:
+    """By hand: 0.5 B an element, 1 B a block of 64, 4 B a group of 256 blocks; it is read so, and
+    written in bfloat16."""
+    (plain, before), (program, after) = (priced(llama, lora) for lora in ("r=2", "r=2,base=nf4"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    spec = program.graph[name].spec
+    held = 128 * 256 // 2 + 128 * 256 // 64 + 4 * 2 + 4
+    for zero in (0, 3):
+        seconds, states = after.parameter(spec, (REPLICATE,), zero)
+        assert seconds == Seconds()
+        assert (states.parameters, sum(states)) == (held, held)
+    device = after.device
+    moved = (held + 2 * 128 * 256) / (
+        device.memory_bytes_per_second * device.efficiency.get("copy", 1.0)
+    )
+    once = device.launch_seconds + moved
+    (reader,) = program.graph.users[name]
+    layout = NodeLayout(((REPLICATE,), (REPLICATE,)), ((REPLICATE,),))
+    node, other = program.graph[reader], plain.graph[reader]
+    found = after.op(node, input_specs(node, program.graph), layout)
+    without = before.op(other, input_specs(other, plain.graph), layout)
+    assert found.forward_compute - without.forward_compute == pytest.approx(once, rel=1e-9)
+    assert found.backward_compute - without.backward_compute == pytest.approx(once, rel=1e-9)
+    first = program.graph[program.graph.users["model.layers.0.self_attn.q_proj.weight"][0]]
+    no_backward = after.op(first, input_specs(first, program.graph), layout)
+    assert no_backward.backward_compute == 0.0
+
+
+def test_no_op_splits_a_quantized_weight(llama: str) -> None:
+    graph = priced(llama, "r=2,base=nf4")[0].graph
+    name = "model.layers.0.mlp.up_proj.weight"
+    (reader,) = graph.users[name]
+    assert {each.label for each in rules.axis_strategies(graph[name], graph, 2)} == {"R"}
+    found = rules.axis_strategies(graph[reader], graph, 2)
+    assert not any(each.inputs[1].is_shard for each in found)
+    assert any(each.inputs[0].is_shard for each in found)
+    with pytest.raises(UsageError, match="a split cuts its blocks") as raised:
+        match_pins(graph, [parse_pin(f"{name}=S(0)@tp")])
+    assert raised.value.code == "AP183"
+
+
+def test_linear_layers_of_the_blocks_are_quantized_and_nothing_else(llama: str) -> None:
+    graph = priced(llama, "r=2,base=nf4")[0].graph
+    kept = {node.name.partition("layers.")[2] or node.name for node in graph.parameters}
+    quantized = {node.name for node in graph.parameters if node.spec.stored}
+    assert all(name.endswith("_proj.weight") for name in quantized)
+    assert len(quantized) == 14
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= kept - quantized
+    assert not any(graph[name].spec.requires_grad for name in quantized)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"requires_grad": True}, "it is trained"),
+        ({"shape": (100, 128)}, "12800 elements are no multiple of 16384"),
+    ],
+)
+def test_weights_that_cannot_be_quantized_are_refused(
+    llama: str, change: dict[str, Any], why: str
+) -> None:
+    program, _ = priced(llama, "r=2,base=nf4")
+    name = "model.layers.0.mlp.up_proj.weight"
+    nodes = tuple(
+        node.with_outputs((replace(node.spec, **change),)) if node.name == name else node
+        for node in program.graph.nodes
+    )
+    with pytest.raises(CaptureError, match=why) as raised:
+        with_stored(replace(program.graph, nodes=nodes), program.model)
+    assert raised.value.code == "AP868"
+
+
+def test_a_weight_that_another_op_reads_is_refused() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(128, 128, bias=False).requires_grad_(False)
+            self.first.stored_weight = "nf4"  # type: ignore[assignment]
+            self.last = nn.Linear(128, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x @ self.first.weight).square().mean()
+
+    with pytest.raises(CaptureError, match=r"matmul\.default reads it") as raised:
+        capture(Reader().to("meta"), {"x": torch.randn(2, 128, device="meta")})
+    assert raised.value.code == "AP868"
+
+
+def test_a_model_without_linear_layers_in_blocks_is_refused() -> None:
+    model = nn.Sequential()
+    model.q_proj, model.v_proj = nn.Linear(128, 128), nn.Linear(128, 128)
+    with pytest.raises(UsageError, match=r"no nn\.Linear in its blocks") as raised:
+        add_lora(model, parse_lora("r=2,base=nf4"))
+    assert raised.value.code == "AP868"
