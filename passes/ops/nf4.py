@@ -12,7 +12,6 @@ torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py of https://github.com
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cache
 from math import prod
@@ -98,7 +97,7 @@ def round_nf4(weight: Tensor) -> Tensor:
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return for each byte its two values, as one integer of their size together."""
     values = torch.tensor(VALUES, dtype=dtype)
-    pairs = torch.tensor(list(itertools.product(values.tolist(), repeat=2)), dtype=dtype)
+    pairs = torch.cartesian_prod(values, values)
     return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).view(-1).to(device)
 
 

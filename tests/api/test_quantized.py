@@ -39,7 +39,7 @@ from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.pins import match_pins, parse_pin
 from autoparallel.planning.capture import capture_model
 from autoparallel.planning.plan import plan_program
-from autoparallel.runtime.profile.memory_counter import states_before_last_backward
+from autoparallel.runtime.profile.memory_counter import measure_step, states_before_last_backward
 from autoparallel.runtime.step.trainer import Trainer
 from autoparallel.runtime.verify.verify import collect
 from autoparallel.target.load import load_target
@@ -318,3 +318,22 @@ def test_a_model_without_linear_layers_in_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no nn\.Linear in its blocks") as raised:
         add_lora(model, parse_lora("r=2,base=nf4"))
     assert raised.value.code == "AP868"
+
+
+def transients(name: str, text: str) -> int:
+    """On a rank: the bytes that live inside of a step, at its peak."""
+    plan = loads(text)
+    weights = dict(named_tensors(start(name)))
+    program = captured(name, plan.model.precision)
+    trainer = Trainer(program, plan, weights, device=torch.device("cpu"))
+    trainer.step(batch(program))
+    return measure_step(trainer, batch(program)).by_category["transient"]
+
+
+def test_the_memory_of_a_plan_has_the_dequantized_weight_in_use(llama: str) -> None:
+    text = planned(llama, "dp=1,recompute=none", "bf16")
+    program = captured(llama, "bf16")
+    (predicted,) = stage_memory(loads(text), program.graph, program.blocks)
+    (found,) = run_processes(1, transients, llama, text)
+    assert predicted["transient"] == pytest.approx(found, rel=0.02)
+    assert found >= 2 * 128 * 256
