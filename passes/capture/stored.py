@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from ...cost_model.ops.memory import NF4_GROUP
-from ...planner.errors import CaptureError
+from ...planner.errors import UsageError
 from ...planner.graph.graph import Graph, Ref
 
 STORED = "stored_weight"
@@ -19,7 +19,7 @@ STORED = "stored_weight"
 
 
 def with_stored(graph: Graph, model: nn.Module) -> Graph:
-    """Return the graph with the format of each quantized weight. Raises CaptureError AP868 if a
+    """Return the graph with the format of each quantized weight. Raises UsageError AP868 if a
     weight cannot be held in it."""
     formats = {
         f"{path}.weight": form
@@ -56,4 +56,4 @@ def _check(graph: Graph, name: str, form: str) -> None:
         why = f"{others[0].op} reads it at {others[0].source or others[0].module}"
         fix = "leave base=nf4 out of --lora: only weights that linear layers read can be quantized"
     if why:
-        raise CaptureError("AP868", f"{name} cannot be held in {form}", why=why, fix=fix)
+        raise UsageError("AP868", f"{name} cannot be held in {form}", why=why, fix=fix)

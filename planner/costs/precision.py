@@ -42,7 +42,7 @@ def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes with all linear layers but the last marked for 8-bit products, except those
     of quantized weights. The last is the head, which torchtitan and Megatron-LM also exclude."""
     linear = [node.name for node in nodes if node.op == "aten.linear.default"]
-    held = {node.name for node in nodes if node.spec.stored}
+    held = {node.name for node in nodes if node.kind == "parameter" and node.spec.stored}
     cast = {
         node.name for node in nodes if held.isdisjoint(each.name for each in node.inputs)
     }.intersection(linear[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from commands import run_python
 from marks import slow
 from processes import run_processes
 from torch import Tensor, nn
@@ -31,8 +33,9 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import rules
 from autoparallel.planner.costs.choices import input_specs
+from autoparallel.planner.costs.precision import with_precision
 from autoparallel.planner.costs.prices import Prices, Seconds
-from autoparallel.planner.errors import CaptureError, UsageError
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.layout import REPLICATE, Mesh, NodeLayout
 from autoparallel.planner.plan import Precision
 from autoparallel.planner.plan_file import dumps, loads
@@ -252,6 +255,20 @@ def test_a_weight_costs_its_bytes_and_dequantizing_it_once_in_each_direction(lla
     assert no_backward.backward_compute == 0.0
 
 
+def test_in_fp8_linear_layers_of_quantized_weights_do_not_cast(llama: str) -> None:
+    graph = with_precision(priced(llama, "r=2,base=nf4")[0].graph, "fp8")
+    readers = [
+        user for node in graph.parameters if node.spec.stored for user in graph.users[node.name]
+    ]
+    assert len(readers) == 14
+    assert not any(graph[reader].product_dtype for reader in readers)
+    adapters = [
+        node for node in graph if "lora_A" in node.module and node.op.startswith("aten.linear")
+    ]
+    assert adapters
+    assert all(node.product_dtype for node in adapters)
+
+
 def test_no_op_splits_a_quantized_weight(llama: str) -> None:
     graph = priced(llama, "r=2,base=nf4")[0].graph
     name = "model.layers.0.mlp.up_proj.weight"
@@ -291,7 +308,7 @@ def test_weights_that_cannot_be_quantized_are_refused(
         node.with_outputs((replace(node.spec, **change),)) if node.name == name else node
         for node in program.graph.nodes
     )
-    with pytest.raises(CaptureError, match=why) as raised:
+    with pytest.raises(UsageError, match=why) as raised:
         with_stored(replace(program.graph, nodes=nodes), program.model)
     assert raised.value.code == "AP868"
 
@@ -307,7 +324,7 @@ def test_a_weight_that_another_op_reads_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(x @ self.first.weight).square().mean()
 
-    with pytest.raises(CaptureError, match=r"matmul\.default reads it") as raised:
+    with pytest.raises(UsageError, match=r"matmul\.default reads it") as raised:
         capture(Reader().to("meta"), {"x": torch.randn(2, 128, device="meta")})
     assert raised.value.code == "AP868"
 
@@ -337,3 +354,35 @@ def test_the_memory_of_a_plan_has_the_dequantized_weight_in_use(llama: str) -> N
     (found,) = run_processes(1, transients, llama, text)
     assert predicted["transient"] == pytest.approx(found, rel=0.02)
     assert found >= 2 * 128 * 256
+
+
+def command(folder: Path, line: str) -> str:
+    done = run_python("-m", "autoparallel", *line.split(), folder=folder, timeout_seconds=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_and_is_exported_dequantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPARALLEL_CACHE", str(tmp_path / "cache"))
+    config = transformers.AutoConfig.from_pretrained(save_llama(tmp_path / "llama")[3:])
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "llama")
+    asked = "--lora r=2,base=nf4 --cluster cpu:1 --global-batch 4 --seq 16 --init exact"
+    command(tmp_path, f"run hf:llama --weights llama {asked} --steps 2 --save run")
+    resumed = command(tmp_path, "run run/plan.json --resume run --steps 1")
+    whole = command(tmp_path, f"run hf:llama --weights llama {asked} --steps 3")
+    last = [re.findall(r"^step +3  loss ([\d.]+)", said, re.M) for said in (resumed, whole)]
+    assert last[0] == last[1] != []
+    command(tmp_path, "export run --to hf -o merged")
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, tensor in model.state_dict().items():
+        if "q_proj" in name or "v_proj" in name:
+            continue  # with what their adapters learned
+        is_held = name.endswith("_proj.weight")
+        expected = (
+            NF4Tensor.from_tensor(tensor, 64, 256).get_original_weight() if is_held else tensor
+        )
+        assert torch.equal(found[name], expected), name
