@@ -46,7 +46,8 @@ LoraOption = Annotated[
     typer.Option(
         "--lora",
         metavar="r=8,alpha=16",
-        help="train adapters of an hf: target and freeze its weights; targets=A+B names its layers",
+        help="train adapters of an hf: target and freeze its weights; targets=A+B names its "
+        "layers, base=nf4 holds frozen weights in 4 bits",
     ),
 ]
 TrustOption = Annotated[

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from autoparallel.exporting.new_folder import check_free, new_folder
 from autoparallel.exporting.plans import CHECKPOINT_FORMATS
 from autoparallel.options.parse import choice_error, parse_size
 from autoparallel.passes.capture.tie import find_tied
+from autoparallel.passes.ops.nf4 import unpack_nf4
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.layout import whole_region
 from autoparallel.planning.capture import record_target
@@ -40,7 +42,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_ENDINGS = LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Exported:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightSource:
     """Files of weights to export and, if known, the target that was trained, its model built on
     ``meta``, and the settings of its LoRA adapters."""
@@ -69,6 +71,36 @@ class WeightSource:
         return tuple(
             name.removesuffix(LORA_A) for name in self.files.names() if name.endswith(LORA_A)
         )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight, dequantized if the checkpoint holds it in NF4."""
+        own = self._quantized.get(name)
+        return self.files.shape(name) if own is None else tuple(own.shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight, which a quantized one shares with other frozen weights."""
+        if name not in self._quantized:
+            return self.files.dtype(name)
+        others = (self.files.dtype(n) for n in self.files.names() if not n.endswith(LORA_ENDINGS))
+        return next((each for each in others if each.is_floating_point), torch.float32)
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole weight; dequantize it if the checkpoint holds it in NF4."""
+        found = self.files.read(name, whole_region(self.files.shape(name)))
+        if name not in self._quantized:
+            return found
+        return unpack_nf4(found, self.shape(name), self.dtype(name))
+
+    @cached_property
+    def _quantized(self) -> Mapping[str, nn.Parameter]:
+        """Parameters of the model that the checkpoint holds as bytes."""
+        named = () if self.model is None else self.model.named_parameters()
+        have = set(self.files.names())
+        return {
+            name: own
+            for name, own in named
+            if name in have and self.files.dtype(name) == torch.uint8 != own.dtype
+        }
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the weights, with only one name of each tied tensor."""
@@ -115,7 +147,7 @@ def export(  # noqa: PLR0913 - one parameter per option
         _check_huggingface(source, to)
     tensors = _adapter_tensors(source) if to == "peft" else _merged_tensors(source)
     cast = DTYPES[dtype] if dtype is not None else None
-    sizes = {name: _num_bytes(source.files, name, cast) for name in tensors}
+    sizes = {name: _num_bytes(source, name, cast) for name in tensors}
 
     def tensor(name: str) -> Tensor:
         made = tensors[name]()
@@ -135,7 +167,7 @@ def export(  # noqa: PLR0913 - one parameter per option
             files = write_shards(temporary, sizes, tensor, kind=kind, most_bytes=most_bytes)
         if to == "hf":
             assert source.target is not None
-            stored = cast or _largest_dtype(source.files, tensors)
+            stored = cast or _largest_dtype(source, tensors)
             write_model_files(temporary, source.target, str(stored).removeprefix("torch."))
     written = tuple(place / file.name for file in files)
     return Exported(place, written, len(tensors), sum(sizes.values()))
@@ -205,8 +237,7 @@ def _merged_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
             where=source.files.place,
             fix="--lora r=R,alpha=ALPHA, as it was trained",
         )
-    endings = (LORA_A, LORA_B)
-    names = [name for name in source.names() if not adapted or not name.endswith(endings)]
+    names = [name for name in source.names() if not adapted or not name.endswith(LORA_ENDINGS)]
     _check_names(source, names)
     weights = {f"{path}.weight": path for path in adapted}
     return {
@@ -222,7 +253,7 @@ def _check_names(source: WeightSource, names: list[str]) -> None:
     tied = find_tied(source.model)
     have = {tied.get(name, name) for name in names}
     wanted = {
-        name for name, _ in source.model.named_parameters() if not name.endswith((LORA_A, LORA_B))
+        name for name, _ in source.model.named_parameters() if not name.endswith(LORA_ENDINGS)
     }
     buffers = {name for name, _ in source.model.named_buffers()}
     missing, unknown = sorted(wanted - have), sorted(have - wanted - buffers)
@@ -244,38 +275,32 @@ def _adapter_tensors(source: WeightSource) -> dict[str, Callable[[], Tensor]]:
     return {
         f"{path}{ending}": _reader_of(source, f"{path}{ending}")
         for path in source.adapted
-        for ending in (LORA_A, LORA_B)
+        for ending in LORA_ENDINGS
     }
 
 
 def _reader_of(source: WeightSource, name: str) -> Callable[[], Tensor]:
-    return lambda: _read_whole(source.files, name)
+    return lambda: source.read(name)
 
 
 def _merger_of(source: WeightSource, path: str) -> Callable[[], Tensor]:
     def merge() -> Tensor:
         assert source.lora is not None
         assert source.model is not None
-        weight, a, b = (
-            _read_whole(source.files, f"{path}{ending}") for ending in (".weight", LORA_A, LORA_B)
-        )
+        weight, a, b = (source.read(f"{path}{ending}") for ending in (".weight", *LORA_ENDINGS))
         transposed = is_transposed(source.model.get_submodule(path))
         return merge_lora(weight, a, b, source.lora.scale, transposed=transposed)
 
     return merge
 
 
-def _read_whole(files: WeightFiles, name: str) -> Tensor:
-    return files.read(name, whole_region(files.shape(name)))
-
-
-def _num_bytes(files: WeightFiles, name: str, cast: torch.dtype | None) -> int:
-    stored = files.dtype(name)
+def _num_bytes(source: WeightSource, name: str, cast: torch.dtype | None) -> int:
+    stored = source.dtype(name)
     dtype = cast if cast is not None and stored.is_floating_point else stored
-    return torch.Size(files.shape(name)).numel() * dtype.itemsize
+    return torch.Size(source.shape(name)).numel() * dtype.itemsize
 
 
-def _largest_dtype(files: WeightFiles, names: Mapping[str, object]) -> torch.dtype:
-    found = [files.dtype(name) for name in names]
+def _largest_dtype(source: WeightSource, names: Mapping[str, object]) -> torch.dtype:
+    found = [source.dtype(name) for name in names]
     floating = [dtype for dtype in found if dtype.is_floating_point]
     return max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -28,6 +28,7 @@ from autoparallel.planner.plan import Plan, StagePlan
 from autoparallel.planner.stage.weight_versions import is_asynchronous
 from autoparallel.planner.variants.replicas import placed_stages
 from autoparallel.runtime.data.variants import Variant, stage_programs, variant_of
+from autoparallel.target.lora import parse_lora
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def with_equal_constants(program: StageProgram, graph: Graph) -> StageProgram:
 
 def check_writable(plan: Plan) -> None:
     """Raise PlanError AP366 for parts of a plan that scripts do not support."""
+    adapters = plan.model.settings.get("lora", "")
     has = (
         (plan.servers is not None, "parameter servers", "plan with --deny servers, or run it"),
         (
@@ -115,6 +117,11 @@ def check_writable(plan: Plan) -> None:
         (bool(plan.slices), "slices of the sequences", ""),
         (plan.offload != "none", "optimizer states in host memory", ""),
         (plan.model.precision == "fp8", "products in fp8", "plan with --precision bf16"),
+        (
+            bool(adapters) and bool(parse_lora(adapters).base),
+            "quantized weights",
+            "plan with --lora without base=nf4",
+        ),
         (
             any(stage.shares for stage in plan.stages),
             "unequal shares of the batch",

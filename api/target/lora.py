@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.cost_model.ops.memory import NF4
 from autoparallel.options.parse import did_you_mean
 from autoparallel.planner.errors import UsageError
 
@@ -37,11 +38,16 @@ NEW_PARAMETERS = r"\.lora_[AB]\."
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """LoRA settings: ``rank``, ``alpha``, and last names of the layers to adapt, () for default."""
+    """LoRA settings: ``rank``, ``alpha``, and last names of the layers to adapt, () for default.
+
+    ``base``: the format in which the weights of the blocks' linear layers are held, "nf4" or "" for
+    the format of the compute.
+    """
 
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ()
+    base: str = ""
 
     @property
     def scale(self) -> float:
@@ -53,16 +59,16 @@ def parse_lora(text: str) -> Lora:
     """Parse the text of ``--lora``. Raises UsageError AP867 if it is invalid.
 
     >>> parse_lora("r=4,alpha=8,targets=q_proj+v_proj")
-    Lora(rank=4, alpha=8.0, targets=('q_proj', 'v_proj'))
+    Lora(rank=4, alpha=8.0, targets=('q_proj', 'v_proj'), base='')
     """
-    known = ("r", "alpha", "targets")
+    known = ("r", "alpha", "targets", "base")
     given: dict[str, str] = {}
     for item in str(text).split(","):
         name, separator, value = (part.strip() for part in item.partition("="))
         if not separator or not value or name not in known or name in given:
             raise UsageError(
                 "AP867",
-                f"--lora: {item.strip()!r} is not r=, alpha= or targets=, or is repeated",
+                f"--lora: {item.strip()!r} is not r=, alpha=, targets= or base=, or is repeated",
                 where=f"--lora {text}",
                 fix=did_you_mean(name, known) or EXAMPLE,
             )
@@ -78,7 +84,17 @@ def parse_lora(text: str) -> Lora:
             where=f"--lora {text}",
             fix=EXAMPLE,
         )
-    return Lora(rank, alpha, tuple(name for name in given.get("targets", "").split("+") if name))
+    base = given.get("base", "")
+    if base not in ("", NF4):
+        raise UsageError(
+            "AP867",
+            f"--lora: base is {base!r}, not {NF4}",
+            where=f"--lora {text}",
+            fix=f"base={NF4} quantizes the frozen weights; without it they are in the format of "
+            "the compute",
+        )
+    targets = tuple(name for name in given.get("targets", "").split("+") if name)
+    return Lora(rank, alpha, targets, base)
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
@@ -89,7 +105,10 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     from torch import nn
 
     paths = target_paths(model, lora)
+    quantized = quantized_paths(model) if lora.base else ()
     model.requires_grad_(False)
+    for path in quantized:
+        model.get_submodule(path).stored_weight = lora.base  # type: ignore[assignment]
     for path in paths:
         layer = model.get_submodule(path)
         num_inputs, num_outputs = _sizes(layer)
@@ -125,6 +144,28 @@ def target_paths(model: nn.Module, lora: Lora) -> tuple[str, ...]:
             or f"name them with targets=A+B, or targets={ALL_LINEAR}",
         )
     return tuple(path for path, name in last_names.items() if name in wanted)
+
+
+def quantized_paths(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the layers whose weights ``base`` quantizes: every ``nn.Linear`` of the
+    blocks (in an ``nn.ModuleList``), as in torchtune and bitsandbytes, so neither the embeddings
+    nor the head. Raises UsageError AP868 if the model has none."""
+    from torch import nn
+
+    blocks = [f"{path}." for path, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    found = tuple(
+        path
+        for path, each in model.named_modules()
+        if isinstance(each, nn.Linear) and path.startswith(tuple(blocks))
+    )
+    if not found:
+        raise UsageError(
+            "AP868",
+            f"--lora: {type(model).__name__} has no nn.Linear in its blocks to quantize",
+            why="base=nf4 quantizes those alone, not Conv1D, experts, embeddings or the head",
+            fix="leave base=nf4 out",
+        )
+    return found
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from autoparallel.cost_model.cluster.tf32 import set_torch
 from autoparallel.options.run_options import RunOptions
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.initialization.deferred_init import Deferred, Init, plain_build
+from autoparallel.passes.ops.nf4 import round_nf4
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.tracing.counter_random import batch_dims
 from autoparallel.passes.tracing.modes import promote_to_float64
@@ -382,6 +383,10 @@ def _run_plain(
     is_double = trainer.program.dtype == "float64"
     tell("the reference: building the model")
     model = plain_build(target.build_model, seed).to(getattr(torch, trainer.program.dtype))
+    for node in program.graph.parameters:
+        if node.spec.stored:
+            weight = model.get_parameter(node.name)
+            weight.data = round_nf4(weight.data)
     if not streams:
         model = model.to(device)
 

@@ -26,6 +26,25 @@ OPTIMIZER_STATES = {
 """Number of state tensors of a parameter's size that each optimizer keeps per parameter."""
 
 
+NF4 = "nf4"
+"""Format of frozen weights: 4 bits per element, scaled in blocks (``nf4_bytes``)."""
+
+NF4_BLOCK, NF4_GROUP = 64, 64 * 256
+"""Elements of a block, which has a scale of 8 bits, and of a group, whose scales have a float32
+factor."""
+
+
+def nf4_bytes(numel: int) -> int:
+    """Return the bytes of a weight of ``numel`` elements in NF4: its elements, a scale of 8 bits
+    for each block, a factor for each group of scales, and the mean of all scales. Source: Dettmers
+    et al. 2023, QLoRA (arXiv:2305.14314), section 3, with the blocks of torchao's ``to_nf4``.
+
+    >>> round(8 * nf4_bytes(4096 * 4096) / 4096**2, 3)
+    4.127
+    """
+    return numel // 2 + numel // NF4_BLOCK + 4 * (numel // NF4_GROUP) + 4
+
+
 GradientDtype = Literal["master", "compute"]
 """Format in which gradients are summed and held: the master parameters', or the compute dtype."""
 

@@ -32,6 +32,7 @@ from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
 from .repeats import find_repeats
 from .row_numbers import has_all_rows, with_numbers
+from .stored import with_stored
 from .tie import find_tied
 
 NUM_TRIES = 2
@@ -121,7 +122,7 @@ def _program(model: nn.Module, exported: Exported, lowered: Lowered, way: _Optio
         for one in PASSES
     )
     casts = (Autocast(way.dtype),) if way.autocast else ()
-    graph = _with_batch(run_passes(graph, (*casts, *passes)))
+    graph = with_stored(_with_batch(run_passes(graph, (*casts, *passes))), model)
     blocks = find_blocks(graph)
     names = {node.name for node in graph.nodes}
     return Program(

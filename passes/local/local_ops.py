@@ -27,6 +27,7 @@ from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
 from ..ops.experts import split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
+from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
 from ..ops.torch_ops import resolve
 from .local_functions import (
@@ -155,7 +156,13 @@ def _embedding(op: LocalOp) -> Call:
 
 
 def _linear(op: LocalOp) -> Call:
-    """Return one rank's call of a linear layer, with 8-bit factors if the plan says so."""
+    """Return one rank's call of a linear layer, with 8-bit factors if the plan says so, and with
+    the weight dequantized if it is held quantized."""
+    if op.specs[op.positions["weight"]].stored:
+        shape = op.global_shape("weight")
+        if any(each.is_shard for each in op.input_layout("weight")):
+            raise _refused(op, "a quantized weight is held whole, as a split would cut its blocks")
+        return Call(nf4_linear, (op["input"], op["weight"], op["bias"], shape), {})
     if not op.node.product_dtype:
         return op.call()
     return Call(eight_bit_linear, tuple(op[name] for name in ("input", "weight", "bias")), {})

@@ -292,6 +292,8 @@ def _holder(graph: Graph, interface: BlockInterface, rank: Rank) -> nn.Module:
         node = graph[name]
         shape = local_shape(node.spec.shape, layout, rank.mesh.shape)
         tensor = torch.empty(shape, dtype=getattr(torch, node.spec.dtype), device="meta")
+        if node.spec.stored:
+            tensor = torch.empty(node.spec.stored_bytes, dtype=torch.uint8, device="meta")
         *path, leaf = held_path(name).split(".")
         owner = root
         for part in path:

@@ -51,7 +51,7 @@ class ParameterProgram:
 def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
     """Return whether ZeRO stage ``zero`` shards a parameter over mesh axis "dp". Frozen parameters
     are sharded only by stage 3: in lower stages every rank holds the whole parameter anyway, so a
-    shard would only add memory. Complex parameters are never sharded.
+    shard would only add memory. Complex and quantized parameters are never sharded.
 
     >>> spec, mesh = TensorSpec((4, 4), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
     >>> is_sharded(spec, (REPLICATE, REPLICATE), mesh, zero=1)
@@ -64,6 +64,7 @@ def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
         and not layout[0].is_shard
         and len(spec.shape) > 0
         and not spec.is_complex
+        and not spec.stored
     )
 
 

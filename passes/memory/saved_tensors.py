@@ -410,5 +410,7 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _empty(mesh: Mesh, layout: Layout, spec: Any) -> Tensor:
+    if spec.stored:
+        return torch.empty(spec.stored_bytes, dtype=torch.uint8)
     shape = local_shape(spec.shape, layout, mesh.shape)
     return torch.empty(shape, dtype=getattr(torch, spec.dtype))

@@ -383,6 +383,10 @@ class _Stage:
         return padded_numel(shape, shards) // shards, shards
 
     def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:
+        spec = self.graph[name].spec
+        if spec.stored:
+            found["parameters"] += spec.stored_bytes
+            return
         numel, shards = self._held(name)
         rules = rules if self._is_trained(name) else rules.frozen
         copied = rules.is_mixed

@@ -363,7 +363,11 @@ def held_layouts(
     options: list[list[Placement]] = []
     for axis, size in enumerate(prices.mesh.shape):
         experts = _split_weights(graph, axis, prices, restriction)
-        splits = [shard(dim) for dim, length in enumerate(shape) if length and length % size == 0]
+        splits = [
+            shard(dim)
+            for dim, length in enumerate(shape)
+            if length and length % size == 0 and not node.spec.stored
+        ]
         if node.name in experts:
             options.append([shard(0)])
         elif axis in restriction.tokens and node.name in tokens_of(graph, prices):

@@ -197,6 +197,8 @@ class MeshPrices:
         axes = tuple(axis for axis in self.state_axes if not held[axis].is_shard)
         shards = self._size(axes)
         if not spec.requires_grad:
+            if spec.stored:
+                return Seconds(), StateBytes(parameters=spec.stored_bytes)
             return self._frozen(numel, zero if shards > 1 else 0, axes)
         seconds = Seconds()
         if shards > 1:

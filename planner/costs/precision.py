@@ -39,10 +39,13 @@ def with_precision(graph: Graph, precision: Precision) -> Graph:
 
 
 def _with_eight_bit_products(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes with all linear layers but the last marked for 8-bit products. The last is
-    the language-model head, which torchtitan and Megatron-LM also exclude."""
+    """Return the nodes with all linear layers but the last marked for 8-bit products, except those
+    of quantized weights. The last is the head, which torchtitan and Megatron-LM also exclude."""
     linear = [node.name for node in nodes if node.op == "aten.linear.default"]
-    cast = frozenset(linear[:-1])
+    held = {node.name for node in nodes if node.kind == "parameter" and node.spec.stored}
+    cast = {
+        node.name for node in nodes if held.isdisjoint(each.name for each in node.inputs)
+    }.intersection(linear[:-1])
     return tuple(
         replace(node, product_dtype=EIGHT_BITS) if node.name in cast else node for node in nodes
     )

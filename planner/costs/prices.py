@@ -84,7 +84,7 @@ class Prices(MeshPrices):
     def local(self, spec: TensorSpec, layout: Layout) -> TensorSpec:
         """Return the spec of a rank's part of a tensor that has a layout."""
         shape = local_shape(spec.shape, layout, self.mesh.shape)
-        return TensorSpec(shape, spec.dtype, spec.requires_grad)
+        return TensorSpec(shape, spec.dtype, spec.requires_grad, spec.stored)
 
     def local_bytes(self, spec: TensorSpec, layout: Layout) -> int:
         return spec.num_bytes // self.num_parts(layout)
@@ -142,7 +142,7 @@ class Prices(MeshPrices):
             more = self.assumptions.imbalance
             forward = more * (forward + around[0])
             backward = more * (backward + around[1]) if backward else 0.0
-        analytic = Priced(forward, backward, "spec", *issue)
+        analytic = self._with_dequantized(Priced(forward, backward, "spec", *issue), inputs)
         has_no_case = node.fused is not None or node.product_dtype
         if (self.profile is None and self.asked is None) or has_no_case:
             return analytic
@@ -152,6 +152,7 @@ class Prices(MeshPrices):
         bare = analytic
         if known is not None:
             bare = Priced(known.forward_seconds, known.backward_seconds, known.source, *issue)
+            bare = self._with_dequantized(bare, inputs)
         num_bytes = sum(spec.num_bytes for spec in (*inputs, *outputs))
         found = bare if self.profile is None else _scaled(bare, self.profile, node.name, num_bytes)
         if case is None:
@@ -160,6 +161,23 @@ class Prices(MeshPrices):
         elif self.asked is not None:
             op = QueriedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
+        return found
+
+    def _with_dequantized(self, found: Priced, inputs: Sequence[TensorSpec]) -> Priced:
+        """Add to an op's price a kernel for each quantized weight that it reads, in its forward and
+        in its backward, if any: the kernel reads the weight as held and writes it as used."""
+        for spec in inputs:
+            if not spec.stored:
+                continue
+            copy, issue = rate(self.device, "copy", spec.dtype), self.device.issue_seconds
+            seconds = copy.seconds(0.0, spec.stored_bytes + spec.num_bytes)
+            runs = 1.0 if found.backward else 0.0
+            found = found._replace(
+                forward=found.forward + seconds,
+                backward=found.backward + runs * seconds,
+                forward_issue=found.forward_issue + issue,
+                backward_issue=found.backward_issue + runs * issue,
+            )
         return found
 
     @property

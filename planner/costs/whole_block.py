@@ -189,6 +189,7 @@ def _digest(graph: Graph, block: Block) -> str:
             node.op,
             [numbers.get(ref.name, -1) for ref in node.inputs],
             *([node.product_dtype] if node.product_dtype else []),
+            *(spec.stored for spec in input_specs(node, graph) if spec.stored),
         ]
         for node in map(graph.__getitem__, block.nodes)
     ]

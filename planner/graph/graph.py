@@ -16,6 +16,8 @@ from itertools import count
 from math import prod
 from typing import Any, Literal, TypeVar
 
+from ...cost_model.ops.memory import nf4_bytes
+
 T = TypeVar("T")
 
 DTYPE_BYTES = {
@@ -38,11 +40,16 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Global shape of a tensor, dtype by name (``"float32"``), and whether it has a gradient."""
+    """Global shape of a tensor, dtype by name (``"float32"``), and whether it has a gradient.
+
+    ``stored`` is the format in which a frozen weight is held ("nf4"), if not in ``dtype``; ops that
+    read it dequantize it. It is whole on every rank that holds it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = False
+    stored: str = ""
 
     @property
     def numel(self) -> int:
@@ -59,6 +66,11 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of a weight in the format in which it is held."""
+        return nf4_bytes(self.numel) if self.stored else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

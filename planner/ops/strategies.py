@@ -93,7 +93,7 @@ def _held(node: Node, axis_size: int) -> tuple[AxisStrategy, ...]:
     splits: list[tuple[str, Placement]] = [
         (f"d{dim}", shard(dim))
         for dim, size in enumerate(node.spec.shape)
-        if size and size % axis_size == 0
+        if size and size % axis_size == 0 and not node.spec.stored
     ]
     return tuple(
         AxisStrategy(label, (), (placement,) * len(node.outputs))
@@ -169,6 +169,8 @@ def _splits(
             shard(letters.index(letter)) if letter in letters else missing
             for letters in signature.outputs
         )
+        if any(spec.stored and p.is_shard for spec, p in zip(inputs, placements, strict=True)):
+            continue  # whole on every rank
         if PARTIAL in results and not _contract(signature, letter, inputs, placements):
             continue
         inner = signature.inner.get(letter, ())

@@ -168,6 +168,8 @@ def _check(pin: Pin, name: str, graph: Graph) -> None:
         why = f"{name} has {len(shape)} dimensions, so the last is S({len(shape) - 1})"
     elif placement.kind == "P" and node.kind == "parameter":
         why = f"{name} is a parameter, which is sharded or replicated"
+    elif placement.is_shard and node.spec.stored:
+        why = f"{name} is held in {node.spec.stored}, whole on every rank: a split cuts its blocks"
     if why:
         raise UsageError("AP183", f"--pin {pin} cannot be met", why=why, fix="another layout")
 

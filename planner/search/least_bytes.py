@@ -135,6 +135,8 @@ class LeastBytes:
 
 def _states(spec: TensorSpec, policy: PrecisionPolicy) -> tuple[int, int]:
     """Return a parameter's number of elements, and the least bytes of states per element."""
+    if spec.stored:
+        return spec.stored_bytes, 1
     if not spec.requires_grad:
         return spec.numel, policy.gathered_bytes
     return spec.numel, policy.parameter_bytes + policy.gradient_bytes + policy.optimizer_bytes

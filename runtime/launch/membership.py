@@ -24,6 +24,7 @@ from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.cluster.detect import BFLOAT16_CAPABILITY, available_memory_bytes
 from ...passes.memory.stage_memory import host_bytes
 from ...passes.ops.eight_bits import load_torchao
+from ...passes.ops.nf4 import load_nf4
 from ...passes.programs.program import Program
 from ...planner.errors import MachineError, PlanError
 from ...planner.plan import Plan, Precision
@@ -183,6 +184,8 @@ def check_plan(program: Program, plan: Plan, device: torch.device) -> None:
     precision."""
     check_device(device, plan.model.precision)
     check_model(program, plan)
+    if any(node.spec.stored for node in program.graph.parameters):
+        load_nf4()
     needed = num_processes(plan)
     if dist.get_world_size() < needed:
         raise MachineError(

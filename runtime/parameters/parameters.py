@@ -12,7 +12,7 @@ Three views of a parameter of one rank:
 
 With the optimizer's states in host memory the master is there too, and ``fully_shard`` owns
 ``shard``, a copy of it in the compute dtype. A frozen parameter's master is the tensor that blocks
-compute with, in the compute dtype, on the device.
+compute with, on the device, in the compute dtype or quantized (the bytes of ``passes.ops.nf4``).
 
 A parameter is held split or whole on each mesh axis (its layout). If it is whole on axis ``dp`` and
 the stage's ZeRO stage is at least 1, or 3 for a frozen parameter, ``fully_shard`` cuts the rank's
@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement as DTensorPlaceme
 from ...cost_model.ops.memory import DEFAULT, StateOptions
 from ...passes.local.stage_program import is_sharded
 from ...passes.ops.collectives import local_tensor
+from ...passes.ops.nf4 import pack_nf4, unpack_nf4
 from ...planner.graph.graph import TensorSpec
 from ...planner.graph.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
@@ -166,6 +167,22 @@ class StageParameter:
             return local_tensor(self.master).detach()
 
     @property
+    def value(self) -> Tensor:
+        """This rank's part of the parameter as numbers: the master, or a quantized weight as linear
+        layers read it."""
+        if not self.spec.stored:
+            return self.local
+        return unpack_nf4(self.local, self.spec.shape, self.formats.compute)
+
+    def fill(self, part: Tensor) -> None:
+        """Copy ``part``, this rank's part, into the master and the tensor that blocks compute with,
+        cast to their dtypes or quantized."""
+        if self.spec.stored:
+            part = pack_nf4(part.to(self.local.device, self.formats.compute))
+        self.local.copy_(part)
+        self.refresh()
+
+    @property
     def held(self) -> nn.Parameter:
         """The tensor on the stage's device in whose ``grad`` a backward leaves the gradient:
         ``leaf``, or, under ZeRO, the shard of the parameter."""
@@ -279,8 +296,11 @@ def make_parameter(
         if others:
             master = _dtensor(master, device_mesh[others], layout[1:])
     else:
-        master = torch.empty(shape, dtype=formats.master, device=device)
-        copy = master.to(formats.compute)
+        dtype = formats.master
+        if spec.stored:
+            shape, dtype = (spec.stored_bytes,), torch.uint8
+        master = torch.empty(shape, dtype=dtype, device=device)
+        copy = master if spec.stored else master.to(formats.compute)
         leaf = nn.Parameter(copy, requires_grad=spec.requires_grad)
         master = master if is_plain else _dtensor(master, device_mesh, layout)
         if formats.offloads:

@@ -317,9 +317,10 @@ class StageModule(nn.Module):
         its dtype."""
         parameter = self.by_name.get(name)
         with torch.no_grad():
-            (self.buffer(name) if parameter is None else parameter.local).copy_(part)
-            if parameter is not None:
-                parameter.refresh()
+            if parameter is None:
+                self.buffer(name).copy_(part)
+            else:
+                parameter.fill(part)
 
     def keep_buffers(self) -> None:
         """Copy the new values that forwards have computed for buffers into the buffers; to be

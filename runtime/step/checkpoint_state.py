@@ -59,7 +59,7 @@ def rank_state(
     slots.append(Slot({}, leaves))
     own = {parameter.name for parameter in model.own_parameters()}
     return TrainingState(
-        shapes=persistent,
+        shapes={**persistent, **_packed_shapes(model.program)},
         slots=tuple(slots),
         beside=model.beside,
         aliases=model.program.graph.tied,
@@ -69,6 +69,13 @@ def rank_state(
         optional=frozenset((GENERATORS, *(name for name in parts if name in optional))),
         facts={"plan": json.loads(dumps(model.plan)), "draws": draws},
     )
+
+
+def _packed_shapes(program: Program) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of quantized weights, which a checkpoint holds as their bytes."""
+    graph = program.graph
+    held = {node.name: node.spec for node in graph.parameters if node.spec.stored}
+    return {name: (spec.stored_bytes,) for name, spec in held.items()}
 
 
 def module_state(

@@ -93,7 +93,10 @@ class WholeWeights:
             for name in names:
                 index = self._stage_of[name]
                 held = self._held(index, name)
-                if held is not None:
+                parameter = self._model.parameters.get(name)
+                if parameter is not None and parameter.spec.stored:
+                    value = parameter.value.to(self._computed if as_computed else self._stepped)
+                elif held is not None:
                     is_float = name in self._model.parameters and held.is_floating_point()
                     dtype = self._computed if as_computed else self._stepped
                     value = _full(held.to(dtype) if is_float else held)

@@ -153,7 +153,7 @@ def verify(
             trainer.settle()
             gradients = collect(trainer.model.all_parameters(), graph, attrgetter("gradient"))
     trainer.settle()
-    weights = collect(trainer.model.all_parameters(), graph, lambda parameter: parameter.local)
+    weights = collect(trainer.model.all_parameters(), graph, attrgetter("value"))
     buffers = collect_buffers(trainer)
 
     def compared() -> Verification:

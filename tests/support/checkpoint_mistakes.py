@@ -211,6 +211,12 @@ HUGGINGFACE = (
         r"did you mean (\w+)\?",
         HF + " --lora r=8,alpha=16,targets={0}",
     ),
+    Case(
+        "AP868",
+        HF + " --lora r=8,base=nf4",
+        r"leave base=nf4 out of (--lora)",
+        HF + " {0} r=8",
+    ),
     Case("AP871", "export tuned --to peft -o out", r"(--to hf)", "export tuned {0} -o out"),
     Case(
         "AP871",
