@@ -46,6 +46,9 @@ from .space import mixed_tiling, uniform_tiling
 PRICES = (0.05, 0.2, 0.5, 1.0, 3.0)
 """Prices per byte to try, relative to the price at which all bytes of a device cost its work."""
 
+WORTH_BOUNDING = 1.05
+"""Least ratio to N·W/D at which stages of different sizes are bounded (``unequal_bound``)."""
+
 UNLIMITED = 1e18
 """Number of bytes that stands for no memory limit."""
 
@@ -93,12 +96,15 @@ def unequal_bound(context: SearchContext, rows: int, tiling: Tiling) -> float:
 
     Of D devices, let stages of t_i seconds per micro-batch work W device seconds in all. N
     micro-batches take Σ t_i + (N − 1)·max t_i, which is least if two stages are equally long, (N +
-    1)·W/D, or if nearly all work is on D − 1 devices, N·W/(D − 1).
+    1)·W/D, or if nearly all work is on D − 1 devices, N·W/(D − 1). Where both are near N·W/D, the
+    bound would seldom exclude a pipeline, and is not computed.
     """
+    count, number = context.num_microbatches(rows), context.cluster.num_devices
+    least = min(count + 1, count * number / (number - 1))
+    if least < count * WORTH_BOUNDING:
+        return 0.0
     with suppress(TooWideError):
-        work = _Relaxation(context, rows, (tiling,), 1.0).work
-        count, number = context.num_microbatches(rows), context.cluster.num_devices
-        return work * min(count + 1, count * number / (number - 1))
+        return least * _Relaxation(context, rows, (tiling,), 1.0).work
     return 0.0
 
 
