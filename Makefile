@@ -4,7 +4,7 @@ TYPES := build/types
 EVERYTHING := build/durations_of_all.txt
 
 .PHONY: check lint types test durations coverage structure slow everything nightly strict package \
-    versions zoo corpus faults mutations fuzz failures gpu regret soak references docs picture
+    versions zoo corpus grid faults mutations fuzz failures gpu regret soak references docs picture
 
 check: lint types test
 
@@ -75,6 +75,10 @@ zoo:
 # Every case of the golden corpus, planned and compared with the committed plans.
 corpus:
 	$(PYTHON) benchmarks/corpus/run.py
+
+# Thirty settings: no configuration of a simple grid is faster than the plan.
+grid:
+	$(PYTHON) benchmarks/planning/grid.py
 
 # 2,000 damaged and hostile plans, clusters, options, indexes and databases.
 mutations:

@@ -1,0 +1,29 @@
+"""No configuration of a simple grid is faster than the plan."""
+
+from __future__ import annotations
+
+from benchmarks.planning.grid import ALLOWED, GPT, SETTINGS, Compared, Setting, compared
+
+SMALL = Setting(
+    "small GPT",
+    GPT,
+    "2x2xA100-40GB",
+    16,
+    settings={"d_model": 512, "n_layer": 4, "n_head": 8, "seq": 256},
+)
+
+
+def test_the_plan_of_a_small_model_is_not_beaten() -> None:
+    row = compared(SMALL, seconds=20.0)
+    assert row.num_priced > 50
+    assert not row.is_beaten, (row.lead, row.fastest)
+
+
+def test_a_lead_above_the_allowed_counts_as_beaten() -> None:
+    leads = {tolerance: allowed + 0.001 for tolerance, allowed in ALLOWED.items()}
+    row = Compared("", {}, {}, leads, "", 1, 1)
+    assert row.is_beaten
+
+
+def test_there_are_thirty_settings_with_names_of_their_own() -> None:
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS) == 30
