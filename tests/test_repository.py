@@ -400,7 +400,7 @@ if TYPE_CHECKING:
 else:
     import autoparallel.planner.plan
 def price():
-    from . import budget, classes
+    from . import errors, summary
     if TYPE_CHECKING:
         import torch
 """
@@ -408,8 +408,8 @@ def price():
         ("autoparallel.cost_model.ops.memory", "import"),
         ("autoparallel.planner.graph.Graph", "types"),
         ("autoparallel.planner.plan", "import"),
-        ("autoparallel.planner.requests.budget", "call"),
-        ("autoparallel.planner.graph.classes", "call"),
+        ("autoparallel.planner.errors", "call"),
+        ("autoparallel.planner.summary", "call"),
         ("torch", "types"),
     ]
 

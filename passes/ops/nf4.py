@@ -4,7 +4,7 @@ In: a weight of floats. Out: one tensor of bytes (``pack_nf4``): the elements, t
 scale of 8 bits for each block of 64, a float32 factor for each group of 256 scales, and the float32
 mean of the scales. torchao quantizes; the elements are those of its ``to_nf4``, and ``unpack_nf4``
 returns bit for bit what its tensor's ``get_original_weight`` does, in less memory. ``nf4_linear``
-keeps the bytes for its backward, which dequantizes again, as torchao's ``linear_nf4``.
+keeps the bytes for its backward, which dequantizes again, as torchao does.
 
 Sources: Dettmers et al. 2023, QLoRA (arXiv:2305.14314), section 3;
 torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py of https://github.com/pytorch/ao.
