@@ -18,15 +18,13 @@ from . import ops as default_rules
 from .costs.basis import DEFAULT, Basis, CostQueries, uses_of
 from .costs.prices import Rules
 from .errors import AutoparallelError, InfeasibleError, InternalError, TimeLimitError, UsageError
-from .evaluate.evaluate import evaluate
+from .evaluate.evaluate import evaluate, with_sources
 from .evaluate.gradient_choice import with_sums
-from .evaluate.price_sources import with_sources
 from .evaluate.server_offers import repriced, with_offered_servers
 from .graph.graph import Blocks, Graph
 from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
 from .plan import Plan, SolverInfo
-from .proposers.alike import is_alike
-from .proposers.interleaved import interleaved
+from .proposers.interleaved import interleaved, is_alike
 from .proposers.local_search import local_search
 from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipelines
 from .proposers.replicated import replicated
@@ -35,15 +33,21 @@ from .proposers.uneven_shares import uneven_shares
 from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
 from .requests.request import Request
-from .schedules.registered import registered_schedule
+from .schedules.schedules import registered_schedule
 from .search.bound import lower_bound
 from .search.candidates import Candidate
-from .search.context import INTERRUPTED, Observe, SearchContext, check_measured, ignore
+from .search.context import (
+    INTERRUPTED,
+    Observe,
+    SearchContext,
+    SharedTables,
+    check_measured,
+    ignore,
+)
 from .search.layout_gap import tighten_gap
 from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
-from .search.tables import SharedTables
 from .search.workers import StartWorkers, one_worker, serial_workers
 from .stage.weight_versions import is_asynchronous
 from .variants.asynchronous import check_asynchronous, check_forced, with_limits_of_schedule

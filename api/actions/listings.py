@@ -19,8 +19,8 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.ops.catalog import list_rules
 from autoparallel.planner.requests.request import FORCED_SCHEDULES
 from autoparallel.planner.schedules.check import check_schedule, peak_of_ranks
-from autoparallel.planner.schedules.registered import REGISTERED
 from autoparallel.planner.schedules.schedules import (
+    REGISTERED,
     SCHEDULES,
     ScheduleInfo,
     build_schedule,

@@ -24,8 +24,8 @@ from autoparallel.options.progress import progress
 from autoparallel.options.results import say_json
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import PricedStep
+from autoparallel.planner.costs.basis import system
 from autoparallel.planner.costs.precision import check_precision
-from autoparallel.planner.costs.systems import system
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import ModelInfo, Plan
 from autoparallel.planner.requests.options import check_degrees, fix_of_split

@@ -15,8 +15,15 @@ from autoparallel.cost_model.collectives.dispatch import DISPATCHERS
 from autoparallel.options.parse import choice_error
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.costs.basis import SCALINGS, CostAssumptions
-from autoparallel.planner.costs.systems import SYSTEMS, Kernels, SystemName, assumptions_of, system
+from autoparallel.planner.costs.basis import (
+    SCALINGS,
+    SYSTEMS,
+    CostAssumptions,
+    Kernels,
+    SystemName,
+    assumptions_of,
+    system,
+)
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.kernels.recompute import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.ops.experts import ExpertKernels

@@ -43,8 +43,8 @@ from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.graph.layout import NodeLayout
 from autoparallel.planner.intra_op.intra_op import IntraOp, Limits
 from autoparallel.planner.plan import Mode, Plan, StagePlan
-from autoparallel.planner.requests.budget import Budget
 from autoparallel.planner.requests.features import MODES
+from autoparallel.planner.requests.goal import Budget
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.search.report_plan import stage_layouts
 from autoparallel.planner.search.stage_program import assembly_of

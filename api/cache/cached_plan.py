@@ -28,8 +28,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.schedules.registered import registered_schedule
-from autoparallel.planner.schedules.schedules import table_text
+from autoparallel.planner.schedules.schedules import registered_schedule, table_text
 
 PLAN = "plan"
 

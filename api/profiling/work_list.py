@@ -37,8 +37,8 @@ from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.costs.basis import Basis, CostQueries
+from autoparallel.planner.costs.mesh_prices import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.costs.precision import with_precision
-from autoparallel.planner.costs.update import LEVEL, LIBRARY, update_curve, update_kind
 from autoparallel.planner.costs.whole_block import block_case, seconds_by_ops
 from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.graph.graph import Block, Blocks, Graph

@@ -28,9 +28,8 @@ from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import without_servers
 from autoparallel.planner.configured.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planner.costs.basis import Basis
-from autoparallel.planner.costs.mesh_prices import STATE_KINDS
+from autoparallel.planner.costs.mesh_prices import STATE_KINDS, update_curve
 from autoparallel.planner.costs.precision import with_precision
-from autoparallel.planner.costs.update import update_curve
 from autoparallel.planner.find_plan import plan
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import own_update, request_of

@@ -14,8 +14,7 @@ from autoparallel.cost_model.simulator.stage_costs import Buckets, StageCosts
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.planner.evaluate.step import message_seconds
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.schedules.registered import registered_schedule
-from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule
+from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule, registered_schedule
 
 MOST_ACTIONS = 100_000
 """Limit for stages times micro-batches, above which no step is simulated for a drawing."""

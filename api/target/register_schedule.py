@@ -19,8 +19,12 @@ from autoparallel.planner.evaluate.step import known_schedule
 from autoparallel.planner.requests.request import MOST_CHUNKS
 from autoparallel.planner.schedules.catalogue import SCHEDULES, ScheduleInfo, Size, counted
 from autoparallel.planner.schedules.held import half_pairs, splits, stage_half_pairs
-from autoparallel.planner.schedules.registered import register, registered_schedule, size_text
-from autoparallel.planner.schedules.schedules import ALIASES
+from autoparallel.planner.schedules.schedules import (
+    ALIASES,
+    register,
+    registered_schedule,
+    size_text,
+)
 from autoparallel.target.target import running_user_code
 
 Function = TypeVar("Function", bound=Callable[..., Any])

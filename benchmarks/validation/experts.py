@@ -19,8 +19,7 @@ from autoparallel.options.parse import parse_settings
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program as Captured
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.planner.costs.basis import CostAssumptions
-from autoparallel.planner.costs.systems import assumptions_of
+from autoparallel.planner.costs.basis import CostAssumptions, assumptions_of
 from autoparallel.planner.kernels.recompute import RECOMPUTED_PARTS, RecomputedPart
 from autoparallel.planner.ops.experts import ExpertKernels
 from autoparallel.planner.plan import Precision, Recompute

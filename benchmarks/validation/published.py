@@ -15,8 +15,8 @@ from math import inf
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.ops.memory import PrecisionPolicy
 from autoparallel.planner.configured.configuration import Configuration
+from autoparallel.planner.costs.basis import SystemName, assumptions_of
 from autoparallel.planner.costs.precision import EIGHT_BITS
-from autoparallel.planner.costs.systems import SystemName, assumptions_of
 from autoparallel.planner.plan import Precision, Recompute
 from autoparallel.planner.schedules.schedules import SCHEDULES
 

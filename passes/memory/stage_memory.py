@@ -25,8 +25,8 @@ from ...cost_model.ops.memory import (
 from ...cost_model.simulator.actions import Action, Schedule
 from ...planner.errors import InfeasibleError
 from ...planner.evaluate.evaluate import at_microbatch, walked_stages
-from ...planner.evaluate.plan_schedule import schedule_of, splits_backward
 from ...planner.evaluate.stage_walk import StageWalk
+from ...planner.evaluate.step import schedule_of, splits_backward
 from ...planner.graph.graph import Blocks, Graph, TensorSpec
 from ...planner.graph.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan

@@ -50,7 +50,7 @@ from ..plan import (
     StagePlan,
     StagePrediction,
 )
-from ..requests.budget import Budget
+from ..requests.goal import Budget
 from ..requests.options import check_experts
 from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced

@@ -1,14 +1,15 @@
 """Basis of prices beside the cluster's figures: measurements, and assumptions about the program.
 
 A search records its queries in ``CostQueries``: ops and collectives, each with the source of its
-time and the predicted time that depends on it.
+time and the predicted time that depends on it. Other training systems have their assumptions by
+name (``assumptions_of``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from ...cost_model.cluster.cluster import Source
 from ...cost_model.collectives.collectives import CollectiveKind, Group
@@ -19,7 +20,7 @@ from ...cost_model.profile.lookup import Profile
 from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
 from ..ops.experts import ExpertKernels
-from ..plan import Mode
+from ..plan import Mode, Precision
 from .precision import EIGHT_BITS
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
@@ -218,3 +219,57 @@ class Basis:
 
 DEFAULT = Basis()
 """Basis without measurements."""
+
+
+SystemName = Literal["run", "megatron", "torchtitan", "deepspeed"]
+SYSTEMS: tuple[SystemName, ...] = get_args(SystemName)
+Kernels = Literal["eager", "compiled", "fused"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A training system. ``assumptions``: about its costs, in fp8; ``splits_sequences``: its tensor
+    parallelism splits values between products along sequences."""
+
+    title: str
+    kernels: Kernels
+    splits_sequences: bool
+    assumptions: CostAssumptions
+
+
+_SHARED = CostAssumptions(joint_states=True, expert_kernels="activation", dispatcher="alltoall")
+
+_SYSTEMS: Mapping[SystemName, System] = {
+    "run": System("autoparallel run", "eager", False, RUNTIME),
+    "megatron": System(
+        "Megatron-LM",
+        "fused",
+        True,
+        replace(
+            _SHARED,
+            recomputed=("core_attn",),
+            cast_bytes=4.0,
+            regathers=True,
+            keeps_casts=True,
+            casts_experts=True,
+            attention="cudnn",
+        ),
+    ),
+    "torchtitan": System("torchtitan", "compiled", True, _SHARED),
+    "deepspeed": System("DeepSpeed", "eager", False, replace(_SHARED, expert_kernels="separate")),
+}
+
+
+def system(name: SystemName) -> System:
+    """Return the training system with this name."""
+    return _SYSTEMS[name]
+
+
+def assumptions_of(name: SystemName, precision: Precision) -> CostAssumptions:
+    """Return the cost assumptions of a system at a precision.
+
+    >>> [assumptions_of(name, "fp8").keeps_casts for name in SYSTEMS]
+    [False, True, False, False]
+    """
+    own = _SYSTEMS[name].assumptions
+    return own if precision == "fp8" else replace(own, keeps_casts=False, casts_experts=False)

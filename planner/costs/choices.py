@@ -37,9 +37,9 @@ from ..graph.positions import Dims, by_entries, features_only, position_dims, po
 from ..ops.experts import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
+from .conversions import batch_split, batch_whole, parameters_split, positions_split
 from .price_cache import find
 from .prices import Prices
-from .split_values import batch_split, batch_whole, parameters_split, positions_split
 
 T = TypeVar("T")
 Inner = tuple[tuple[int, InnerCollective], ...]

@@ -2,7 +2,8 @@
 
 In: a mesh on ranks of a cluster; the bytes of a collective, or a parameter with its layout and ZeRO
 stage. Out: seconds, and bytes per device. The seconds of a parameter are the sum of its gradient
-synchronization, its gathers and its optimizer step.
+synchronization, its gathers and its optimizer step, which is measured, or derived from the
+device's memory bandwidth.
 
 A parameter that is whole on an axis has a partial gradient there, summed once per step (once per
 micro-batch under ZeRO 2 and 3). This package's runtime shards states over axis "dp" alone, and sums
@@ -35,6 +36,7 @@ from ...cost_model.ops.memory import (
     state_bytes,
 )
 from ...cost_model.profile.lookup import Profile
+from ...cost_model.profile.transfers import TransferCurve, transfer_curve
 from ..graph.graph import TensorSpec
 from ..graph.layout import Layout, Mesh
 from ..ops import Rules
@@ -42,7 +44,6 @@ from ..plan import Precision
 from .basis import RUNTIME, CostAssumptions, CostQueries
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes
-from .update import host_update_seconds, step_bytes, update_curve
 
 JOINT_AXES = ("dp", "ep", "cp")
 """Axes whose ranks hold parameters whole (except weights of experts), the data axis first."""
@@ -327,3 +328,65 @@ class MeshPrices:
         return self._states_of(
             zero, self._states("all_gather", 1, axes), self._states(sync, 1, axes)
         )
+
+
+HOST_EFFICIENCY = 0.5
+"""Estimated fraction of a host's memory rate that an optimizer's step on its cores reaches."""
+
+HOST_LINK = 12e9
+"""Bytes per second to a host without figures of its own: PCIe 3.0 x16."""
+
+LEVEL = "device"
+LIBRARY = "torch"
+
+
+def update_kind(optimizer: str) -> str:
+    """Return the name by which a profile stores measured optimizer steps.
+
+    >>> update_kind("adamw")
+    'update.adamw'
+    """
+    return f"update.{optimizer}"
+
+
+def update_curve(profile: Profile, optimizer: str) -> TransferCurve | None:
+    """Return the measured seconds of optimizer steps as a curve over bytes of a parameter; None if
+    fewer than two sizes were measured.
+
+    The model's own optimizer takes precedence over ``optimizer``.
+    """
+    for name in (profile.update, optimizer):
+        kind = update_kind(name)
+        found = [each for each in profile.transfers if (each.level, each.kind) == (LEVEL, kind)]
+        if len(found) > 1:  # one small size is all overhead, and says nothing of larger ones
+            return transfer_curve(found)
+    return None
+
+
+def step_bytes(policy: PrecisionPolicy) -> int:
+    """Return the memory traffic of an optimizer step in bytes per element: all states are read, and
+    all but gradients written.
+
+    A gradient of fewer bytes than the master is first written in the master's format, and read. In
+    host memory the master is also written in the compute format, to be sent to the device.
+    """
+    if policy.host_bytes:
+        cast = 8 if policy.gradient_bytes < 4 else 0
+        return 2 * (policy.host_bytes + policy.gradient_bytes + policy.gathered_bytes) + cast
+    held = policy.parameter_bytes + policy.optimizer_bytes
+    copied = 2 * policy.parameter_bytes * (policy.gradient_bytes < policy.parameter_bytes)
+    return 2 * held + policy.gradient_bytes + copied
+
+
+def host_update_seconds(numel: float, policy: PrecisionPolicy, device: Device) -> float:
+    """Return the seconds of an optimizer step on ``numel`` elements whose states are in host
+    memory.
+
+    Gradients go to the host and parameters back over the device's link, and in between the host's
+    cores move ``step_bytes``; nothing overlaps. A device without figures of its host gets the rate
+    of PCIe 3 for link and memory.
+    """
+    link = device.host_link_bytes_per_second or HOST_LINK
+    memory = HOST_EFFICIENCY * (device.host_bytes_per_second or HOST_LINK)
+    moved = policy.gradient_bytes + policy.gathered_bytes
+    return numel * (moved / link + step_bytes(policy) / memory)

@@ -27,7 +27,7 @@ from typing import assert_never
 import numpy as np
 
 from ..errors import MachineError, TimeLimitError
-from ..graph.classes import classes_of
+from ..graph.layout import classes_of
 from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status
 
 

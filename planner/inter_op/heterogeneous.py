@@ -21,7 +21,7 @@ from typing import TypeVar
 from ...cost_model.cluster.cluster import Cluster, Host
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..plan import Plan, StagePlan
-from ..requests.budget import Budget
+from ..requests.goal import Budget
 from ..requests.request import Request
 
 MOST_ORDERS = 6

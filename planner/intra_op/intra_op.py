@@ -29,8 +29,8 @@ from ..errors import TimeLimitError
 from ..integer_programs import ilp
 from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
-from ..requests.budget import Budget
 from ..requests.features import MODES
+from ..requests.goal import Budget
 from ..stage.assembly import Solution, StageOptions, StageProblem, fixed_bytes
 from ..stage.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..stage.stage_model import StageModel

@@ -1,11 +1,13 @@
 """Solvers of PuLP: programs as PuLP problems, solved by any solver that PuLP supports.
 
 In: a program as arrays, the name of a solver. Out: a ``pulp.LpProblem``, or the solver's result.
-PuLP is imported on use. Source: Mitchell, O'Sullivan and Dunning, "PuLP: a
-linear programming toolkit for Python", 2011.
+PuLP is imported on use. Source: Mitchell, O'Sullivan and Dunning, "PuLP: a linear programming
+toolkit for Python", 2011.
 
 PuLP reports no lower bound, and command-line solvers write solutions with eight digits. So
 solutions are checked against the rows, and the bound is derived from the requested gap.
+
+``named_program`` is a stage's program for readers: costs in microseconds, readable names.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import MachineError, UsageError
+from ..graph.layout import Layout, NodeLayout
+from ..integer_programs.ilp import Problem, build, scaled
 from ..integer_programs.program import (
     HIGHS,
     INTEGRALITY,
     Floats,
+    Group,
     Program,
     Raw,
     SolveOptions,
@@ -33,7 +38,8 @@ from ..integer_programs.program import (
     Status,
     relax_then_branch,
 )
-from ..requests.budget import Budget
+from ..requests.goal import Budget
+from ..stage.decisions import Decision
 
 DIGITS = 1e-6
 """Maximum violation of a row's bounds, relative to the sum of the absolute values of its terms."""
@@ -259,3 +265,87 @@ def _solves(program: Program, values: Floats, *, integral: bool) -> bool:
         if not lower - room <= total <= upper + room:
             return False
     return True
+
+
+MICROSECONDS = 1e6
+"""Microseconds per second. Costs in microseconds are well above the tolerances of solvers."""
+
+LONGEST = 100
+"""Maximum length of a name that PuLP writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedProgram:
+    """A linear program with column names, and the layout decisions that binary columns make."""
+
+    title: str
+    program: Program
+    names: tuple[str, ...]
+    decisions: tuple[Decision, ...]
+
+    def as_pulp(self) -> Any:
+        """Build a ``pulp.LpProblem``. Raises MachineError AP402 if PuLP is not installed."""
+        return pulp_problem(self.program, self.title, self.names)
+
+    def cost(self, values: Floats) -> float:
+        """Return the objective in microseconds if the columns have ``values``."""
+        return float(np.concatenate(self.program.costs) @ values)
+
+
+def named_program(title: str, problem: Problem, decisions: Sequence[Decision]) -> NamedProgram:
+    """Convert a problem in seconds to a program in microseconds with named columns."""
+    program = build(scaled(problem, MICROSECONDS), can_exceed=False)
+    if problem.constant:
+        fixed = program.columns(np.array([problem.constant * MICROSECONDS]), "constant")
+        program.row(fixed, np.ones(1), 1.0, 1.0)
+    names: list[str] = []
+    for number, group in enumerate(program.groups):
+        names += _names(group, number, decisions)
+    return NamedProgram(title, program, tuple(map(_short, names, range(len(names)))), (*decisions,))
+
+
+def _names(group: Group, number: int, decisions: Sequence[Decision]) -> list[str]:
+    """Return the names of a group of the program's columns. ``number``: index of the group."""
+    if group.kind == "choice":
+        (own,) = (decisions[each] for each in group.decisions)
+        return [
+            f"{legal(own.name)}__{index}__{strategy_text(choice.layouts[own.name])}"
+            for index, choice in enumerate(own.choices)
+        ]
+    of = "__".join(legal(decisions[each].name) for each in dict.fromkeys(group.decisions))
+    whole = "__".join(part for part in (f"{group.kind}_{number}", of) if part)
+    if len(group.columns) == 1:
+        return [whole]
+    return [f"{whole}__{index}" for index in range(len(group.columns))]
+
+
+def strategy_text(layout: NodeLayout) -> str:
+    """Return the input and output layouts of an op as a name that LP and MPS files allow.
+
+    >>> from ..graph.layout import PARTIAL, shard
+    >>> strategy_text(NodeLayout(((shard(1),), (shard(0),)), ((PARTIAL,),)))
+    'S1_S0_to_P'
+    """
+    inputs, outputs = ("_".join(map(_layout_text, own)) for own in (layout.inputs, layout.outputs))
+    return f"{inputs}_to_{outputs}" if inputs else outputs
+
+
+def _layout_text(layout: Layout) -> str:
+    return legal(".".join(str(each).replace("(", "").replace(")", "") for each in layout))
+
+
+def legal(name: str) -> str:
+    """Replace the characters of a name that LP and MPS files do not allow.
+
+    >>> legal("layers/0 up-proj")
+    'layers_0_up_proj'
+    """
+    return re.sub(r"[^A-Za-z0-9_.]", "_", name)
+
+
+def _short(name: str, number: int) -> str:
+    """Shorten a name to ``LONGEST`` characters; the column's number keeps it unique."""
+    if len(name) <= LONGEST:
+        return name
+    end = f"__column{number}"
+    return name[: LONGEST - len(end)] + end

@@ -22,7 +22,7 @@ from ..stage.recompute_policy import RecomputePolicy
 from ..stage.stage_cost import TRANSIENT, StageCost
 from ..stage.stage_model import StageModel
 from ..variants.replicas import check_replicas, with_replica_sums
-from .alike import groups_of_bases
+from .interleaved import groups_of_bases
 from .rank_memory import RankStage, recomputed_to_fit
 
 SCHEDULE = "chimera"

@@ -23,11 +23,10 @@ from ..inter_op.inter_op import StageChoice
 from ..inter_op.submesh import meshes, restriction
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..schedules.schedules import can_have
-from ..search.candidates import Candidate, build_simulated
+from ..search.candidates import Candidate, build_simulated, reindex_solution
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
-from ..search.translated import reindex_solution
 from ..stage.assembly import Solution, StageOptions, StageProblem
 from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..stage.stage_cost import StageCost, StageTable

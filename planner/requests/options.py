@@ -13,8 +13,14 @@ from ...cost_model.cluster.cluster import Cluster
 from ..errors import UsageError
 from ..graph.expert_dims import experts_of_layers
 from ..graph.graph import Graph
-from ..schedules.registered import REGISTERED, registered_schedule
-from ..schedules.schedules import LOOPED, build_schedule, compute_orders, find_schedule
+from ..schedules.schedules import (
+    LOOPED,
+    REGISTERED,
+    build_schedule,
+    compute_orders,
+    find_schedule,
+    registered_schedule,
+)
 from .request import CHUNKED_NAMES, Forced, Request, divisors
 
 

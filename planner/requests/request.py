@@ -12,8 +12,7 @@ from ...cost_model.ops.memory import GradientDtype, StateOptions
 from ...cost_model.simulator.consistency import Consistency
 from ..errors import UsageError
 from ..plan import Float32Ops, GradientOrder, Offload, Precision, Recompute
-from ..schedules.registered import registered_schedule
-from ..schedules.schedules import find_schedule
+from ..schedules.schedules import find_schedule, registered_schedule
 from .features import DERIVED_SCHEDULES as DERIVED_SCHEDULES
 from .features import Features
 from .goal import Goal

@@ -29,9 +29,9 @@ from .orders import (
     interleaved_1f1b,
     looped_bfs,
     one_forward_one_backward,
+    terapipe,
     updating_1f1b,
 )
-from .sliced import terapipe
 from .zero_bubble import dualpipev, zb_h1, zb_h2, zbv
 
 Family = Literal["synchronous", "asynchronous", "inference"]

@@ -1,14 +1,13 @@
 """Candidates from proposals: the best mesh and layouts of each stage, and the simulated step.
 
 In: a search context, pipelines of the dynamic program. Out: candidates, simulated under the allowed
-schedules that fit. A step of very many micro-batches is simulated with two smaller numbers and
-extrapolated: in a full pipeline each further micro-batch takes equally long. Only the winner's step
-is simulated in full.
+schedules that fit. A step of very many micro-batches is extrapolated from two smaller numbers: in a
+full pipeline each further micro-batch takes equally long. The winner's step is simulated in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,8 +21,9 @@ from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..schedules.held import HalfPairs, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
-from ..stage.assembly import StageOptions
+from ..stage.assembly import Solution, StageOptions
 from ..stage.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
+from ..stage.decisions import Decision
 from ..stage.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..stage.stage_model import StageModel
 from ..stage.weight_versions import num_versions, with_versions
@@ -54,8 +54,7 @@ def stage(
     """Return the best solver (of a mesh) for a pipeline stage and its solution; None if the stage
     does not fit in memory.
 
-    ``versions`` of its weights are kept. ``programs``: maximum number of integer programs to narrow
-    its gap.
+    ``versions`` of its weights are kept. At most ``programs`` integer programs narrow its gap.
     """
     holds_more = is_split(held) or versions > 1
     for more in range(1 + (MORE_HELD if holds_more else 0)):
@@ -463,3 +462,39 @@ def least_seconds(figures: Sequence[Any], count: int, edges: WeightedEdges | Non
         ended = np.maximum(count * weights + end, after)
         least = np.maximum(least, arrived + count * (forward + backward) + ended)
     return least
+
+
+def reindex_solution(one: StageModel, other: StageModel, solution: Solution) -> Solution | None:
+    """Return a solution of model ``one`` with the choice numbers of ``other`` (another mesh or
+    number of rows); None if ``other`` lacks one of its layouts.
+
+    A split is only offered if it divides the rows, so equal layouts may have different numbers.
+    """
+    if one is other:
+        return solution
+    own = one.structure
+    found: dict[str, tuple[int, ...]] = {}
+    for owner, choices in solution.items():
+        is_shared = owner in own.graph.by_name and owner not in own.blocks.kinds
+        pairs = [
+            (model.shared(owner),) if is_shared else model.kind(owner).decisions
+            for model in (one, other)
+        ]
+        if len(pairs[0]) != len(pairs[1]):
+            return None
+        numbers = [
+            _number_of(first.choices[choice].layouts, second, choice)
+            for first, second, choice in zip(*pairs, choices, strict=True)
+        ]
+        if None in numbers:
+            return None
+        found[owner] = tuple(number for number in numbers if number is not None)
+    return found
+
+
+def _number_of(layouts: Mapping[str, NodeLayout], decision: Decision, near: int) -> int | None:
+    """Return the number of the choice with ``layouts``, or None; ``near`` is tried first."""
+    choices = decision.choices
+    if near < len(choices) and choices[near].layouts == layouts:
+        return near
+    return next((at for at, each in enumerate(choices) if each.layouts == layouts), None)

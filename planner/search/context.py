@@ -2,7 +2,8 @@
 
 In: a graph, its blocks, a cluster, a request. Out: on demand the solver of any mesh of any submesh
 at any micro-batch size (made once for all submeshes of equal cost), the costs of stages, and
-planning time by phase.
+planning time by phase. ``GraphTables`` are shared by searches of one model, whatever the cluster,
+memory and features: the key of every table has all that it depends on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from ...cost_model.cluster.cluster import Cluster, Link
 from ..costs.basis import DEFAULT, Basis
+from ..costs.precision import with_precision
 from ..costs.price_cache import PriceCache
 from ..costs.prices import Prices, Rules
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
@@ -27,7 +29,8 @@ from ..inter_op.inter_op import Floats, StageChoice, Table
 from ..inter_op.submesh import Proposals, meshes, proposals, restriction, submesh_sizes
 from ..intra_op.intra_op import IntraOp, Limits
 from ..intra_op.pulp_solver import find_solver
-from ..requests.budget import Budget
+from ..plan import Precision
+from ..requests.goal import Budget
 from ..requests.options import microbatch_rows, stage_numbers
 from ..requests.pins import Pins, by_template
 from ..requests.request import Request
@@ -37,7 +40,6 @@ from ..stage.stage_model import StageModel
 from ..stage.structure import Structure
 from .costs import Costs, Runs
 from .space import place_key
-from .tables import GraphTables
 from .workers import StartWorkers, Workers, serial_workers
 
 INTERRUPTED = "Ctrl-C"
@@ -433,3 +435,31 @@ def does_not_fit(
         why=f"each device has {limit / 2**30:.3g} GiB",
         fix=" or ".join(tries),
     )
+
+
+@dataclass
+class GraphTables:
+    """Cost tables of a graph in one number format. ``graphs``: structures by micro-batch size."""
+
+    structure: Structure
+    graphs: dict[int, Structure] = field(default_factory=dict)
+    cache: PriceCache = field(default_factory=PriceCache)
+
+    @staticmethod
+    def of(graph: Graph, blocks: Blocks, precision: Precision) -> GraphTables:
+        return GraphTables(Structure(with_precision(graph, precision), blocks))
+
+
+@dataclass
+class SharedTables:
+    """Cost tables of all graphs searched so far, keyed by the identity of the graphs."""
+
+    _known: dict[tuple[int, int, Precision], tuple[Graph, Blocks, GraphTables]] = field(
+        default_factory=dict
+    )
+
+    def of(self, graph: Graph, blocks: Blocks, precision: Precision) -> GraphTables:
+        key = (id(graph), id(blocks), precision)
+        if key not in self._known:  # graph and blocks live as long as their ids are used
+            self._known[key] = graph, blocks, GraphTables.of(graph, blocks, precision)
+        return self._known[key][2]

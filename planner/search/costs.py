@@ -26,7 +26,7 @@ import numpy as np
 from ..inter_op.cuts import Cuts
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import IntraOp, StageAnswer
-from ..requests.budget import Budget
+from ..requests.goal import Budget
 from ..stage.assembly import context_bytes
 from ..stage.range_classes import (
     NO_RUN,

@@ -24,7 +24,7 @@ from ..graph.graph import Blocks, Graph
 from ..graph.layout import NodeLayout
 from ..integer_programs.ilp import UNIT_BYTES, Problem, cost, memory_bytes
 from ..inter_op.submesh import restriction
-from ..intra_op.named_program import MICROSECONDS, NamedProgram, named_program
+from ..intra_op.pulp_solver import MICROSECONDS, NamedProgram, named_program
 from ..plan import Plan, StagePlan
 from ..requests.request import Forced
 from ..schedules.held import most_held

@@ -30,9 +30,8 @@ from ..costs.kept_bytes import (
 from ..costs.price_cache import ByIdentity, PriceCache
 from ..costs.prices import Prices, Seconds
 from ..costs.seconds import wait_weights
-from ..graph.classes import classes_of
 from ..graph.graph import Node, Ref, TensorSpec
-from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
+from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, classes_of, splits
 from ..integer_programs.ilp import merge_classes
 from ..integer_programs.program import Ints
 from .decisions import Choice, Decision, Floats, decide, parameter_decision

@@ -14,8 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..dims.sequence_places import SeqDim, SeqDims
-from ..dims.written_attention import WrittenAttention
+from ..dims.sequence_places import SeqDim, SeqDims, WrittenAttention
 from ..graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec, map_refs
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, shard
 from ..ops.catalog import spec_of

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..graph.graph import Blocks, Graph, Node
 from ..graph.layout import divides
 from ..plan import Plan
-from ..schedules.sliced import slice_lengths
+from ..schedules.orders import slice_lengths
 from ..stage.stage_cost import StageCost
 from .sequence_slices import SequenceSlice, sequence_slice, slice_bounds
 

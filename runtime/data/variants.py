@@ -40,7 +40,7 @@ from ...planner.costs.precision import with_precision
 from ...planner.dims.padding import Padding, find_padding
 from ...planner.dims.sequence_places import find_places
 from ...planner.errors import AutoparallelError, UsageError
-from ...planner.evaluate.plan_schedule import schedule_of, updating_plan
+from ...planner.evaluate.step import schedule_of, updating_plan
 from ...planner.graph.graph import Graph
 from ...planner.graph.layout import divides
 from ...planner.plan import Plan, StagePlan

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ...cost_model.simulator.consistency import Clocks
 from ...planner.errors import UsageError
-from ...planner.variants.server_shards import Shard
+from ...planner.variants.parameter_servers import Shard
 from ..update.optimizer import ELEMENTWISE, BuildOptimizer, build_with, default_optimizer
 from .channels import (
     BYE,

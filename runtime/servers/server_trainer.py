@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...cost_model.simulator.consistency import Clocks, bound_of
 from ...passes.programs.program import Program
 from ...planner.plan import Plan, ServerPlan
-from ...planner.variants.server_shards import Shard, shards_of
+from ...planner.variants.parameter_servers import Shard, shards_of
 from ..data.batches import DataSource, RankInputs, mark_inputs, named_inputs
 from ..data.variants import variant_of
 from ..messages.groups import DATA_AXIS

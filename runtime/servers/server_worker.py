@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...planner.graph.graph import Graph
 from ...planner.plan import ServerPlan
-from ...planner.variants.server_shards import Shard
+from ...planner.variants.parameter_servers import Shard
 from ..data.rank_batch import microbatch_rows
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 from ..step.executor import StageExecutor

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...passes.local.live_numbers import LiveNumbers, make_live
 from ...passes.local.stage_program import StageProgram
 from ...passes.programs.program import Program
-from ...planner.evaluate.plan_schedule import splits_backward
+from ...planner.evaluate.step import splits_backward
 from ...planner.graph.layout import region_slices
 from ...planner.plan import Plan
 from ...planner.variants.replicas import placed_stages

@@ -25,8 +25,8 @@ from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.schedules.catalogue import stages_of_ranks
 from autoparallel.planner.schedules.check import peak_in_flight
 from autoparallel.planner.schedules.held import half_pairs, stage_half_pairs
-from autoparallel.planner.schedules.registered import REGISTERED
 from autoparallel.planner.schedules.schedules import (
+    REGISTERED,
     build_schedule,
     can_have,
     compute_orders,

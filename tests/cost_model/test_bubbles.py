@@ -12,8 +12,8 @@ from autoparallel.cost_model.simulator.simulator import StageCosts, simulate
 from autoparallel.cost_model.simulator.timeline import Timeline
 from autoparallel.planner.schedules.check import check_schedule
 from autoparallel.planner.schedules.messages import complete
+from autoparallel.planner.schedules.orders import slice_lengths
 from autoparallel.planner.schedules.schedules import SCHEDULES, build_schedule
-from autoparallel.planner.schedules.sliced import slice_lengths
 
 
 def equal(num_stages: int, *, f, i, w, send=0) -> StageCosts:

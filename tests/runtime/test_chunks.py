@@ -19,7 +19,7 @@ from autoparallel.passes.local.stage_cut import boundaries
 from autoparallel.passes.local.stage_program import build_stage
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.evaluate.plan_schedule import schedule_of, splits_backward
+from autoparallel.planner.evaluate.step import schedule_of, splits_backward
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.plan import Plan
 from autoparallel.runtime.messages.communicator import ProcessCommunicator

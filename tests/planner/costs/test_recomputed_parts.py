@@ -15,8 +15,7 @@ from autoparallel.passes.capture.capture_model import capture
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import ConfigurationPricer, PricedStep
-from autoparallel.planner.costs.basis import Basis
-from autoparallel.planner.costs.systems import assumptions_of
+from autoparallel.planner.costs.basis import Basis, assumptions_of
 from autoparallel.planner.graph.expert_dims import is_expert_layer
 from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.kernels.recompute import RecomputedPart

@@ -10,7 +10,7 @@ from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.inter_op.submesh import mesh_of
-from autoparallel.planner.proposers.alike import (
+from autoparallel.planner.proposers.interleaved import (
     MOST_BASES,
     alike_pipelines,
     at_other_sizes,

@@ -17,8 +17,7 @@ from autoparallel.planner.evaluate.evaluate import Evaluation, evaluate
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, plan, run_proposers
 from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.proposers.alike import alike_pipelines
-from autoparallel.planner.proposers.interleaved import Interleaving, _options
+from autoparallel.planner.proposers.interleaved import Interleaving, _options, alike_pipelines
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request
 from autoparallel.planner.search.bound import work_bound

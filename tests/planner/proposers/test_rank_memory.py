@@ -13,8 +13,7 @@ from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.find_plan import ONE_STAGE_PER_RANK, run_proposers
 from autoparallel.planner.plan import Recompute
-from autoparallel.planner.proposers.alike import alike_pipelines
-from autoparallel.planner.proposers.interleaved import _options
+from autoparallel.planner.proposers.interleaved import _options, alike_pipelines
 from autoparallel.planner.proposers.rank_memory import RankStage, recomputed_to_fit
 from autoparallel.planner.requests.features import features_of
 from autoparallel.planner.requests.request import CHUNKED_SCHEDULES, SCHEDULES, Forced, Request

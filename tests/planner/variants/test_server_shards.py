@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from random_suites import seeds
 
-from autoparallel.planner.variants.server_shards import (
+from autoparallel.planner.variants.parameter_servers import (
     LEAST_ELEMENTS,
     PIECES,
     elements_of,
