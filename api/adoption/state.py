@@ -27,8 +27,7 @@ from autoparallel.calls.arguments import CallArguments
 from autoparallel.calls.first_step import compare_first_step, projection
 from autoparallel.calls.form import PLANNED, Form
 from autoparallel.calls.modes import as_at_start
-from autoparallel.calls.other_outputs import OtherOutputs, merge_outputs
-from autoparallel.calls.refused_gradient import refuse_gradient
+from autoparallel.calls.other_outputs import OtherOutputs, merge_outputs, refuse_gradient
 from autoparallel.calls.stale_tensors import is_retired, retire_tensor
 from autoparallel.passes.tracing.modes import unmoved_modules
 from autoparallel.planner.errors import UsageError

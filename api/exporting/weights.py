@@ -19,7 +19,7 @@ from autoparallel.exporting.huggingface_folder import write_adapters, write_mode
 from autoparallel.exporting.new_folder import check_free, new_folder
 from autoparallel.exporting.plans import CHECKPOINT_FORMATS
 from autoparallel.options.parse import choice_error, parse_size
-from autoparallel.passes.capture.tie import find_tied
+from autoparallel.passes.capture.repeats import find_tied
 from autoparallel.passes.ops.nf4 import unpack_nf4
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.layout import whole_region

@@ -14,8 +14,9 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
 from autoparallel.doctor.checks import Finding
 from autoparallel.doctor.worker import join_findings
+from autoparallel.planner.errors import UsageError
 
-from .job import LaunchJob, doctor_script
+from .job import HOST_SCRIPT, LaunchJob, doctor_script, host_script
 
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")
 PATIENCE_SECONDS = 15.0
@@ -88,3 +89,54 @@ def _failure(host: str, code: int, text: str) -> Finding:
     elif code == 127 or "No module named" in text:
         fix = "--setup 'source venv/bin/activate', or what else makes torchrun and autoparallel run"
     return Finding("FAIL", "host", f"{host}: {what}", fix or f"ssh {host}, and look there")
+
+
+START_SCRIPT = "start.sh"
+
+
+def ssh_files(job: LaunchJob) -> Mapping[str, str]:
+    """Return the files for ssh by name. Raises UsageError AP371 for one host, AP375 without host
+    names."""
+    if job.num_hosts == 1:
+        raise UsageError(
+            "AP371",
+            "the plan is for one host, which needs no launcher",
+            fix="autoparallel run plan.json, on that host",
+        )
+    if not job.hosts:
+        raise UsageError(
+            "AP375",
+            "--ssh needs the names of the hosts",
+            fix=f"--hosts node1,node2,…: {job.num_hosts} of them, in the plan's order",
+        )
+    return {START_SCRIPT: _start_script(job), HOST_SCRIPT: host_script(job)}
+
+
+def _start_script(job: LaunchJob) -> str:
+    # Quoted twice: ssh gives its words to a shell of the host, which reads them again.
+    script = shlex.quote(shlex.quote(f"{job.folder}/{HOST_SCRIPT}"))
+    return f"""#!/usr/bin/env bash
+# Starts the run on each host, in the plan's order. Each must reach {HOST_SCRIPT} at the same path.
+set -euo pipefail
+hosts=({" ".join(map(shlex.quote, job.hosts))})
+first_host=${{hosts[0]#*@}}
+ssh=(ssh -tt -o BatchMode=yes)
+
+pids=()
+trap 'kill "${{pids[@]}}" 2> /dev/null || true' EXIT
+for number in "${{!hosts[@]}}"; do
+  # -tt: what runs there is ended with its connection
+  "${{ssh[@]}}" "${{hosts[$number]}}" bash {script} "$number" "$first_host" \\
+    < /dev/null > >(sed -u "s/^/[${{hosts[$number]}}] /") 2>&1 &
+  pids+=($!)
+done
+
+code=0
+for _ in "${{pids[@]}}"; do
+  wait -n || {{ code=$?; break; }}
+done
+if [[ $code -ne 0 ]]; then
+  sleep 15  # the other hosts then say themselves what they miss
+fi
+exit "$code"
+"""

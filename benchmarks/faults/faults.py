@@ -137,7 +137,7 @@ FAULTS = (
     # two parameters in one storage count as tied
     Fault(
         "tied-by-storage",
-        "passes/capture/tie.py",
+        "passes/capture/repeats.py",
         "return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())",
         "return (storage,)",
         "tests/passes/capture/test_capture.py",

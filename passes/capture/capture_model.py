@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ...cost_model.ops.memory import NF4_GROUP
 from ...planner.dims.batch import find_batch
-from ...planner.errors import CaptureError
-from ...planner.graph.graph import Graph, OpRule
+from ...planner.errors import CaptureError, UsageError
+from ...planner.graph.graph import Graph, OpRule, Ref
 from ..graph_passes.autocast import Autocast
 from ..graph_passes.fused import SplitFused
 from ..graph_passes.hoist import Hoist
@@ -20,7 +21,7 @@ from ..graph_passes.masks import SimplifyMasks
 from ..graph_passes.rows import AlignRows
 from ..graph_passes.runner import Pass, check, run_passes
 from ..graph_passes.unfold import Unfold
-from ..initialization.uncollected import gc_paused
+from ..initialization.deferred_init import gc_paused
 from ..programs.batch import Batch, Example
 from ..programs.program import Dtype, Program
 from ..tracing.call_trace import replaces_values
@@ -30,10 +31,8 @@ from .lower import Lowered, lower
 from .refusals import check_names
 from .repeat_calls import RepeatError, Repeats
 from .repeat_graph import expand
-from .repeats import find_repeats
+from .repeats import find_repeats, find_tied
 from .row_numbers import has_all_rows, with_numbers
-from .stored import with_stored
-from .tie import find_tied
 
 NUM_TRIES = 2
 """Number of attempts at capturing only a few of equal layers: first with the submodules of the
@@ -178,3 +177,48 @@ def _with_batch(graph: Graph) -> Graph:
         return graph
     batch_dims, accumulation = found
     return replace(graph, batch_dims=batch_dims, accumulation=accumulation)
+
+
+STORED = "stored_weight"
+"""Attribute of a layer with the format in which its weight is held: "nf4"."""
+
+
+def with_stored(graph: Graph, model: nn.Module) -> Graph:
+    """Return the graph with the format of each quantized weight. Raises UsageError AP868 if a
+    weight cannot be held in it."""
+    formats = {
+        f"{path}.weight": form
+        for path, module in model.named_modules()
+        if (form := getattr(module, STORED, ""))
+    }
+    if not formats:
+        return graph
+    for name in formats.keys() & graph.by_name.keys():
+        _check(graph, name, formats[name])
+    nodes = (
+        node.with_outputs((replace(node.spec, stored=formats[node.name]),))
+        if node.name in formats
+        else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _check(graph: Graph, name: str, form: str) -> None:
+    spec, why, fix = graph[name].spec, "", ""
+    readers = [graph[user] for user in graph.users[name]]
+    others = [
+        each
+        for each in readers
+        if each.op != "aten.linear.default" or [*each.args].index(Ref(name)) != 1
+    ]
+    if spec.requires_grad:
+        why, fix = "it is trained", "freeze it, and train adapters beside it"
+    elif spec.numel % NF4_GROUP:
+        why = f"its {spec.numel} elements are no multiple of {NF4_GROUP}, a group of {form}"
+        fix = "leave base=nf4 out of --lora"
+    elif others:
+        why = f"{others[0].op} reads it at {others[0].source or others[0].module}"
+        fix = "leave base=nf4 out of --lora: only weights that linear layers read can be quantized"
+    if why:
+        raise UsageError("AP868", f"{name} cannot be held in {form}", why=why, fix=fix)

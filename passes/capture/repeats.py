@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..initialization.deferred_init import named_tensors
 from ..tracing.opaque import ANNOTATION
-from .tie import find_tied
 
 MIN_ALIKE = 5
 """Least number of layers of a group; in smaller groups every layer is captured in full, as the
@@ -223,3 +223,23 @@ def _parts(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
 
 def _cells(function: types.FunctionType) -> list[Any]:
     return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+def find_tied(model: nn.Module) -> dict[str, str]:
+    """Map each name of a tied parameter or buffer, except the first, to the first name. Two names
+    are tied if they are the same tensor, or the same part of one storage in the same shape. Works
+    on the ``meta`` device."""
+    first: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in named_tensors(model):
+        canonical = first.setdefault(_identity(tensor), name)
+        if canonical != name:
+            tied[name] = canonical
+    return tied
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

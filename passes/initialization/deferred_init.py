@@ -9,6 +9,7 @@ requested numbers are drawn (``"sharded"``).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,6 @@ from .build_log import Log, NeedsValuesError, UnrecordableError
 from .exact_replay import draw_all, exact_replay, num_drawn
 from .recording import record
 from .sharded_replay import full_box, sharded_replay
-from .uncollected import gc_paused
 
 Init = Literal["auto", "sharded", "exact"]
 """How initial values are drawn: ``exact``, the same values as in an ordinary build; ``sharded``,
@@ -262,3 +262,15 @@ def compact(tensor: Tensor) -> Tensor:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Suspend the garbage collector within a ``with`` block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

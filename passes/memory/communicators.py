@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ...planner.costs.transfer import transfers
+from ...planner.costs.conversions import transfers
 from ...planner.graph.layout import local_region
 from ...planner.plan import Plan, StagePlan
 from ...planner.variants.replicas import placed_stages

@@ -43,7 +43,8 @@ CHANGES = ("servers", "ssp", "asp")
 certain, and ``ssp`` and ``asp``, which change the result of a step."""
 
 DERIVED_SCHEDULES = ("chimera", "terapipe")
-"""Schedules derived from others; the search uses them only if forced or allowed by name."""
+"""Schedules derived from others; the search uses them only if forced, allowed by name, or if the
+number of stages is forced."""
 
 WHOLE_GROUPS = ("zero", "recompute")
 """Groups whose name may be given to mean all their features."""

@@ -287,10 +287,12 @@ class Request:
 
     @property
     def arranged_schedules(self) -> tuple[str, ...]:
-        """Return the allowed schedules derived from others: Chimera and TeraPipe."""
+        """Return the derived schedules (Chimera, TeraPipe) to try: if forced, allowed by name, or
+        not denied where the number of stages is forced, so that fewer cannot shorten the bubble."""
         if self.forced.schedule is not None:
             return (self.forced.schedule,) if self.forced.schedule in DERIVED_SCHEDULES else ()
-        return tuple(name for name in DERIVED_SCHEDULES if self.features.allows_change(name))
+        allows = self.features.allows_change if self.forced.pp is None else self.features.allows
+        return tuple(name for name in DERIVED_SCHEDULES if allows(name))
 
     @property
     def zeros(self) -> tuple[int, ...]:

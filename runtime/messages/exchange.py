@@ -30,7 +30,7 @@ from ...cost_model.simulator.actions import (
     ActionKind,
     Schedule,
 )
-from ...planner.costs.transfer import transfers
+from ...planner.costs.conversions import transfers
 from ...planner.errors import WorkerError
 from ...planner.graph.layout import Layout, Mesh, local_region, local_shape, region_slices
 from ...planner.schedules.held import sends_kept

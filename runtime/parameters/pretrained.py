@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...passes.capture.tie import find_tied
+from ...passes.capture.repeats import find_tied
 from ...passes.initialization.deferred_init import Deferred, named_tensors
 from ...planner.errors import UsageError
 from ...planner.graph.layout import whole_region

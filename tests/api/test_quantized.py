@@ -21,8 +21,7 @@ from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.ops.memory import nf4_bytes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
-from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.capture.stored import with_stored
+from autoparallel.passes.capture.capture_model import capture, with_stored
 from autoparallel.passes.initialization.deferred_init import (
     named_tensors,
     plain_build,

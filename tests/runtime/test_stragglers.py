@@ -58,7 +58,7 @@ def trains_with_a_slow_rank(
     worker: Worker, plan_path: str, folder: str, kind: str, windows: int
 ) -> list[int]:
     """Trains until a rank is named, or so many windows are over; the ranks named."""
-    from autoparallel.training import straggler_check
+    from autoparallel.training import steps as straggler_check
     from autoparallel.training import worker as entries
 
     straggler_check.WINDOW_SECONDS = WINDOW_SECONDS

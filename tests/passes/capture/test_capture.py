@@ -8,7 +8,7 @@ from marks import slow
 from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
-from autoparallel.passes.capture.tie import find_tied
+from autoparallel.passes.capture.repeats import find_tied
 from autoparallel.passes.initialization.deferred_init import plain_build, record_build
 from autoparallel.passes.programs.batch import InputPlace
 from autoparallel.passes.programs.interpret import LITERAL, run

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.planner.costs.transfer import transfers
+from autoparallel.planner.costs.conversions import transfers
 from autoparallel.planner.graph.layout import (
     INVARIANT,
     PARTIAL,
