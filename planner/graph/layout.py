@@ -27,9 +27,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 Kind = Literal["S", "R", "I", "P"]
 
 
@@ -434,22 +431,3 @@ def keeps_groups(axes: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
         if axis.groups:
             parts[axis.label] = parts.get(axis.label, 1) * size
     return all(not axis.groups or axis.groups % parts[axis.label] == 0 for axis in axes)
-
-
-Ints = NDArray[np.int64]
-
-
-def classes_of(keys: Sequence[object]) -> tuple[Ints, Ints]:
-    """Number the distinct keys in order of first occurrence; return each key's number, and for each
-    number the position of its first key.
-
-    >>> [found.tolist() for found in classes_of("abca")]
-    [[0, 1, 2, 0], [0, 1, 2]]
-    """
-    numbers: dict[object, int] = {}
-    firsts: list[int] = []
-    for index, key in enumerate(keys):
-        if key not in numbers:
-            numbers[key] = len(firsts)
-            firsts.append(index)
-    return np.array([numbers[key] for key in keys]), np.array(firsts)

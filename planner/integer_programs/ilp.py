@@ -27,8 +27,7 @@ from typing import assert_never
 import numpy as np
 
 from ..errors import MachineError, TimeLimitError
-from ..graph.layout import classes_of
-from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status
+from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status, classes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ The solvers are ``Highs`` and ``pulp_solver``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -220,3 +221,19 @@ def _highs_model(program: Program) -> Any:
     )
     model.a_matrix_.value_ = np.concatenate([values for _, values in program.rows])
     return model
+
+
+def classes_of(keys: Sequence[object]) -> tuple[Ints, Ints]:
+    """Number the distinct keys in order of first occurrence; return each key's number, and for each
+    number the position of its first key.
+
+    >>> [found.tolist() for found in classes_of("abca")]
+    [[0, 1, 2, 0], [0, 1, 2]]
+    """
+    numbers: dict[object, int] = {}
+    firsts: list[int] = []
+    for index, key in enumerate(keys):
+        if key not in numbers:
+            numbers[key] = len(firsts)
+            firsts.append(index)
+    return np.array([numbers[key] for key in keys]), np.array(firsts)

@@ -23,7 +23,7 @@ import numpy as np
 from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.price_cache import find
 from ..costs.seconds import HELD, STEP, objective_weights
-from ..graph.layout import classes_of
+from ..integer_programs.program import classes_of
 from ..plan import Recompute
 from ..stage.stage_model import KindModel, StageModel
 from ..stage.structure import Edge

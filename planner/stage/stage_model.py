@@ -31,9 +31,9 @@ from ..costs.price_cache import ByIdentity, PriceCache
 from ..costs.prices import Prices, Seconds
 from ..costs.seconds import wait_weights
 from ..graph.graph import Node, Ref, TensorSpec
-from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, classes_of, splits
+from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
 from ..integer_programs.ilp import merge_classes
-from ..integer_programs.program import Ints
+from ..integer_programs.program import Ints, classes_of
 from .decisions import Choice, Decision, Floats, decide, parameter_decision
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel

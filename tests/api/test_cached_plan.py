@@ -140,6 +140,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"target": "other.py"},
     {"settings": {"layers": 2}},
     {"solver": "cbc"},
+    {"intra_op": "ilp"},
     {"gradient_dtype": "compute"},
     {"offload": "optimizer"},
 )

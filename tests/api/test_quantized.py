@@ -30,7 +30,7 @@ from autoparallel.passes.initialization.deferred_init import (
 from autoparallel.passes.memory.stage_memory import stage_memory
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner import rules
+from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.choices import input_specs
 from autoparallel.planner.costs.precision import with_precision
 from autoparallel.planner.costs.prices import Prices, Seconds

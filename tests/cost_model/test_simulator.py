@@ -236,7 +236,7 @@ def test_schedules_and_the_simulator_do_not_import_torch():
     program = (
         "import sys; import autoparallel.cost_model.simulator.simulator; "
         "import autoparallel.planner.schedules.schedules, autoparallel.planner.schedules.check; "
-        "import autoparallel.planner.costs.transfer; "
+        "import autoparallel.planner.costs.conversions; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

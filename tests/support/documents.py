@@ -197,7 +197,6 @@ NOT_RUN: dict[tuple[str, str], str] = {
                 "pip install -c constraints.txt -e . && autoparallel run examples/gpt.py "
                 "--set d_model=128 --set n_layer=2 --global-batch 8 --verify --steps 50",
             ),
-            ("docs/planning.md", "pip install 'torch-autoparallel[solvers]'"),
         ],
         INSTALLS,
     ),

@@ -17,7 +17,7 @@ from autoparallel.cost_model.profile.lookup import Profile, level_of
 from autoparallel.cost_model.profile.records import Measurement, Transfer
 from autoparallel.planner.configured.profiling_targets import ProfilingTargets, asked_cases
 from autoparallel.planner.costs.basis import Basis, CostQueries
-from autoparallel.planner.costs.prices import LEVEL, LIBRARY, update_kind
+from autoparallel.planner.costs.mesh_prices import LEVEL, LIBRARY, update_kind
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.evaluate.evaluate import evaluate
 from autoparallel.planner.plan import Plan
