@@ -2,7 +2,7 @@
 
 In: the candidate's stages with their layouts and costs, and the losers. Out: a ``Plan``: every
 node's layout under its template's name, the layouts of batch inputs and constants, predictions
-(``price_sources`` adds their sources), and the reasons why other candidates lost.
+(``with_sources`` adds their sources), and the reasons why other candidates lost.
 """
 
 from __future__ import annotations
