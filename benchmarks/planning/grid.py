@@ -64,7 +64,7 @@ class Setting:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _zoo(name: str, cluster: str, batch: int, seq: int | None = 1024) -> Setting:
+def _zoo(name: str, cluster: str, batch: int, seq: int | None = 64) -> Setting:
     return Setting(f"{name}, {cluster}", f"hf:{ZOO / name}", cluster, batch, seq)
 
 
@@ -96,8 +96,8 @@ SETTINGS = (
     Setting("Mixtral-8x22B, 64 H100", f"hf:{HERE / 'mixtral_8x22b'}", "8x8xH100", 256, 4096),
     _zoo("qwen3_moe", "8xH100", 64),
     _zoo("olmoe", "4xA100-40GB", 64),
-    _zoo("t5", "8xA100-40GB", 128, 512),
-    _zoo("bert", "4xV100-16GB", 128, 512),
+    _zoo("t5", "8xA100-40GB", 128),
+    _zoo("bert", "4xA100-40GB", 128),
     _zoo("gemma2", "8xA100-40GB", 64),
     _zoo("whisper", "4xH100", 64, None),
     _zoo("mamba", "2xH100", 64),
