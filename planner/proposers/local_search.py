@@ -48,6 +48,7 @@ Stages = tuple[StageChoice, ...]
 def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """Yield candidates of all possible pipelines if they are few; else of the fastest pipeline's
     neighbours (one cut moved by a block), then of the fastest neighbour's, and so on."""
+    context.observe("refining the best", 1, 1)
     if pool.best is None:
         return
     began = context.budget.work

@@ -153,7 +153,8 @@ class _Exploration:
             ):
                 costs = context.costs(rows)
                 tiling = mixed_tiling(context.cluster, several[-1], costs.place)
-                if unequal_bound(context, rows, tiling) < pool.cutoff:
+                cutoff = pool.cutoff
+                if cutoff == float("inf") or unequal_bound(context, rows, tiling) < cutoff:
                     yield SearchNode(rows, costs, tiling, several)
 
     def _looked(self, nodes: Iterator[SearchNode]) -> list[SearchNode]:

@@ -22,10 +22,11 @@ the micro-batches in flight, and that blocks are indivisible. It is at least ``w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -75,19 +76,33 @@ def _lower_bound(context: SearchContext) -> float:
 def relaxed_bound(context: SearchContext) -> float:
     """Return a lower bound of the step time from the cost tables of blocks; 0 if unknown.
 
-    A sample takes no less time in a smaller micro-batch, and keeps as many bytes: so the seconds
-    are priced in the largest micro-batch, and the saved bytes are the smallest one's.
+    A sample takes no less time in a smaller micro-batch, so the work in the largest bounds all
+    sizes, unless the request sets the samples of a rank: then each size has other meshes. The size
+    of the least bound is bounded again, by its own tables, until that has been done before.
     """
     rows = context.microbatch_rows
     with context.stoppable(), suppress(TooWideError):
-        found = float("inf")
-        for tilings in _parts(context, max(rows)):
-            if context.ended_by:
-                return 0.0
-            part = _Relaxation(context, max(rows), tilings, min(rows) / max(rows))
-            found = min(found, part.seconds())
-        return found
+        work = 0.0
+        if context.request.microbatch_size is None:
+            work = min(_bounds(context, max(rows), lambda part: part.work_seconds))
+        left = [(work, -each, False) for each in rows]
+        heapify(left)
+        while left and not context.ended_by:
+            bound, number, is_own = heappop(left)
+            if is_own:
+                return bound
+            own = min(_bounds(context, -number, _Relaxation.seconds))
+            heappush(left, (max(bound, own), number, True))
     return 0.0
+
+
+def _bounds(
+    context: SearchContext, rows: int, bound: Callable[[_Relaxation], float]
+) -> Iterator[float]:
+    """Yield the ``bound`` of each part of the search space at one micro-batch size; 0 after the
+    time limit."""
+    for tilings in _parts(context, rows):
+        yield 0.0 if context.ended_by else bound(_Relaxation(context, rows, tilings))
 
 
 def unequal_bound(context: SearchContext, rows: int, tiling: Tiling) -> float:
@@ -104,7 +119,7 @@ def unequal_bound(context: SearchContext, rows: int, tiling: Tiling) -> float:
     if least < count * WORTH_BOUNDING:
         return 0.0
     with suppress(TooWideError):
-        return least * _Relaxation(context, rows, (tiling,), 1.0).work
+        return least / count * _Relaxation(context, rows, (tiling,)).work_seconds
     return 0.0
 
 
@@ -125,34 +140,32 @@ def _parts(context: SearchContext, rows: int) -> Iterator[Sequence[Tiling]]:
 @dataclass
 class _Relaxation:
     """Relaxed search problem, which bounds all plans on some tilings (divisions of the devices into
-    stages) at one micro-batch size: every block takes its cheapest mesh and layouts.
-
-    ``saved_share``: the fraction of the saved bytes that counts.
-    """
+    stages) at one micro-batch size: every block takes its cheapest mesh and layouts."""
 
     context: SearchContext
     rows: int
     tilings: Sequence[Tiling]
-    saved_share: float
 
     @cached_property
-    def work(self) -> float:
-        """Lower bound of a device's mean seconds per micro-batch, whatever the memory; infinite if
-        no mesh is possible. Raises ``TooWideError``."""
-        return float(self._device_seconds(np.zeros(1))[0]) if self._solvers else float("inf")
+    def work_seconds(self) -> float:
+        """Lower bound of the step's seconds whatever the memory; infinite if no mesh is possible.
+        Raises ``TooWideError``."""
+        count = self.context.num_microbatches(self.rows)
+        seconds = self._device_seconds(np.zeros(1)) if self._solvers else np.array([np.inf])
+        return count * float(seconds[0])
 
     def seconds(self) -> float:
-        """Return a lower bound of the step's seconds over all plans; infinite if no mesh is
-        possible. Raises ``TooWideError``."""
-        work = self.work
+        """Return a lower bound of the step's seconds within the memory limit; infinite if no mesh
+        is possible. Raises ``TooWideError``."""
+        work, count = self.work_seconds, self.context.num_microbatches(self.rows)
         if not np.isfinite(work):
             return work
-        count, free = self.context.num_microbatches(self.rows), self._free_bytes
+        free = self._free_bytes
         if not np.isfinite(free) or free <= 0:
-            return count * work
-        prices = np.array(PRICES) * (work / free)
+            return work
+        prices = np.array(PRICES) * (work / count / free)
         least = self._device_seconds(prices) - prices * free
-        return count * max(work, float(least.max()))
+        return max(work, count * float(least.max()))
 
     @cached_property
     def _solvers(self) -> list[IntraOp]:
@@ -179,7 +192,7 @@ class _Relaxation:
         """Return, by price of a byte, a device's mean seconds of work per micro-batch."""
         count, cluster = self.context.num_microbatches(self.rows), self.context.cluster
         shares = [solver.model.prices.mesh.size / cluster.num_devices for solver in self._solvers]
-        every = [block_seconds(solver, count, prices, self.saved_share) for solver in self._solvers]
+        every = [block_seconds(solver, count, prices) for solver in self._solvers]
         blocks = Counter(block.kind for block in self.context.at(self.rows).blocks.blocks)
         found: Floats = np.zeros(len(prices))
         for kind, number in blocks.items():
@@ -189,20 +202,16 @@ class _Relaxation:
         return found
 
 
-def block_seconds(
-    solver: IntraOp, count: int, prices: Floats, saved_share: float
-) -> Mapping[str, Floats]:
+def block_seconds(solver: IntraOp, count: int, prices: Floats) -> Mapping[str, Floats]:
     """Map each kind of block to the least cost of one block on the solver's mesh, over all layouts,
     ZeRO stages and recomputation modes: seconds per micro-batch plus bytes at each of ``prices``.
     Cached for all meshes with equal cost tables.
 
-    ``count`` is the number of micro-batches; a saved byte counts ``saved_share`` bytes. Raises
-    ``TooWideError``.
+    ``count`` is the number of micro-batches. Raises ``TooWideError``.
     """
     model, states = solver.model, tuple(prices.tolist())
-    saved = tuple((prices * saved_share).tolist())
     modes = solver.modes if prices.any() else solver.modes[:1]  # recomputing only saves bytes
-    key = (solver.zeros, modes, count, states, saved)
+    key = (solver.zeros, modes, count, states)
 
     def make() -> Mapping[str, Floats]:
         return {
@@ -215,7 +224,7 @@ def block_seconds(
         tables.check()
         solver.budget.num_problems += 1
         zeros = tuple(zero for zero in solver.zeros for _ in states)
-        rates = Rates(count, zeros, mode, states * number, saved * number, any_zero=True)
+        rates = Rates(count, zeros, mode, states * number, states * number, any_zero=True)
         table = tables.solve(rates).table[0]
         sync = min(
             float(np.array(model.block_sync(kind, zero)) @ rates.weights) for zero in solver.zeros

@@ -277,10 +277,6 @@ class Structure:
         values = (ref for ref, _ in self.outside[at] if self.graph[ref.name].kind == "op")
         return [ref for ref in values if self.first_reader(ref, 0) == at]
 
-    def inner_edge(self, at: int, ref: Ref, uses: tuple[Use, ...]) -> Edge:
-        """Return the edge (value with its uses) to block ``at`` from a block of the same stage."""
-        return self._edge(at, ref, uses, 0, {})
-
     def _sent(self, start: int, stop: int) -> Mapping[tuple[str, int], int]:
         sent: Counter[tuple[str, int]] = Counter()
         made, last = self._crossed

@@ -85,6 +85,15 @@ def test_the_bound_is_between_that_of_the_work_and_the_best_step(seed: int) -> N
     assert 0 < work_bound(job, rows) <= lower_bound(job) <= found[0].step_seconds * SAME
 
 
+@pytest.mark.parametrize("rate", [1e8, 1e10, 1e12])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_the_bound_holds_if_the_samples_of_a_rank_are_given(samples: int, rate: float) -> None:
+    """Micro-batches of several sizes then have no mesh in common."""
+    on, request = cluster(4, bytes_per_second=rate), Request(16, microbatch_size=samples)
+    job, found = ranked(*mlp(3, rows=16, width=32, inner=64), on, request)
+    assert 0 < lower_bound(job) <= found[0].step_seconds * SAME
+
+
 def test_on_one_device_the_bound_is_the_step() -> None:
     """Nothing waits for anything, and nothing is sent."""
     graph, blocks = mlp(3, rows=8)
