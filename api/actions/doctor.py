@@ -16,8 +16,8 @@ from autoparallel.actions.terminal import stdout_console
 from autoparallel.cost_model.cluster.cluster_file import to_dict
 from autoparallel.doctor.checks import DoctorRequest, Finding, check_machine
 from autoparallel.doctor.facts import machine_facts
-from autoparallel.launching.examined import doctor_commands, examine_hosts
 from autoparallel.launching.job import PORT, check_lines, job_of, read_hosts
+from autoparallel.launching.ssh import doctor_commands, examine_hosts
 from autoparallel.options.results import say_json
 from autoparallel.planner.errors import MachineError, UsageError
 from autoparallel.planning.plan import find_cluster
@@ -121,11 +121,9 @@ def _hint(wanted: DoctorRequest) -> str:
 
 
 def _show(findings: Sequence[Finding], hint: str, *, json: bool) -> None:
-
     if json:
         say_json("doctor", [asdict(each) for each in findings])
         return
-
     styles = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from autoparallel.launching.examined import START_SCRIPT, ssh_files
 from autoparallel.launching.job import PLAN_FILE, check_lines, job_of, read_hosts
 from autoparallel.launching.kubernetes import MANIFEST, kubernetes_files
 from autoparallel.launching.slurm import BATCH_SCRIPT, slurm_files
+from autoparallel.launching.ssh import START_SCRIPT, ssh_files
 from autoparallel.options.outputs import writing
 from autoparallel.options.results import say
 from autoparallel.planner.errors import UsageError

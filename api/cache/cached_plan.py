@@ -5,9 +5,8 @@ arguments, or of this search. The key covers the graph with the source lines of 
 blocks, the cluster, the request with its own schedule, and the measured times with their use.
 
 Only plans of searches that completed are stored, and the error that nothing fits, whose fix depends
-on the time limit. An objective other than time takes several
-searches that share the time limit, so its plan is not stored; nor is a learned placer's plan,
-because a placer always uses all its time.
+on the time limit. An objective other than time takes several searches that share the time limit, so
+its plan is not stored; nor is a learned placer's plan, because a placer always uses all its time.
 """
 
 from __future__ import annotations

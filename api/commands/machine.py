@@ -14,6 +14,7 @@ from autoparallel.commands.options import (
     DatabaseOption,
     JsonOption,
     SetOption,
+    SetupOption,
     command,
 )
 from autoparallel.options.plan_options import PlanOptions
@@ -65,14 +66,7 @@ def doctor(
             help="check these hosts from here, over ssh, in the cluster's order",
         ),
     ] = None,
-    setup: Annotated[
-        str,
-        typer.Option(
-            "--setup",
-            metavar="COMMAND",
-            help="shell command that each host runs first: 'source venv/bin/activate'",
-        ),
-    ] = "",
+    setup: SetupOption = "",
     timeout: Annotated[
         float,
         typer.Option("--timeout", min=1.0, help="seconds without progress that end the check"),

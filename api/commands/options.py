@@ -36,6 +36,14 @@ SortOption = Annotated[
     Sorting | None,
     typer.Option("--sort", help="order of the rows, the least first; default: as given"),
 ]
+SetupOption = Annotated[
+    str,
+    typer.Option(
+        "--setup",
+        metavar="COMMAND",
+        help="shell command that each host runs first: 'source venv/bin/activate'",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 SetOption = Annotated[
     list[str] | None,

@@ -16,6 +16,7 @@ from autoparallel.commands.options import (
     PlanArgument,
     PlanOrTargetArgument,
     SetOption,
+    SetupOption,
     TrustOption,
     command,
 )
@@ -146,14 +147,7 @@ def launch(
             "--workdir", help="where the run starts, with the model's file; default: this folder"
         ),
     ] = None,
-    setup: Annotated[
-        str,
-        typer.Option(
-            "--setup",
-            metavar="COMMAND",
-            help="shell command that each host runs first: 'source venv/bin/activate'",
-        ),
-    ] = "",
+    setup: SetupOption = "",
     port: Annotated[
         int,
         typer.Option("--port", min=1, max=65534, help="first of two free ports of the first host"),

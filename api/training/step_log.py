@@ -89,13 +89,14 @@ class _Allocated(ctypes.Structure):
 
 
 _MALLINFO = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _MALLINFO is not None:
+    _MALLINFO.restype = _Allocated
 
 
 def _allocated_bytes() -> int:
     """Return the bytes that this process has allocated; without glibc those that are resident."""
     if _MALLINFO is None:
         return psutil.Process().memory_info().rss
-    _MALLINFO.restype = _Allocated
     found = _MALLINFO()
     return int(found.uordblks + found.hblkhd)
 

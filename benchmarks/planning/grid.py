@@ -1,4 +1,4 @@
-"""A simple grid of configurations against the plan: none of them should be faster.
+"""Comparison of plans with a simple grid of configurations, none of which should be faster.
 
 ``python benchmarks/planning/grid.py [--only NAME] [--seconds S] [--json FILE]``. Each setting is
 planned at ``--tolerance 0`` and at the default. Then configurations of the grid (dp, tp, pp, cp,
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from autoparallel.planner.summary import plan_summary
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, plan_program
 from autoparallel.target.load import load_target
-from benchmarks.planning.cases import HERE, LLAMA, LLAMA_70B, LLAMA_405B
+from benchmarks.planning.cases import HERE, LLAMA, LLAMA_70B, LLAMA_405B, Case
 
 GPT = str(HERE.parents[1] / "examples" / "gpt.py")
 ZOO = HERE.parents[1] / "tests" / "zoo"
@@ -51,32 +51,19 @@ ALLOWED = {0.0: 0.01, 0.02: 0.03}
 SEED = 0
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A model, a cluster and a batch. ``seq``: the positions of a sequence."""
-
-    name: str
-    target: str
-    cluster: str
-    global_batch: int
-    seq: int | None = None
-    precision: str = "bf16"
-    settings: Mapping[str, Any] = field(default_factory=dict)
+def _zoo(name: str, cluster: str, batch: int, seq: int | None = 64) -> Case:
+    return Case(f"{name}, {cluster}", f"hf:{ZOO / name}", cluster, batch, seq)
 
 
-def _zoo(name: str, cluster: str, batch: int, seq: int | None = 64) -> Setting:
-    return Setting(f"{name}, {cluster}", f"hf:{ZOO / name}", cluster, batch, seq)
-
-
-def _llama(name: str, cluster: str, batch: int, seq: int, sizes: Mapping[str, Any]) -> Setting:
-    return Setting(f"{name}, {cluster}, {seq}", LLAMA, cluster, batch, seq, settings=sizes)
+def _llama(name: str, cluster: str, batch: int, seq: int, sizes: Mapping[str, Any]) -> Case:
+    return Case(f"{name}, {cluster}, {seq}", LLAMA, cluster, batch, seq, settings=sizes)
 
 
 SETTINGS = (
-    *(Setting(f"GPT, {n}", GPT, n, 64, settings=SMALL) for n in ("1xH100", "2xA100-40GB")),
-    *(Setting(f"GPT, {n}", GPT, n, 64, settings=SMALL) for n in ("8xA100-40GB", "8xRTX4090")),
-    Setting("GPT, 2x8 V100", GPT, "2x8xV100-16GB", 128, precision="fp16", settings=SMALL),
-    Setting("GPT, A100 and H100", GPT, "4xA100-80GB+4xH100", 64, settings=SMALL),
+    *(Case(f"GPT, {n}", GPT, n, 64, settings=SMALL) for n in ("1xH100", "2xA100-40GB")),
+    *(Case(f"GPT, {n}", GPT, n, 64, settings=SMALL) for n in ("8xA100-40GB", "8xRTX4090")),
+    Case("GPT, 2x8 V100", GPT, "2x8xV100-16GB", 128, precision="fp16", settings=SMALL),
+    Case("GPT, A100 and H100", GPT, "4xA100-80GB+4xH100", 64, settings=SMALL),
     _llama("Llama-3-8B", "2xH100", 16, 2048, {}),
     _llama("Llama-3-8B", "8xH100", 64, 4096, {}),
     _llama("Llama-3-8B", "8xRTX4090", 16, 2048, {}),
@@ -89,11 +76,11 @@ SETTINGS = (
     _llama("Llama-3-70B", "128x8xA100-80GB", 1024, 4096, LLAMA_70B),
     _llama("Llama-3-405B", "128x8xH100", 512, 8192, LLAMA_405B),
     _llama("Llama-3-405B", "2048x8xH100", 2048, 8192, LLAMA_405B),
-    Setting("ViT-L, 8xA100-40GB", f"hf:{HERE / 'vit_l'}", "8xA100-40GB", 1024),
-    Setting("ViT-L, 2x8xV100", f"hf:{HERE / 'vit_l'}", "2x8xV100-16GB", 512, precision="fp16"),
-    Setting("GPT-39B, 64 V100", f"hf:{HERE / 'gpt_39b'}", "8x8xV100-32GB", 1024, 1024, "fp16"),
-    Setting("Mixtral-8x22B, 128 H100", f"hf:{HERE / 'mixtral_8x22b'}", "16x8xH100", 512, 4096),
-    Setting("Mixtral-8x22B, 64 H100", f"hf:{HERE / 'mixtral_8x22b'}", "8x8xH100", 256, 4096),
+    Case("ViT-L, 8xA100-40GB", f"hf:{HERE / 'vit_l'}", "8xA100-40GB", 1024),
+    Case("ViT-L, 2x8xV100", f"hf:{HERE / 'vit_l'}", "2x8xV100-16GB", 512, precision="fp16"),
+    Case("GPT-39B, 64 V100", f"hf:{HERE / 'gpt_39b'}", "8x8xV100-32GB", 1024, 1024, "fp16"),
+    Case("Mixtral-8x22B, 128 H100", f"hf:{HERE / 'mixtral_8x22b'}", "16x8xH100", 512, 4096),
+    Case("Mixtral-8x22B, 64 H100", f"hf:{HERE / 'mixtral_8x22b'}", "8x8xH100", 256, 4096),
     _zoo("qwen3_moe", "8xH100", 64),
     _zoo("olmoe", "4xA100-40GB", 64),
     _zoo("t5", "8xA100-40GB", 128),
@@ -152,13 +139,11 @@ def _schedules(pp: int, layers: int) -> Iterator[tuple[str, int]]:
             yield "interleaved", chunks
 
 
-def compared(setting: Setting, seconds: float) -> Compared:
+def compared(setting: Case, seconds: float) -> Compared:
     """Plan a setting at each tolerance, and price configurations of the grid for at most
     ``seconds`` of processor time."""
-    target, cluster = (
-        load_target(setting.target, dict(setting.settings)),
-        find_cluster(setting.cluster),
-    )
+    target = load_target(setting.target, dict(setting.settings))
+    cluster = find_cluster(setting.cluster)
     plans: dict[float, Plan] = {}
     for tolerance in ALLOWED:
         options = plan_options(

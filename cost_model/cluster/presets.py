@@ -35,8 +35,8 @@ class Protocols:
     step and fills a buffer at every hop). ``switch_fill_seconds`` is the time that the first chunk
     takes through a switch that sums. ``exchange_seconds`` is the additional time to start an
     all-to-all, which NCCL implements by sends and receives, and ``exchange_share`` the part of the
-    rate that an all-to-all reaches. For a send between only two ranks, of up to ``p2p_few_bytes``,
-    NCCL opens few channels; it reaches ``p2p_few_share`` of the rate.
+    rate that an all-to-all reaches. A send of up to ``p2p_few_bytes`` between only two ranks
+    reaches the part ``p2p_few_share`` of the rate, as NCCL opens few channels for it.
     """
 
     short_share: float = 1.0

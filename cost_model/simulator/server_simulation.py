@@ -57,7 +57,8 @@ class ServerTimes:
     finished: tuple[tuple[float, ...], ...]
 
     def iterations_per_second(self) -> float:
-        """Return the iterations per second of all workers, after the first quarter of the time."""
+        """Return the iterations per second, summed over the workers and measured from the end of
+        the simulation's first quarter on."""
         end = min(times[-1] for times in self.finished)
         begin = end / 4
         done = sum(_done(times, end) - _done(times, begin) for times in self.finished)

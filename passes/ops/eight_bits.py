@@ -13,7 +13,8 @@ torchtitan uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -65,11 +66,26 @@ class _Torchao:
         return found
 
 
+@contextmanager
+def torchao_needed(what: str, otherwise: str) -> Iterator[None]:
+    """Raise MachineError AP413 if torchao, which ``what`` needs, cannot be imported in the ``with``
+    block; ``otherwise``: how to go on without it."""
+    try:
+        yield
+    except ImportError as error:
+        raise MachineError(
+            "AP413",
+            f"{what} needs torchao",
+            why=f"it cannot be imported: {error}",
+            fix=f"pip install 'torchao>=0.18', on every machine, or {otherwise}",
+        ) from error
+
+
 @cache
 def load_torchao(emulate: bool) -> _Torchao:
     """Return torchao's 8-bit matrix products with one scale per tensor, emulated in higher
     precision with ``emulate``. Raises MachineError AP413 without torchao."""
-    try:
+    with torchao_needed("training in fp8", "plan with --precision bf16"):
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -78,13 +94,6 @@ def load_torchao(emulate: bool) -> _Torchao:
             LinearMMConfig,
             ScaledMMConfig,
         )
-    except ImportError as error:
-        raise MachineError(
-            "AP413",
-            "training in fp8 needs torchao",
-            why=f"its 8-bit products are torchao's, which cannot be imported: {error}",
-            fix="pip install 'torchao>=0.18', on every machine, or plan with --precision bf16",
-        ) from error
     config = Float8LinearConfig(emulate=emulate)
     each = (
         config.gemm_config_output,

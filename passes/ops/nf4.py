@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...cost_model.ops.memory import NF4_BLOCK, NF4_GROUP, nf4_bytes
-from ...planner.errors import MachineError
+from .eight_bits import torchao_needed
 
 CHUNK = 2**22
 """Elements that are dequantized at a time, so that what a kernel writes for the next one is small
@@ -40,15 +40,8 @@ aten = torch.ops.aten
 @cache
 def load_nf4() -> Any:
     """Return torchao's class of tensors in NF4. Raises MachineError AP413 without torchao."""
-    try:
+    with torchao_needed("training with weights in NF4", "leave base=nf4 out of --lora"):
         from torchao.quantization import NF4Tensor
-    except ImportError as error:
-        raise MachineError(
-            "AP413",
-            "training with weights in NF4 needs torchao",
-            why=f"torchao quantizes them, which cannot be imported: {error}",
-            fix="pip install 'torchao>=0.18', on every machine, or leave base=nf4 out of --lora",
-        ) from error
     return NF4Tensor
 
 

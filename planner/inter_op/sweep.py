@@ -49,7 +49,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """Start and stop positions of possible stages with equal costs, each with another start."""
+    """Positions on the devices between which possible stages of equal cost lie. No two of these
+    stages have the same start."""
 
     starts: Ints
     stops: Ints
@@ -254,9 +255,9 @@ class _After:
         return begin, self.high[stops] - 1
 
     def windows(self, stops: Ints, cuts: Ints, width: int) -> Floats:
-        """Return an array ``[i, cut, j]``, j < ``width``: the later stages' objective if they begin
-        at position ``stops[i]`` on the devices, j + 1 cuts (positions between blocks) after
-        ``cuts[i, cut]``."""
+        """Return an array ``[i, cut, j]`` with j < ``width``: the objective of all later stages, if
+        they have the devices from position ``stops[i]`` on and the blocks from cut ``cuts[i, cut] +
+        j + 1`` on. A cut is a position between blocks."""
         step = self.values.strides[1]
         rows, size = self.values.shape
         every = np.lib.stride_tricks.as_strided(
@@ -266,8 +267,9 @@ class _After:
         return found
 
     def strip(self, stop: int, cuts: range, columns: range) -> Floats:
-        """Return a view ``[j, cut]``, j in ``columns``: the later stages' objective if they begin
-        at position ``stop`` on the devices, j + 1 cuts (positions between blocks) after ``cut``."""
+        """Return a view ``[j, cut]`` with j in ``columns``: the objective of all later stages, if
+        they have the devices from position ``stop`` on and the blocks from cut ``cut + j + 1``
+        on."""
         step = self.values.strides[1]
         start = self.values[self.row[stop], cuts.start + columns.start + 1 :]
         return np.lib.stride_tricks.as_strided(start, (len(columns), len(cuts)), (step, step))

@@ -147,7 +147,8 @@ def block_edges(structure: Structure) -> frozenset[tuple[int, int]]:
 
 
 def find_sections(structure: Structure) -> tuple[Section, ...]:
-    """Return the sections of parallel branches of a model, disjoint and in order.
+    """Return the sections of a model that consist of parallel branches. They do not overlap, and
+    are in the order of the model's blocks.
 
     A boundary between two independent blocks separates two branches, which extend on both sides
     until an edge crosses it; the best boundary has the most ops on its smaller side. The largest

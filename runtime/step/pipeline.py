@@ -273,9 +273,9 @@ class Prepared:
 
 
 def prepare(schedule: Schedule, stages: frozenset[int]) -> tuple[Prepared, ...]:
-    """Return the row of the schedule, as ``Prepared`` actions in order, of the rank that computes
-    ``stages``; empty without stages. Raises PlanError AP541 unless the schedule places exactly
-    these stages on one rank."""
+    """Return the actions, in order, of the rank that computes ``stages`` under a schedule; none
+    without stages. Raises PlanError AP541 unless the schedule places exactly these stages on one
+    rank."""
     row = _row_of(schedule, stages)
     sends = frozenset(action for action in row if action.kind in SENDS)
     lasts = last_before_reduce(row) | _last_reduce(row)

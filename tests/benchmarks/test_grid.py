@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.planning.grid import ALLOWED, GPT, SETTINGS, Compared, Setting, compared
+from benchmarks.planning.cases import Case
+from benchmarks.planning.grid import ALLOWED, GPT, SETTINGS, Compared, compared
 
-SMALL = Setting(
+SMALL = Case(
     "small GPT",
     GPT,
     "2x2xA100-40GB",
     16,
+    seq=None,
     settings={"d_model": 512, "n_layer": 4, "n_head": 8, "seq": 256},
 )
 

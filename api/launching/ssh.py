@@ -1,4 +1,7 @@
-"""``autoparallel doctor`` on hosts over ssh: started on each, their findings as one list."""
+"""Hosts over ssh: the script that starts a run on each, and ``autoparallel doctor`` run on each.
+
+If a host fails, the others go on for ``PATIENCE_SECONDS``, to say what they miss.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ from autoparallel.planner.errors import UsageError
 from .job import HOST_SCRIPT, LaunchJob, doctor_script, host_script
 
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")
-PATIENCE_SECONDS = 15.0
-"""Seconds for which other hosts go on after one has failed, to say what they miss."""
+PATIENCE_SECONDS = 15
+"""Seconds for which other hosts go on after one has failed."""
+
+START_SCRIPT = "start.sh"
+"""Name of the script that starts a run on all hosts."""
 
 _DOCUMENT = re.compile(r'^\{\s+"schema": "autoparallel.doctor/1"', re.MULTILINE)
 
@@ -91,9 +97,6 @@ def _failure(host: str, code: int, text: str) -> Finding:
     return Finding("FAIL", "host", f"{host}: {what}", fix or f"ssh {host}, and look there")
 
 
-START_SCRIPT = "start.sh"
-
-
 def ssh_files(job: LaunchJob) -> Mapping[str, str]:
     """Return the files for ssh by name. Raises UsageError AP371 for one host, AP375 without host
     names."""
@@ -136,7 +139,7 @@ for _ in "${{pids[@]}}"; do
   wait -n || {{ code=$?; break; }}
 done
 if [[ $code -ne 0 ]]; then
-  sleep 15  # the other hosts then say themselves what they miss
+  sleep {PATIENCE_SECONDS}  # the other hosts then say themselves what they miss
 fi
 exit "$code"
 """
