@@ -67,15 +67,15 @@ class _Torchao:
 
 
 @contextmanager
-def torchao_needed(what: str, otherwise: str) -> Iterator[None]:
-    """Raise MachineError AP413 if torchao, which ``what`` needs, cannot be imported in the ``with``
+def torchao_needed(use: str, otherwise: str) -> Iterator[None]:
+    """Raise MachineError AP413 if torchao, which ``use`` needs, cannot be imported in the ``with``
     block; ``otherwise``: how to go on without it."""
     try:
         yield
     except ImportError as error:
         raise MachineError(
             "AP413",
-            f"{what} needs torchao",
+            f"{use} needs torchao",
             why=f"it cannot be imported: {error}",
             fix=f"pip install 'torchao>=0.18', on every machine, or {otherwise}",
         ) from error
