@@ -11,7 +11,7 @@ import pytest
 
 from autoparallel.__main__ import run_command
 from autoparallel.actions import doctor
-from autoparallel.launching import examined
+from autoparallel.launching import ssh as ssh_launch
 
 SAID = {
     "schema": "autoparallel.doctor/1",
@@ -40,7 +40,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.chmod(0o755)
     path.with_name("ssh.said").write_text(json.dumps(SAID, indent=2) + "\n")
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(examined, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(ssh_launch, "PATIENCE_SECONDS", 0.2)
     return path
 
 
@@ -112,7 +112,7 @@ def test_two_torchruns_meet_and_measure_the_links(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "PORT", 29517)
-    monkeypatch.setattr(examined, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(ssh_launch, "PATIENCE_SECONDS", 30.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(doctor, "doctor_commands", _at_loopback)
     found = findings(capsys, "--cluster", "2x1xcpu", "--hosts", "here1,here2", code=0)
@@ -120,7 +120,7 @@ def test_two_torchruns_meet_and_measure_the_links(
 
 
 def _at_loopback(job: Any) -> dict[str, str]:
-    commands = examined.doctor_commands(job)
+    commands = ssh_launch.doctor_commands(job)
     return {
         host: command.replace(f" {number} here1", f" {number} 127.0.0.1")
         for number, (host, command) in enumerate(commands.items())
