@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Case:
     cluster: str
     global_batch: int
     wanted_seconds: float | None = None
+    _: KW_ONLY
     seq: int | None = 4096
     precision: str = "bf16"
     parallel: str | None = None

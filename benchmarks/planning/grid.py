@@ -51,19 +51,28 @@ ALLOWED = {0.0: 0.01, 0.02: 0.03}
 SEED = 0
 
 
-def _zoo(name: str, cluster: str, batch: int, seq: int | None = 64) -> Case:
-    return Case(f"{name}, {cluster}", f"hf:{ZOO / name}", cluster, batch, seq)
+def _gpt(name: str, cluster: str, batch: int = 64, precision: str = "bf16") -> Case:
+    return Case(name, GPT, cluster, batch, seq=None, precision=precision, settings=SMALL)
 
 
 def _llama(name: str, cluster: str, batch: int, seq: int, sizes: Mapping[str, Any]) -> Case:
-    return Case(f"{name}, {cluster}, {seq}", LLAMA, cluster, batch, seq, settings=sizes)
+    return Case(f"{name}, {cluster}, {seq}", LLAMA, cluster, batch, seq=seq, settings=sizes)
+
+
+def _published(
+    name: str, folder: str, cluster: str, batch: int, seq: int | None, precision: str = "bf16"
+) -> Case:
+    return Case(name, f"hf:{HERE / folder}", cluster, batch, seq=seq, precision=precision)
+
+
+def _zoo(name: str, cluster: str, batch: int, seq: int | None = 64) -> Case:
+    return Case(f"{name}, {cluster}", f"hf:{ZOO / name}", cluster, batch, seq=seq)
 
 
 SETTINGS = (
-    *(Case(f"GPT, {n}", GPT, n, 64, settings=SMALL) for n in ("1xH100", "2xA100-40GB")),
-    *(Case(f"GPT, {n}", GPT, n, 64, settings=SMALL) for n in ("8xA100-40GB", "8xRTX4090")),
-    Case("GPT, 2x8 V100", GPT, "2x8xV100-16GB", 128, precision="fp16", settings=SMALL),
-    Case("GPT, A100 and H100", GPT, "4xA100-80GB+4xH100", 64, settings=SMALL),
+    *(_gpt(f"GPT, {n}", n) for n in ("1xH100", "2xA100-40GB", "8xA100-40GB", "8xRTX4090")),
+    _gpt("GPT, 2x8 V100", "2x8xV100-16GB", 128, "fp16"),
+    _gpt("GPT, A100 and H100", "4xA100-80GB+4xH100"),
     _llama("Llama-3-8B", "2xH100", 16, 2048, {}),
     _llama("Llama-3-8B", "8xH100", 64, 4096, {}),
     _llama("Llama-3-8B", "8xRTX4090", 16, 2048, {}),
@@ -76,11 +85,11 @@ SETTINGS = (
     _llama("Llama-3-70B", "128x8xA100-80GB", 1024, 4096, LLAMA_70B),
     _llama("Llama-3-405B", "128x8xH100", 512, 8192, LLAMA_405B),
     _llama("Llama-3-405B", "2048x8xH100", 2048, 8192, LLAMA_405B),
-    Case("ViT-L, 8xA100-40GB", f"hf:{HERE / 'vit_l'}", "8xA100-40GB", 1024),
-    Case("ViT-L, 2x8xV100", f"hf:{HERE / 'vit_l'}", "2x8xV100-16GB", 512, precision="fp16"),
-    Case("GPT-39B, 64 V100", f"hf:{HERE / 'gpt_39b'}", "8x8xV100-32GB", 1024, 1024, "fp16"),
-    Case("Mixtral-8x22B, 128 H100", f"hf:{HERE / 'mixtral_8x22b'}", "16x8xH100", 512, 4096),
-    Case("Mixtral-8x22B, 64 H100", f"hf:{HERE / 'mixtral_8x22b'}", "8x8xH100", 256, 4096),
+    _published("ViT-L, 8xA100-40GB", "vit_l", "8xA100-40GB", 1024, None),
+    _published("ViT-L, 2x8xV100", "vit_l", "2x8xV100-16GB", 512, None, "fp16"),
+    _published("GPT-39B, 64 V100", "gpt_39b", "8x8xV100-32GB", 1024, 1024, "fp16"),
+    _published("Mixtral-8x22B, 128 H100", "mixtral_8x22b", "16x8xH100", 512, 4096),
+    _published("Mixtral-8x22B, 64 H100", "mixtral_8x22b", "8x8xH100", 256, 4096),
     _zoo("qwen3_moe", "8xH100", 64),
     _zoo("olmoe", "4xA100-40GB", 64),
     _zoo("t5", "8xA100-40GB", 128),

@@ -29,3 +29,9 @@ def test_a_lead_above_the_allowed_counts_as_beaten() -> None:
 
 def test_there_are_thirty_settings_with_names_of_their_own() -> None:
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS) == 30
+
+
+def test_settings_have_the_lengths_that_their_names_say() -> None:
+    lengths = {each.name: each.seq for each in SETTINGS if each.name.startswith("Llama")}
+    assert all(name.endswith(f", {seq}") for name, seq in lengths.items())
+    assert set(lengths.values()) == {2048, 4096, 8192, 65536, 131072}
