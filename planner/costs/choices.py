@@ -232,9 +232,22 @@ def _form(node: Node, graph: Graph, prices: Prices) -> int:
     numbers = prices.cache.form_numbers
     return find(
         prices.cache.forms,
-        (node.name, graph.batch_size),
+        (_class(node, graph, prices), graph.batch_size),
         lambda: numbers.setdefault(prices.rules.strategies_form(node, graph), len(numbers) + 1),
     )
+
+
+def _class(node: Node, graph: Graph, prices: Prices) -> int:
+    """Return a number (from 1) that is equal for nodes with equal strategies at every batch size:
+    the node of another layer, for example."""
+    numbers = prices.cache.class_numbers
+
+    def make() -> int:
+        read = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs if graph.batch_dims]
+        key = prices.rules.strategies_form(node, graph), graph.batch_dims.get(node.name), *read
+        return numbers.setdefault(key, len(numbers) + 1)
+
+    return find(prices.cache.classes, node.name, make)
 
 
 def _axis_strategies(
@@ -296,11 +309,33 @@ def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, .
 def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     """Return, for each value, its dimensions of rows and positions, found with the strategies on an
     axis of ``size`` ranks. Cached."""
-    return find(
-        prices.cache.position_dims,
-        (size, graph.batch_size),
-        lambda: position_dims(graph, lambda node: _descending(node, graph, size, prices)),
+
+    def make() -> Dims:
+        return position_dims(graph, lambda node: _descending(node, graph, size, prices))
+
+    offered = _offered(graph, size, prices)
+    return find(prices.cache.position_dims, offered, make)
+
+
+def _offered(graph: Graph, size: int, prices: Prices) -> int:
+    """Return a number (from 1) that is equal for axis sizes and batch sizes at which every op of
+    the graph has the same strategies and works on the same tokens. Cached."""
+    numbers = prices.cache.offer_numbers
+    classes: list[Node] = find(
+        prices.cache.traits,
+        "classes",
+        lambda: list({_class(node, graph, prices): node for node in graph}.values()),
     )
+
+    def make() -> int:
+        listed = tuple(
+            tuple((each.label, each.inputs, each.outputs) for each in found)
+            for found in (strategies_of(graph[node.name], graph, size, prices) for node in classes)
+        )
+        tokens = tokens_of(graph, prices) if prices.assumptions.sends_tokens else None
+        return numbers.setdefault((tokens, listed), len(numbers) + 1)
+
+    return find(prices.cache.offers, (size, graph.batch_size), make)
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
@@ -316,7 +351,7 @@ def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """Return the dimensions that index experts, found with strategies on ``size`` ranks. Cached."""
     return find(
         prices.cache.expert_dims,
-        (size, graph.batch_size),
+        _offered(graph, size, prices),
         lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
     )
 

@@ -91,20 +91,24 @@ class PriceCache:
     changes: dict[int, Changes] = field(default_factory=dict)
     layout_numbers: ByIdentity[Ints] = field(default_factory=ByIdentity)
 
-    forms: dict[tuple[str, int], int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
+    class_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    forms: dict[tuple[int, int], int] = field(default_factory=dict)
     form_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     strategies: dict[tuple[int, int, GroupLimit], tuple[AxisStrategy, ...]] = field(
         default_factory=dict
     )
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
-    position_dims: dict[tuple[int, int], Dims] = field(default_factory=dict)
-    expert_dims: dict[tuple[int, int], ExpertDims] = field(default_factory=dict)
+    offers: dict[tuple[int, int], int] = field(default_factory=dict)
+    offer_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    position_dims: dict[int, Dims] = field(default_factory=dict)
+    expert_dims: dict[int, ExpertDims] = field(default_factory=dict)
     storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
 
     spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
-    traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    traits: dict[object, Any] = field(default_factory=dict)
     trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict

@@ -153,8 +153,17 @@ def bounded_below(
     for rows, stages in pipelines:
         if is_late():
             break
+        if _slowest_seconds(context, rows, stages) >= below:
+            continue
         found += [each for each in _draft(context, rows, stages) if each[0] < below]
     return sorted(found, key=lambda each: (each[0], each[1].seconds))
+
+
+def _slowest_seconds(context: SearchContext, rows: int, stages: Stages) -> float:
+    """Return a lower bound of the step time from the cost bounds known so far, without pricing: the
+    slowest stage's work for all micro-batches but one."""
+    costs, number = context.costs(rows), len(stages)
+    return max(costs.known(number - at, at == 0, each)[1] for at, each in enumerate(stages))
 
 
 def _draft(
