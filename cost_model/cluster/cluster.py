@@ -5,7 +5,7 @@ GB is 1e9 bytes, GiB is 2**30. Rates are bytes per second in one direction per d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -298,7 +298,8 @@ class Cluster:
         """Return tables of the wires (numbers of direct links) among ``size`` ranks from ``first``
         on: one for each host without a switch of which only a part is used."""
         found = []
-        for host in range(self.host_of[first], self.host_of[first + size - 1] + 1):
+        # only the first and the last host can be used in part
+        for host in sorted({self.host_of[first], self.host_of[first + size - 1]}):
             own, start = self.hosts[host], self.first_ranks[host]
             here = range(max(first - start, 0), min(first + size - start, own.num_devices))
             if own.wires and len(here) < own.num_devices:
@@ -316,13 +317,25 @@ class Cluster:
     def slowest_device(self, ranks: Sequence[int]) -> Device:
         """Return a device that is in every figure as slow as the slowest of ``ranks``: devices that
         compute an op together wait for the slowest of them, which may differ by op."""
+        if len(self._devices) == 1:
+            return self._devices[0]
         hosts = sorted(set(map(self.host_of.__getitem__, ranks)))
-        own = {id(self.hosts[host].device): self.hosts[host].device for host in hosts}
-        devices: list[Device] = []
-        for device in own.values():
-            if device not in devices:
-                devices.append(device)
+        devices = _distinct(self.hosts[host].device for host in hosts)
         return devices[0] if len(devices) == 1 else _worst(devices)
+
+    @cached_property
+    def _devices(self) -> list[Device]:
+        """Distinct devices of all hosts."""
+        return _distinct(host.device for host in self.hosts)
+
+
+def _distinct(devices: Iterable[Device]) -> list[Device]:
+    """Return the devices without equal ones, in order of their first use."""
+    found: list[Device] = []
+    for device in {id(device): device for device in devices}.values():
+        if device not in found:
+            found.append(device)
+    return found
 
 
 def _worst(devices: Sequence[Device]) -> Device:

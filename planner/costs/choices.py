@@ -8,7 +8,7 @@ balanced and not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -38,7 +38,7 @@ from ..ops.experts import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
-from .price_cache import find
+from .price_cache import ByIdentity, find
 from .prices import Prices
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ def _class(node: Node, graph: Graph, prices: Prices) -> int:
     numbers = prices.cache.class_numbers
 
     def make() -> int:
-        read = [graph.batch_dims[ref.name][ref.index] for ref in node.inputs if graph.batch_dims]
+        read = [(graph.batch_dims.get(ref.name), ref.index) for ref in node.inputs]
         key = prices.rules.strategies_form(node, graph), graph.batch_dims.get(node.name), *read
         return numbers.setdefault(key, len(numbers) + 1)
 
@@ -313,29 +313,29 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     def make() -> Dims:
         return position_dims(graph, lambda node: _descending(node, graph, size, prices))
 
-    offered = _offered(graph, size, prices)
-    return find(prices.cache.position_dims, offered, make)
+    return _by_strategies(prices.cache.position_dims, graph, size, prices, make)
 
 
-def _offered(graph: Graph, size: int, prices: Prices) -> int:
-    """Return a number (from 1) that is equal for axis sizes and batch sizes at which every op of
-    the graph has the same strategies and works on the same tokens. Cached."""
-    numbers = prices.cache.offer_numbers
-    classes: list[Node] = find(
-        prices.cache.traits,
-        "classes",
-        lambda: list({_class(node, graph, prices): node for node in graph}.values()),
-    )
+def _by_strategies(
+    cache: ByIdentity[T], graph: Graph, size: int, prices: Prices, make: Callable[[], T]
+) -> T:
+    """Return the result of ``make``, cached for all axis sizes and batch sizes at which every op of
+    the graph has the same strategies and works on the same tokens."""
+    lines = (graph.users,)  # the same for all batch sizes of a graph
 
-    def make() -> int:
-        listed = tuple(
+    def find_classes() -> list[str]:
+        return list({_class(node, graph, prices): node.name for node in graph}.values())
+
+    def find_key() -> tuple[object, ...]:
+        names = prices.cache.classes_of.find((), lines, find_classes)
+        offered = tuple(
             tuple((each.label, each.inputs, each.outputs) for each in found)
-            for found in (strategies_of(graph[node.name], graph, size, prices) for node in classes)
+            for found in (strategies_of(graph[name], graph, size, prices) for name in names)
         )
-        tokens = tokens_of(graph, prices) if prices.assumptions.sends_tokens else None
-        return numbers.setdefault((tokens, listed), len(numbers) + 1)
+        return tokens_of(graph, prices) if prices.assumptions.sends_tokens else None, offered
 
-    return find(prices.cache.offers, (size, graph.batch_size), make)
+    key = prices.cache.strategy_keys.find((size,), (graph,), find_key)
+    return cache.find(key, lines, make)
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
@@ -349,11 +349,11 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
     """Return the dimensions that index experts, found with strategies on ``size`` ranks. Cached."""
-    return find(
-        prices.cache.expert_dims,
-        _offered(graph, size, prices),
-        lambda: expert_dims(graph, lambda node: strategies_of(node, graph, size, prices)),
-    )
+
+    def make() -> ExpertDims:
+        return expert_dims(graph, lambda node: strategies_of(node, graph, size, prices))
+
+    return _by_strategies(prices.cache.expert_dims, graph, size, prices, make)
 
 
 def _as_megatron(

@@ -99,16 +99,16 @@ class PriceCache:
         default_factory=dict
     )
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
-    offers: dict[tuple[int, int], int] = field(default_factory=dict)
-    offer_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
-    position_dims: dict[int, Dims] = field(default_factory=dict)
-    expert_dims: dict[int, ExpertDims] = field(default_factory=dict)
+    classes_of: ByIdentity[list[str]] = field(default_factory=ByIdentity)
+    strategy_keys: ByIdentity[tuple[object, ...]] = field(default_factory=ByIdentity)
+    position_dims: ByIdentity[Dims] = field(default_factory=ByIdentity)
+    expert_dims: ByIdentity[ExpertDims] = field(default_factory=ByIdentity)
     storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
 
     spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
-    traits: dict[object, Any] = field(default_factory=dict)
+    traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
     trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict

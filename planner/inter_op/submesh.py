@@ -35,6 +35,9 @@ from ..requests.features import ATTENTION
 from ..requests.request import Forced, Request, divisors
 from .heterogeneous import run_sizes
 
+FEW_DEVICES = 4
+"""Number of devices of a host up to which a stage may have any number of them."""
+
 LONG_POSITIONS = 16_384
 """Sequence length from which one sequence may keep several hosts busy, or fill their memory."""
 
@@ -178,15 +181,19 @@ def submesh_sizes(cluster: Cluster, first: int) -> tuple[int, ...]:
 
     >>> from autoparallel.cost_model.cluster.shorthand import parse_cluster
     >>> submesh_sizes(parse_cluster("2x6xH100"), 0), submesh_sizes(parse_cluster("2x6xH100"), 2)
-    ((1, 2, 3, 4, 5, 6, 12), (1, 2, 3, 4))
+    ((1, 2, 3, 6, 12), (1, 2, 3))
+
+    On hosts of more than ``FEW_DEVICES``, a stage that takes a part of a host has a number of
+    devices that divides the host's: few dimensions of tensors are divisible by others.
     """
     if len({host.num_devices for host in cluster.hosts}) > 1:
         return run_sizes(cluster, first)
     size = cluster.hosts[0].num_devices
     host, offset = divmod(first, size)
+    parts = [part for part in range(1, size) if size <= FEW_DEVICES or size % part == 0]
     if offset:
-        return tuple(range(1, size - offset + 1))
-    return (*range(1, size), *(size * count for count in range(1, len(cluster.hosts) - host + 1)))
+        return tuple(part for part in parts if part <= size - offset)
+    return (*parts, *(size * count for count in range(1, len(cluster.hosts) - host + 1)))
 
 
 def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]:

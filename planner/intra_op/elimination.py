@@ -180,31 +180,59 @@ class Memo:
         self.noted[id(factor)] = factor
         return factor
 
-    def step(
-        self, variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
-    ) -> tuple[_Step, Factor]:
+    def step(self, planned: _Planned, met: tuple[Factor, ...]) -> tuple[_Step, Factor]:
         """Eliminate a variable from the terms ``met`` that contain it; return the step and the new
         term. Cached."""
-        key = (variable, *map(id, met))
+        key = (planned.variable, *map(id, met))
         found = self.steps.get(key)
         if found is None:
-            found = _eliminated(variable, met, sizes)
+            found = planned.eliminate(met)
             if all(each in self.noted for each in key[1:]):
                 self.steps[key] = found
                 self.note(found[1])
         return found
 
 
-def _eliminated(
-    variable: int, met: tuple[Factor, ...], sizes: Sequence[int]
-) -> tuple[_Step, Factor]:
-    """Eliminate a variable from the terms ``met``, all that contain it; return the step, and the
-    new term: the minimum of their sum over the variable."""
-    others = {other for factor in met for other in factor.scope}
-    others.discard(variable)
-    scope = tuple(sorted(others))
-    least = np.minimum.reduce(_sum(met, (variable, *scope), sizes), axis=BATCH_AXES)
-    return _Step(variable, met), Factor(scope, least)
+_Places = tuple[tuple[int, ...] | None, tuple[slice | None, ...] | None]
+"""Permutation that sorts the axes of a term's table as in a scope (None if sorted), and an index
+that inserts axes of absent variables (None if there are none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Elimination of a variable, for any numbers in the tables. ``met``: indices of the terms that
+    contain it; ``scope``: variables of the new term; ``places``: for each term the alignment of its
+    table with (variable, scope)."""
+
+    variable: int
+    met: tuple[int, ...]
+    scope: tuple[int, ...]
+    places: tuple[_Places, ...]
+
+    def eliminate(self, met: tuple[Factor, ...]) -> tuple[_Step, Factor]:
+        """Return the step, and the new term: the minimum of the sum of the terms ``met`` over the
+        variable."""
+        total = _added([_placed(each, own) for each, own in zip(met, self.places, strict=True)])
+        least = np.minimum.reduce(total, axis=BATCH_AXES)
+        return _Step(self.variable, met), Factor(self.scope, least)
+
+
+@lru_cache(maxsize=1 << 12)
+def _planned(
+    variables: tuple[int, ...], scopes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[_Planned, ...], tuple[int, ...]]:
+    """Return the elimination of each of ``variables``, in order, from terms of the given scopes,
+    and the indices of the terms that are left. New terms are numbered after the given ones."""
+    left = dict(enumerate(scopes))
+    found = []
+    for number, variable in enumerate(variables, start=len(scopes)):
+        met = tuple(index for index, scope in left.items() if variable in scope)
+        own = [left.pop(index) for index in met]
+        scope = tuple(sorted({other for each in own for other in each} - {variable}))
+        places = tuple(_places(each, (variable, *scope)) for each in own)
+        found.append(_Planned(variable, met, scope, places))
+        left[number] = scope
+    return tuple(found), tuple(left)
 
 
 def eliminate(
@@ -224,23 +252,14 @@ def eliminate(
     >>> float(found.table[0, 0]), found.every((1, 1)).tolist()
     (1.0, [[0, 0]])
     """
-    left = dict(enumerate(factors))
-    by_variable: dict[int, set[int]] = {variable: set() for variable in range(len(sizes))}
-    for index, factor in left.items():
-        for variable in factor.scope:
-            by_variable[variable].add(index)
-    steps, memo = [], memo or Memo()
-    for number, variable in enumerate(order.variables, start=len(left)):
-        indices = by_variable.pop(variable)
-        met = tuple(left.pop(index) for index in sorted(indices))
-        step, left[number] = memo.step(variable, met, sizes)
+    planned, left = _planned(order.variables, tuple(factor.scope for factor in factors))
+    terms, steps, memo = list(factors), list[_Step](), memo or Memo()
+    for each in planned:
+        step, term = memo.step(each, tuple(terms[index] for index in each.met))
         steps.append(step)
-        for other in left[number].scope:
-            own = by_variable[other]
-            own -= indices
-            own.add(number)
+        terms.append(term)
     kept = tuple(kept)
-    table = _sum(tuple(left.values()), kept, sizes)
+    table = _sum([terms[index] for index in left], kept, sizes)
     return Eliminated(tuple(sizes), kept, table, tuple(steps))
 
 
@@ -249,13 +268,18 @@ def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
     shape = tuple(sizes[variable] for variable in scope)
     if not factors:
         return np.zeros((1,) * BATCH_AXES + shape)
-    aligned = [_aligned(factor, scope) for factor in factors]
-    aligned.sort(key=_size)
-    total = aligned[0]
-    for table in aligned[1:]:
-        total = total + table
+    total = _added([_placed(factor, _places(factor.scope, scope)) for factor in factors])
     if total.shape[BATCH_AXES:] != shape:
         total = np.broadcast_to(total, (*total.shape[:BATCH_AXES], *shape))
+    return total
+
+
+def _added(tables: list[Floats]) -> Floats:
+    """Return the sum of aligned tables; the smallest are added first."""
+    tables.sort(key=_size)
+    total = tables[0]
+    for table in tables[1:]:
+        total = total + table
     return total
 
 
@@ -263,23 +287,21 @@ def _size(table: Floats) -> int:
     return table.size
 
 
-def _aligned(factor: Factor, scope: tuple[int, ...]) -> Floats:
-    """Return a term's table with an axis per variable of ``scope``, of length 1 if it lacks it."""
-    if factor.scope == scope:
-        return factor.table
-    axes, index = _places(factor.scope, scope)
+def _placed(factor: Factor, places: _Places) -> Floats:
+    """Return a term's table with its axes as ``places`` says."""
+    axes, index = places
     table = factor.table if axes is None else factor.table.transpose(axes)
-    return table[index]
+    return table if index is None else table[index]
 
 
 @lru_cache(maxsize=1 << 16)
-def _places(
-    own: tuple[int, ...], scope: tuple[int, ...]
-) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...]]:
-    """Return a permutation that sorts the axes ``own`` as in ``scope`` (None if sorted), and an
-    index that inserts axes of absent variables."""
+def _places(own: tuple[int, ...], scope: tuple[int, ...]) -> _Places:
+    """Return the alignment of a table over the variables ``own`` with the variables ``scope``: an
+    axis for each, of length 1 if the table lacks it."""
+    if own == scope:
+        return None, None
     order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
     is_ordered = order == list(range(len(own)))
     axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))
-    index = (slice(None) if variable in own else None for variable in scope)
-    return None if is_ordered else axes, (slice(None),) * BATCH_AXES + tuple(index)
+    index = tuple(slice(None) if variable in own else None for variable in scope)
+    return None if is_ordered else axes, (slice(None),) * BATCH_AXES + index

@@ -18,7 +18,7 @@ import numpy as np
 from ...cost_model.cluster.cluster import Cluster, Link
 from ..costs.basis import DEFAULT, Basis
 from ..costs.precision import with_precision
-from ..costs.price_cache import PriceCache
+from ..costs.price_cache import PriceCache, find
 from ..costs.prices import Prices, Rules
 from ..errors import AutoparallelError, InfeasibleError, TimeLimitError, UsageError
 from ..evaluate.step import KnownSteps
@@ -92,6 +92,7 @@ class SearchContext:
     start_workers: StartWorkers = serial_workers
     beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
+    _solver_at: dict[object, IntraOp] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -242,8 +243,16 @@ class SearchContext:
         return rows % parts == 0 and size in (None, rows // parts)
 
     def solver(self, rows: int, mesh: Mesh, first: int, *, link: Link | None = None) -> IntraOp:
-        """Return the solver of stages on a mesh. With ``free`` it may use the axes in any way. Its
-        stages receive values over ``link``, by default the link from the devices before."""
+        """Return the solver of stages on a mesh from device ``first`` on. Its stages receive values
+        over ``link``, by default the link from the devices before. Cached."""
+        return find(
+            self._solver_at,
+            (rows, mesh, first, link),
+            lambda: self._solver(rows, mesh, first, link),
+        )
+
+    def _solver(self, rows: int, mesh: Mesh, first: int, link: Link | None) -> IntraOp:
+        """Return the solver, which all meshes with equal prices and limits share."""
         ranks, request = tuple(range(first, first + mesh.size)), self.request
         prices = self._prices(rows, mesh, ranks)
         if link is None:

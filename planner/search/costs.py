@@ -74,14 +74,14 @@ class Known:
         self.once[number], self.slowest[number] = once, slowest
         self.objective[number] = once + cost.step_seconds / count
 
-    def copy(self, other: Known, numbers: Sequence[int]) -> None:
-        """Copy the costs of the classes ``numbers`` from ``other``."""
+    def copy(self, other: Known, number: int) -> None:
+        """Copy the costs of class ``number`` from ``other``."""
         for own, theirs in (
             (self.objective, other.objective),
             (self.once, other.once),
             (self.slowest, other.slowest),
         ):
-            own[numbers] = theirs[numbers]
+            own[number] = theirs[number]
 
 
 @dataclass
@@ -170,12 +170,10 @@ class MeshCosts:
             if boundary.is_received
         )
 
-    def price(self, numbers: Sequence[int], in_flight: int) -> Known:
-        """Compute the exact costs of the classes ``numbers``; return all for ``in_flight``."""
+    def price(self, number: int, in_flight: int) -> Known:
+        """Compute the exact costs of class ``number``; return all for ``in_flight``."""
         known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
-        new = [number for number in numbers if np.isnan(known.objective[number])]
-        self._prepare([self.runs.run(number) for number in new], self.runs.count)
-        for number in new:
+        if np.isnan(known.objective[number]):
             answer = self.solver.best(self.runs.run(number), self.runs.count, in_flight)
             known.take(number, answer, self.runs.count)
         return known
@@ -276,8 +274,7 @@ class PlaceCosts:
         return self._per_block[series]
 
     def price(self, number: int, in_flight: int, first: bool, last: bool) -> tuple[float, float]:
-        """Return the exact q and m of class ``number``; also price slightly shorter and longer
-        runs."""
+        """Return the exact q and m of class ``number``."""
         lower = self.bounds(first, last).lower
         known = self.exact.setdefault(in_flight, Known.nothing(len(lower)))
         if np.isnan(known.objective[number]):
@@ -285,11 +282,7 @@ class PlaceCosts:
         if not np.isfinite(lower[number]):
             known.take(number, None, self.runs.count)
         if np.isnan(known.objective[number]):
-            near = self.runs.near(number)
-            self._solve(
-                [n for n in near if np.isfinite(lower[n]) and np.isnan(known.objective[n])],
-                in_flight,
-            )
+            self._solve(number, in_flight)
         return float(known.once[number]), float(known.slowest[number])
 
     def _between(self, number: int, in_flight: int) -> None:
@@ -300,19 +293,20 @@ class PlaceCosts:
         if fewer and more:
             least, most = fewer[-1].objective[number], more[0].objective[number]
             if most <= least * SAME:
-                self.exact[in_flight].copy(more[0], [number])
+                self.exact[in_flight].copy(more[0], number)
                 self.version += 1
 
-    def _solve(self, numbers: list[int], in_flight: int) -> None:
-        known = self.exact[in_flight]
-        best = Known(*(np.full(len(known.objective), np.inf) for _ in range(3)))
-        for mesh in sorted(self.meshes, key=lambda mesh: float(mesh.lower[numbers].min())):
-            rivals = [n for n in numbers if mesh.lower[n] * SAME < best.objective[n]]
-            if rivals:
-                own = mesh.price(rivals, in_flight)
-                better = [n for n in rivals if own.objective[n] * SAME < best.objective[n]]
-                best.copy(own, better)
-        known.copy(best, numbers)
+    def _solve(self, number: int, in_flight: int) -> None:
+        """Record the exact costs of class ``number`` on its cheapest mesh."""
+        best = Known.nothing(len(self.runs.classes.firsts))
+        best.take(number, None, self.runs.count)
+        for mesh in sorted(self.meshes, key=lambda mesh: float(mesh.lower[number])):
+            if mesh.lower[number] * SAME >= best.objective[number]:
+                break
+            own = mesh.price(number, in_flight)
+            if own.objective[number] * SAME < best.objective[number]:
+                best = own
+        self.exact[in_flight].copy(best, number)
         self.version += 1
 
     def answers(self, number: int, in_flight: int) -> Iterator[tuple[IntraOp, StageAnswer]]:
@@ -405,15 +399,6 @@ class Costs:
         return self.place(stage.first_device, stage.num_devices), number
 
 
-NEIGHBOURS = 2
-"""Number of shorter and of longer runs of a series that are priced along with a run."""
-
-STEP = 0.03
-"""Spacing of the longer and shorter runs priced along with a run (``NEIGHBOURS``): this fraction of
-its length, at least one block. For very long runs close neighbours reveal little about the memory
-limit."""
-
-
 @dataclass(frozen=True)
 class Runs:
     """All runs of blocks at one micro-batch size; ``count`` micro-batches make a step."""
@@ -454,11 +439,3 @@ class Runs:
             for series in self.classes.series
             for at, number in enumerate(series.classes)
         }
-
-    def near(self, number: int) -> tuple[int, ...]:
-        """Return class ``number`` and some shorter and longer classes of its series (runs that
-        differ in repetitions of a block)."""
-        series, at = self.series_of[number]
-        step = max(1, int(series.lengths[at] * STEP))
-        few = range(at - NEIGHBOURS * step, at + NEIGHBOURS * step + 1, step)
-        return tuple(series.classes[each] for each in few if 0 <= each < len(series.classes))

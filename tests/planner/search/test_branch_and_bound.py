@@ -120,14 +120,3 @@ def test_the_best_of_several_numbers_of_stages_is_the_best_of_each() -> None:
     assert found.seconds == pytest.approx(min(best.seconds for best in each), rel=1e-12)
     under = found.seconds * (1 - 1e-9)
     assert PipelineSearch(own.tiling, every, costs.seconds, cutoff=under).best_of(numbers) is None
-
-
-def test_runs_near_a_long_one_are_further_apart() -> None:
-    graph, blocks = mlp(120)
-    job = SearchContext.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
-    runs = job.costs(1).runs
-    series = max(runs.classes.series, key=lambda each: len(each.classes))
-    length = dict(zip(series.classes, series.lengths, strict=True))
-    assert [length[each] for each in runs.near(series.classes[99])] == [94, 97, 100, 103, 106]
-    assert [length[each] for each in runs.near(series.classes[9])] == [8, 9, 10, 11, 12]
-    assert runs.near(series.classes[0]) == series.classes[:3]
