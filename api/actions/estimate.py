@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import cast
 
 from autoparallel.actions.terminal import stdout_console
-from autoparallel.analysis.estimate import Asked, estimate_target, has_lora, parse_devices
+from autoparallel.analysis.estimate import (
+    Asked,
+    estimate_target,
+    has_lora,
+    num_processes,
+    parse_devices,
+)
 from autoparallel.cache.plan_cache import plan_cache
 from autoparallel.options.parse import Sorting, parse_count, parse_prices, parse_settings
-from autoparallel.options.plan_options import num_processes
 from autoparallel.options.progress import progress
 from autoparallel.options.results import say_json
 from autoparallel.planner.errors import UsageError

@@ -9,6 +9,7 @@ bytes of the model states alone prove at once that fewer devices do not suffice.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache as once
@@ -66,7 +67,7 @@ MORE_SECONDS = 4.0
 class Asked:
     """Settings of an estimate. ``precision`` None means bf16 if the device supports it, else fp16;
     ``lora`` None leaves out LoRA; ``seconds`` limits each search; ``tokens`` are trained on in all;
-    ``prices`` are dollars per device and hour, by device."""
+    ``prices`` are dollars per device and hour, by device; ``processes`` search at once."""
 
     devices: tuple[str, ...]
     global_batch: int = 64
@@ -192,6 +193,15 @@ def estimate_target(
         found[each.device, each.method] = each
     observe("search", len(tasks), len(tasks))
     return tuple(found[task] for task in tasks)
+
+
+def num_processes() -> int:
+    """Return the default number of processes: two if the CPU has two cores, one under torchrun,
+    whose ranks share the cores."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 1
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,)
+    return min(2, len(cores))
 
 
 def has_lora(target: Target) -> bool:

@@ -37,7 +37,6 @@ SEARCHED = (
     "num_candidates",
     "search",
     "solver",
-    "processes",
     "measure_seconds",
 )
 """Options of planning that have no meaning for a single given configuration."""
@@ -118,7 +117,7 @@ def estimate(
             "--processes",
             min=1,
             max=2,
-            help="processes of the search; default: 2 if there are 2 cores",
+            help="how many searches run at once; default: 2 if there are 2 cores",
         ),
     ] = None,
     sort: SortOption = None,

@@ -20,6 +20,7 @@ from autoparallel.analysis.estimate import (
     Estimate,
     estimate_target,
     has_lora,
+    num_processes,
     parse_devices,
 )
 from autoparallel.analysis.facts import (
@@ -36,7 +37,6 @@ from autoparallel.html.compared import compared_notebook, compared_page
 from autoparallel.html.rendering import render
 from autoparallel.options.option import check_names
 from autoparallel.options.parse import did_you_mean
-from autoparallel.options.plan_options import num_processes
 from autoparallel.options.progress import shown_to_callers
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
@@ -228,7 +228,7 @@ def estimate(
     ``loss_fn`` are as in ``plan``. ``devices`` are names of devices or clusters (``"8xH100"``),
     joined by commas or in a sequence. ``options`` are fields of ``Asked``: ``global_batch``,
     ``seq``, ``precision``, ``optimizer``, ``lora`` (``"none"``: no adapters; None: default adapters
-    for ``hf:`` targets), ``max_devices``, ``seconds``, ``tokens``, ``prices``.
+    for ``hf:`` targets), ``max_devices``, ``seconds``, ``tokens``, ``prices``, ``processes``.
 
     Raises UsageError AP350 for an unknown device, AP141 for an unknown option, and the errors of
     planning.

@@ -54,19 +54,6 @@ SEARCHES = ("dp", "rl")
 """Search methods for pipelines: dynamic programming, and reinforcement learning."""
 
 
-def num_processes(asked: int | None = None) -> int:
-    """Return the number of processes for a search; the default is two if the CPU has two cores.
-
-    A rank started by torchrun searches alone, since ranks share the cores.
-    """
-    if asked is not None:
-        return asked
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return 1
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (0,)
-    return min(2, len(cores))
-
-
 def _measure_seconds(asked: float | None) -> float:
     """Return the seconds to spend on measuring before planning: ``asked``, else the number in the
     environment variable for it, else 10.
@@ -235,14 +222,6 @@ class PlanOptions:
         "layouts by elimination (exact tables; one integer program proves), or ilp for every stage",
         choices=Choices("AP330", get_args(IntraOpMethod)),
     )
-    processes: int = option(
-        1,
-        "processes of the search; default: 2 if there are 2 cores",
-        type=int | None,
-        min=1,
-        max=2,
-        read=num_processes,
-    )
     profile: Mode = option(
         "auto",
         "source of times: auto (measured where available), measured (all) or analytic",
@@ -313,7 +292,6 @@ class SearchOptions(TypedDict, total=False):
     search: str
     solver: str
     intra_op: IntraOpMethod
-    processes: int | None
     profile: Mode
     database: str | None
     measure_seconds: float | None

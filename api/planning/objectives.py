@@ -26,10 +26,8 @@ from autoparallel.planner.ops.case import packet
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.context import SharedTables
-from autoparallel.planner.search.workers import serial_workers
 from autoparallel.planning.infeasible import with_nearest_change
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
-from autoparallel.planning.search_worker import two_processes
 
 LINEAR = 16
 """Number of sub-clusters up to which all are tried; of more the smallest is found by bisection."""
@@ -53,25 +51,20 @@ def plan_for(
     cluster: Cluster,
     request: Request,
     *,
-    processes: int = 1,
     observe: Observe = ignore,
     tables: SharedTables | None = None,
     **options: Any,
 ) -> Plan:
     """Find the best plan for the request's goal.
 
-    With 2 or more ``processes``, two search. ``tables`` are shared with other searches of the
-    graph, ``options`` are passed to ``find_plan.plan``; ``observe`` is told of the phases "search"
-    and "trying changes".
+    ``tables`` are shared with other searches of the graph, ``options`` are passed to
+    ``find_plan.plan``; ``observe`` is told of the phases "search" and "trying changes".
 
     Raises the errors of ``find_plan.plan``, AP301 with the nearest change that fits; AP126 for bf16
     on a GPU without it; AP188 if a device has no price; AP302 if no plan meets the deadline.
     """
     check_precision(cluster, request.precision)
-    method = SearchMethod(
-        start_workers=two_processes if processes > 1 else serial_workers,
-        tables=tables or SharedTables(),
-    )
+    method = SearchMethod(tables=tables or SharedTables())
     search = partial(plan, graph, blocks, method=method, **options)
 
     def observed(what: str, done: float, total: float) -> None:

@@ -96,7 +96,6 @@ def plan_program(
             program.blocks,
             cluster,
             request,
-            processes=options.processes,
             observe=observe,
             tables=tables,
             basis=basis,

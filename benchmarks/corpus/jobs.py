@@ -34,7 +34,7 @@ from autoparallel.target.target import Target
 CAPTURES = Path(__file__).resolve().parents[2] / "build" / "corpus" / "captures.sqlite"
 MOST_BYTES = 2**30
 
-FIXED = {"time_limit": 3600.0, "processes": 1, "measure_seconds": 0.0, "profile": "analytic"}
+FIXED = {"time_limit": 3600.0, "measure_seconds": 0.0, "profile": "analytic"}
 """Options of every case: no search comes near its limit of time, so that no plan depends on how
 busy the machine is, and none on what its user measured."""
 

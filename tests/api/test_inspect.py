@@ -84,8 +84,6 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "analytic",
             "--parallel",
             "dp=2,pp=2,microbatches=4,schedule=1f1b",
-            "--processes",
-            "1",
             "--no-cache",
             "-o",
             str(path),
