@@ -22,7 +22,7 @@ from .evaluate.evaluate import evaluate, with_sources
 from .evaluate.gradient_choice import with_sums
 from .evaluate.server_offers import repriced, with_offered_servers
 from .graph.graph import Blocks, Graph
-from .inter_op.heterogeneous import HostOrder, in_given_ranks, is_mixed, over_orders
+from .inter_op.heterogeneous import HostOrder, in_given_ranks, over_orders
 from .plan import Plan, SolverInfo
 from .proposers.interleaved import interleaved, is_alike
 from .proposers.local_search import local_search
@@ -48,7 +48,6 @@ from .search.layout_gap import tighten_gap
 from .search.pool import CandidatePool
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
-from .search.workers import StartWorkers, one_worker, serial_workers
 from .stage.weight_versions import is_asynchronous
 from .variants.asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
 from .variants.parameter_servers import (
@@ -78,22 +77,21 @@ OTHER_SCHEDULES = PROPOSERS[4:]
 
 @dataclass(frozen=True, slots=True)
 class SearchMethod:
-    """Options of a search: its proposers, the processes it runs in, whether to bound the result.
+    """Options of a search: its proposers, whether to bound the result, and shared cost tables.
 
-    ``proposers``: functions that yield candidate plans, run in order. ``start_workers`` starts
-    processes, each of which searches some of the micro-batch sizes. ``is_bounded``: also compute a
-    lower bound on the step time, which about doubles the search time. ``tables`` may hold cost
+    ``proposers``: functions that yield candidate plans, run in order. ``is_bounded``: also compute
+    a lower bound on the step time, which about doubles the search time. ``tables`` may hold cost
     tables of earlier searches of the same graphs with the same rules.
     """
 
     proposers: tuple[Proposer, ...] = PROPOSERS
-    start_workers: StartWorkers = serial_workers
     is_bounded: bool = True
     tables: SharedTables | None = None
 
 
-COARSE = SearchMethod((dynamic_program,), one_worker, is_bounded=False)
-"""Method of a quick first search: one stage per rank only, no lower bound."""
+COARSE = SearchMethod((partial(dynamic_program, num_groups=1),), is_bounded=False)
+"""Method of a quick first search: one stage per rank only, no lower bound. All micro-batch sizes
+are one group, so that a good result for one size ends the search of others sooner."""
 
 
 DEFAULT_METHOD = SearchMethod()
@@ -156,10 +154,7 @@ def plan(
         found = searched(request)
     except InfeasibleError as failure:
         found = _offloaded(cluster, request, failure, searched)
-    try:
-        best = found.best_plan()
-    finally:
-        found.context.end()
+    best = found.best_plan()
     check_prediction(best, graph, blocks, rules=rules, basis=replace(basis, asked=None))
     best = with_sums(best, graph, blocks, request.forced, rules=rules, basis=basis)
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
@@ -209,8 +204,6 @@ def search(
     tables = (method.tables or SharedTables()).of(graph, own_blocks, request.precision)
     if basis.mode == "measured":
         basis = replace(basis, asked=CostQueries(uses_of(own_blocks)))
-    if is_mixed(cluster):  # host orders share solved problems of one process
-        method = replace(method, start_workers=serial_workers)
     contexts: list[SearchContext] = []
 
     def attempt(order: HostOrder, limited: Request) -> tuple[SearchContext, CandidatePool]:
@@ -222,7 +215,7 @@ def search(
         )
         if contexts:  # equal except for the order of the hosts
             context = context.like(contexts[0])
-        context.observe, context.start_workers = observe, method.start_workers
+        context.observe = observe
         try:
             pool = run_proposers(context, method.proposers)
         except KeyboardInterrupt:
@@ -257,17 +250,12 @@ def run_proposers(
         pool.settle()
     except KeyboardInterrupt:
         if pool.best is None:
-            context.end()
             raise
         context.interrupt()
         for propose in left:
             if not pool.allowed and propose in OTHER_SCHEDULES:
                 pool.add_all(propose(context, pool))
-    except BaseException:
-        context.end()
-        raise
     if not pool.allowed:
-        context.end()
         raise _nothing_found(context, pool)
     return pool
 

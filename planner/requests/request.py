@@ -53,10 +53,7 @@ ALL_REDUCES = (LIBRARY, *BY_MESSAGES)
 
 
 class Placer(Protocol):
-    """Function that searches pipelines in place of the dynamic program (``inter_op.pipelines``).
-
-    It runs in the search's process; it must be picklable if the search runs in another process.
-    """
+    """Function that searches pipelines in place of the dynamic program (``inter_op.pipelines``)."""
 
     def __call__(
         self,

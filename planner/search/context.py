@@ -40,7 +40,6 @@ from ..stage.stage_model import StageModel
 from ..stage.structure import Structure
 from .costs import Costs, Runs
 from .space import place_key
-from .workers import StartWorkers, Workers, serial_workers
 
 INTERRUPTED = "Ctrl-C"
 """Text for a search that Ctrl-C ended."""
@@ -66,10 +65,9 @@ GRACE_SECONDS = 2.0
 class SearchContext:
     """State of a plan search for one order of the hosts.
 
-    ``steps`` caches simulated steps. ``beyond``: the ``excess_bytes`` of other processes.
-    ``shared_bound``: a lower bound of plans with unequal batch shares for unlike devices; None
-    until such plans were tried. ``bound_seconds``: the lower bound of all plans (``bound``), once
-    computed.
+    ``steps`` caches simulated steps. ``shared_bound``: a lower bound of plans with unequal batch
+    shares for unlike devices; None until such plans were tried. ``bound_seconds``: the lower bound
+    of all plans (``bound``), once computed.
     """
 
     structure: Structure
@@ -89,8 +87,6 @@ class SearchContext:
     shared_bound: float | None = None
     bound_seconds: float | None = None
     observe: Observe = ignore
-    start_workers: StartWorkers = serial_workers
-    beyond: list[float] = field(default_factory=list)
     _costs: dict[int, Costs] = field(default_factory=dict)
     _solver_at: dict[object, IntraOp] = field(default_factory=dict)
 
@@ -180,11 +176,6 @@ class SearchContext:
     def microbatch_rows(self) -> tuple[int, ...]:
         """Return the micro-batch sizes to try, the most promising first. Raises ``UsageError``."""
         return microbatch_rows(self.structure.graph, self.request, self.cluster)
-
-    @cached_property
-    def workers(self) -> Workers:
-        """Return the workers that search parts of the micro-batch sizes, started on first use."""
-        return self.start_workers(self, self.microbatch_rows)
 
     @cached_property
     def place_key(self) -> Callable[[int, int], Hashable]:
@@ -341,14 +332,8 @@ class SearchContext:
         """Return the cause of an early end of the search; "" if it was not ended early."""
         return self.stopped or ("its time limit" if self.budget.left_seconds <= 0 else "")
 
-    def end(self) -> None:
-        """End the worker processes."""
-        if "workers" in self.__dict__:
-            self.workers.end()
-
     def interrupt(self) -> None:
-        """End the workers after Ctrl-C, and leave little time for the remaining work."""
-        self.end()
+        """Record Ctrl-C, and leave little time for the remaining work."""
         self.stopped = INTERRUPTED
         self.budget.end_in(GRACE_SECONDS)
 
@@ -362,7 +347,7 @@ class SearchContext:
 
         ``is_proven``: bounds alone prove that nothing fits, so more time would not help.
         """
-        excess = [*self.excess_bytes, *self.beyond]
+        excess = self.excess_bytes
         if not excess and is_proven and not self.ended_by:
             return UsageError(
                 "AP127",

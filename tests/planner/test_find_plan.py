@@ -15,6 +15,7 @@ from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import DEFAULT
 from autoparallel.planner.errors import InternalError
 from autoparallel.planner.find_plan import (
+    COARSE,
     PROPOSERS,
     Proposer,
     SearchMethod,
@@ -25,6 +26,7 @@ from autoparallel.planner.find_plan import (
 from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.inter_op.inter_op import Pipeline, StageChoice
 from autoparallel.planner.plan import Plan
+from autoparallel.planner.proposers import pipelines
 from autoparallel.planner.proposers.interleaved import interleaved
 from autoparallel.planner.proposers.local_search import local_search
 from autoparallel.planner.proposers.pipelines import dynamic_program, parallel_branches
@@ -173,6 +175,20 @@ def test_a_proposer_adds_nothing_where_its_subject_is_not_there(propose: Propose
     assert proposed(job, pool_after(job, dynamic_program), propose) == []
 
 
+def test_each_micro_batch_size_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes are dealt into two groups; the coarse search has a single one."""
+    run, searched = pipelines._Exploration.run, list[tuple[int, ...]]()
+
+    def recorded(self: pipelines._Exploration) -> bool:
+        searched.append(self.sizes)
+        return run(self)
+
+    monkeypatch.setattr(pipelines._Exploration, "run", recorded)
+    for propose in (dynamic_program, *COARSE.proposers):
+        pool_after(job_of(mlp(4, rows=8), cluster(4), Request(8)), propose)
+    assert searched == [(8, 2), (4, 1), (8, 4, 2, 1)]
+
+
 @cache
 def free_plan(method: SearchMethod) -> Plan:
     request = Request(4, features=features_of((), (), ALL), tolerance=0.0)
@@ -191,10 +207,7 @@ def test_any_proposer_but_the_first_can_be_left_out(left_out: Proposer) -> None:
 def test_the_pool_and_the_plan_agree_on_the_fastest() -> None:
     model, request = mlp(6, rows=4), Request(4, features=features_of((), (), ALL), tolerance=0.0)
     found = search(*model, FEW, request)
-    try:
-        assert found.best_plan().prediction.step_seconds == pytest.approx(found.pool.bar, rel=1e-9)
-    finally:
-        found.context.end()
+    assert found.best_plan().prediction.step_seconds == pytest.approx(found.pool.bar, rel=1e-9)
 
 
 def tampered(own: Plan, **factors: float) -> Plan:
