@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 from typing import Any
@@ -150,13 +150,15 @@ class Best:
 
 @dataclass
 class BruteForce:
-    """Everything there is to try. ``limits``: bytes per rank. ``free``: "dp" may do anything."""
+    """Everything there is to try. ``limits``: bytes per rank. ``free``: "dp" may do anything.
+    ``positions``: by value the dimensions of which "cp" splits one."""
 
     graph: Graph
     blocks: Blocks
     cluster: Cluster
     request: Request
     free: bool = False
+    positions: Mapping[str, Sequence[int]] = field(default_factory=dict)
     schedules: Sequence[str] = SCHEDULES
     cache: PriceCache = field(default_factory=PriceCache)
     tables: dict[Any, Any] = field(default_factory=dict)
@@ -323,7 +325,10 @@ class BruteForce:
                 for axis, name in enumerate(mesh.axes)
                 if name == "dp" and mesh.shape[axis] > 1 and not self.free
             ]
-            self.stages[key] = Stage(graph, self.blocks, prices, span, batch_axes=batch_axes)
+            cuts = {mesh.axes.index("cp"): self.positions} if "cp" in mesh.axes else {}
+            self.stages[key] = Stage(
+                graph, self.blocks, prices, span, batch_axes=batch_axes, cuts=cuts
+            )
             self.num_assignments += self.stages[key].num_assignments
         return self.stages[key]
 

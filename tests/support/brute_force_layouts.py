@@ -1,7 +1,8 @@
 """Every layout that a node may run in and a parameter be held in: straight from the op rules.
 
-In: a node, its graph, a mesh (by the prices on it), the axes that must split the batch. Out:
-every combination of one strategy per axis whose splits divide all tensors.
+In: a node, its graph, a mesh (by the prices on it), the axes that must split the batch, those that
+must split positions. Out: every combination of one strategy per axis whose splits divide all
+tensors.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from autoparallel.planner.graph.layout import (
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Cuts = Mapping[int, Mapping[str, Sequence[int]]]
+"""By axis that must split positions: the dimensions of each value that count as positions."""
+
+NO_CUTS: Cuts = {}
 
 ZEROS = (0, 1, 2, 3)
 MOST_ASSIGNMENTS = 250_000
@@ -50,12 +55,16 @@ class Option:
     held: Mapping[str, Layout] = field(default_factory=dict)
 
 
-def op_options(node: Node, graph: Graph, prices: Prices, batch_axes: Sequence[int]) -> list[Option]:
+def op_options(
+    node: Node, graph: Graph, prices: Prices, batch_axes: Sequence[int], cuts: Cuts
+) -> list[Option]:
     """Every combination of the rules' strategies whose splits divide all tensors."""
     specs = [*(graph.spec(ref) for ref in node.inputs), *node.outputs]
     shape = prices.mesh.shape
     per_axis = [
-        _axis_strategies(node, graph, size, batch=axis in batch_axes)
+        _along_positions(node, cuts[axis], rules.axis_strategies(node, graph, size))
+        if axis in cuts
+        else _axis_strategies(node, graph, size, batch=axis in batch_axes)
         for axis, size in enumerate(shape)
     ]
     found: dict[tuple[object, ...], Option] = {}
@@ -92,6 +101,25 @@ def _axis_strategies(node: Node, graph: Graph, size: int, *, batch: bool) -> Seq
         )
     ]
     return fitting or offered
+
+
+def _along_positions(
+    node: Node, dims: Mapping[str, Sequence[int]], offered: Sequence[AxisStrategy]
+) -> Sequence[AxisStrategy]:
+    """Keep the strategies that split an op's output along its positions, if it has them; else its
+    inputs along theirs."""
+    own = {name: [shard(dim) for dim in each] for name, each in dims.items()}
+    if node.name in own:
+        return [each for each in offered if each.outputs[0] in own[node.name]]
+    return [
+        each
+        for each in offered
+        if all(
+            placement in own[ref.name]
+            for ref, placement in zip(node.inputs, each.inputs, strict=True)
+            if ref.name in own
+        )
+    ]
 
 
 def held_options(node: Node, prices: Prices, batch_axes: Sequence[int]) -> list[Layout]:
@@ -165,6 +193,7 @@ class Choices:
         span: tuple[int, int],
         *,
         batch_axes: Sequence[int] = (),
+        cuts: Cuts = NO_CUTS,
         reduce: bool = True,
     ) -> None:
         self.graph, self.all_blocks, self.prices = graph, blocks, prices
@@ -172,7 +201,7 @@ class Choices:
         self.blocks = blocks.blocks[self.start : self.stop]
         self.options: dict[str, list[Option]] = {}
         self.own: dict[str, str] = {}
-        self._find_options(batch_axes, reduce=reduce)
+        self._find_options(batch_axes, cuts, reduce=reduce)
         sizes = [len(each) for each in self.options.values()]
         self.num_assignments = prod(sizes)
         if self.num_assignments > MOST_ASSIGNMENTS:
@@ -180,7 +209,7 @@ class Choices:
         grid = np.indices(sizes).reshape(len(sizes), -1)
         self.index: dict[str, Ints] = dict(zip(self.options, grid, strict=True))
 
-    def _find_options(self, batch_axes: Sequence[int], *, reduce: bool) -> None:
+    def _find_options(self, batch_axes: Sequence[int], cuts: Cuts, *, reduce: bool) -> None:
         graph = self.graph
         for block in self.blocks:
             for name in block.nodes:
@@ -188,7 +217,7 @@ class Choices:
                 if key in self.options:
                     continue
                 node = graph[key]
-                options = op_options(node, graph, self.prices, batch_axes)
+                options = op_options(node, graph, self.prices, batch_axes, cuts)
                 for position, ref in enumerate(node.inputs):
                     if self._is_own(ref, node):
                         self.own[ref.name] = key

@@ -19,7 +19,7 @@ from itertools import combinations, product
 from typing import Any
 
 import numpy as np
-from brute_force_layouts import ZEROS, Choices, Floats, Ints
+from brute_force_layouts import NO_CUTS, ZEROS, Choices, Cuts, Floats, Ints
 from brute_force_overlap import ahead_and_behind, all_at_once, one_ahead
 from brute_force_sums import OF_STATES, new_only, of_states
 
@@ -85,9 +85,12 @@ class Stage(Choices):
         span: tuple[int, int],
         *,
         batch_axes: Sequence[int] = (),
+        cuts: Cuts = NO_CUTS,
         reduce: bool = True,
     ) -> None:
-        super().__init__(graph, blocks, prices, span, batch_axes=batch_axes, reduce=reduce)
+        super().__init__(
+            graph, blocks, prices, span, batch_axes=batch_axes, cuts=cuts, reduce=reduce
+        )
         self._price()
 
     def _price(self) -> None:
