@@ -57,14 +57,15 @@ TWICE = {
     "bart": 0.02,
     "clip": 0.015,
     "cohere": 0.03,
-    "exaone4": 0.03,
+    "exaone4": 0.05,
     "swin": 0.05,
     "t5": 0.02,
     "whisper": 0.02,
 }
 """Where more is left: without recomputation each block that reads a value is priced to keep it;
 so is each that reads one part of the batch. Cohere, Swin: no op keeps what the second stage
-receives, which the stage holds all the same."""
+receives, which the stage holds all the same. EXAONE 4: both layers are cut between the gate and the
+rest of the MLP, so that two blocks read the MLP's input."""
 
 
 def options(parallel: str) -> PlanOptions:
