@@ -16,10 +16,11 @@ that fits, over
 - every schedule of ``request.SCHEDULES``.
 
 Ways of a stage that are no better in any of the figures the simulator sees (forward,
-backward, receive forward and backward, end of step; of a split backward either half) are left
-out; and a pipeline is not simulated when a bound on its step from below already exceeds the best
-known. Leaving out is exact where the simulated step does not get shorter when a figure grows: up
-to two stages, and in longer ones but for messages that share a port (``test_free_ports``).
+backward, receive forward and backward, gathers before the step, end of step; of a split
+backward either half) are left out; and a pipeline is not simulated when a bound on its step
+from below already exceeds the best known. Leaving out is exact where the simulated step does
+not get shorter when a figure grows: up to two stages, and in longer ones but for messages that
+share a port (``test_free_ports``).
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def held(schedule: str, stages: int, count: int, stage: int) -> Held:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run one stage: its five figures, and what it is."""
+    """One way to run one stage: its five figures, and what it is. ``gather``: of the end, what may
+    run while the stage waits for its first forward (``Stage.first_gather``)."""
 
     figures: tuple[float, ...]
     stage: Stage
@@ -90,6 +92,12 @@ class Way:
     zero: int
     modes: Modes
     which: int
+    gather: float = 0.0
+
+    @property
+    def stops(self) -> bool:
+        """Whether its ranks do nothing else while parameters are gathered: receive nothing."""
+        return self.stage.prices.device.slowed_share("all_gather") == 1
 
     @property
     def summary(self) -> str:
@@ -225,20 +233,17 @@ class BruteForce:
         sets = []
         for index, stage in enumerate(stages):
             own = self._ways(rows, stage, held(schedule, len(stages), count, index))
-            own = [way for way in own if bound([way.figures], count) < bar]
+            own = [way for way in own if bound([way], count) < bar]
             if not own:
                 return None
             sets.append(own)
-        tries = [
-            (bound([way.figures for way in ways], count), number, ways)
-            for number, ways in enumerate(product(*sets))
-        ]
+        tries = [(bound(ways, count), number, ways) for number, ways in enumerate(product(*sets))]
         tries.sort(key=lambda each: each[:2])
         best = None
         for least, _, ways in tries:
             if least >= bar:
                 break
-            seconds = self.simulate(schedule, count, [way.figures for way in ways])
+            seconds = self.simulate(schedule, count, ways)
             assert seconds >= least * (1 - 1e-12)
             if seconds < bar:
                 bar, best = seconds, Best(seconds, rows, count, schedule, ways)
@@ -248,30 +253,36 @@ class BruteForce:
         self,
         schedule: str,
         count: int,
-        figures: list[tuple[float, ...]],
+        ways: Sequence[Way],
         beside: Sequence[tuple[float, ...]] = (),
     ) -> float:
         """The step. ``beside``: of each stage what of its end runs beside its first forward and
-        its last backward (``Stage.of_step``); without it all of the end comes after that, which
-        takes as long for one stage, and never longer for several."""
+        its last backward (``Stage.of_step``). Without it the first forward waits for all gathers,
+        and all else of the end comes last: for one stage this takes as long, and for several never
+        longer, if calls for messages take no time."""
         self.num_simulated += 1
-        if len(figures) == 1 and not beside:
-            forward, backward, _, _, end = figures[0]
+        stages = len(ways)
+        if stages == 1 and not beside:
+            forward, backward, _, _, end = ways[0].figures
             return count * (forward + backward) + end
-        key = ("table", schedule, len(figures), count)
+        key = ("table", schedule, stages, count)
         if key not in self.tables:
-            self.tables[key] = build_schedule(schedule, len(figures), count)
-        forward, backward, receive, receive_backward, end, *late = zip(*figures, strict=True)
+            self.tables[key] = build_schedule(schedule, stages, count)
+        forward, backward, receive, receive_backward, end, *late = zip(
+            *(way.figures for way in ways), strict=True
+        )
         message = message_seconds(self.cluster)
         costs = StageCosts(
             forward,
             backward,
             send_seconds=receive[1:],
             send_backward_seconds=receive_backward[1:],
-            step_seconds=end,
-            send_latency_seconds=[message.latency] * (len(figures) - 1),
-            send_call_seconds=[message.call] * (len(figures) - 1),
-            receive_call_seconds=[message.call] * (len(figures) - 1),
+            step_seconds=[own - way.gather for own, way in zip(end, ways, strict=True)],
+            gather_seconds=[way.gather for way in ways],
+            slowed_share=[float(way.stops) for way in ways],
+            send_latency_seconds=[message.latency] * (stages - 1),
+            send_call_seconds=[message.call] * (stages - 1),
+            receive_call_seconds=[message.call] * (stages - 1),
             weight_backward_seconds=late[0] if late else (),
         )
         if beside:
@@ -301,11 +312,15 @@ class BruteForce:
                     continue
                 space = self.stage(rows, mesh, ranks, (start, stop))
                 for points in space.points(in_flight, limit):
-                    for row in front(_halved(points.seconds)):
-                        figures = tuple(points.seconds[row].tolist())
-                        which = int(points.which[row])
-                        found.append(Way(figures, space, ranks, points.zero, points.modes, which))
-            kept = front(_halved(np.array([way.figures for way in found]))) if found else []
+                    for row in front(_small(points.seconds, points.gathers)):
+                        own = tuple(points.seconds[row].tolist())
+                        which, gather = int(points.which[row]), float(points.gathers[row])
+                        found.append(
+                            Way(own, space, ranks, points.zero, points.modes, which, gather)
+                        )
+            figures = np.array([way.figures for way in found])
+            gathers = np.array([way.gather for way in found])
+            kept = front(_small(figures, gathers)) if found else []
             self.ways[key] = [found[row] for row in kept]
         return self.ways[key]
 
@@ -376,35 +391,35 @@ def meshes(cluster: Cluster, ranks: Sequence[int]) -> list[Mesh]:
     return found
 
 
-def bound(figures: Sequence[tuple[float, ...]], count: int) -> float:
+def bound(ways: Sequence[Way], count: int) -> float:
     """A step is at least: the way to a stage, all of its work, and the way back or its end.
 
-    The first micro-batch reaches stage i through the forwards before it; the last backward of
-    i still has to go through all backwards before it and the first stage's end.
+    The first micro-batch reaches stage i through the forwards before it, and waits for gathers; the
+    last backward of i still has to go through all backwards before it and the first stage's end.
     """
     least = there = back = 0.0
-    first_end = figures[0][4]
-    for index, (forward, backward, receive, receive_backward, end, *late) in enumerate(figures):
-        if late:
-            least = max(least, there + receive + count * (forward + backward) + end)
-            there += receive + forward
-            continue
+    first_end = ways[0].figures[4] - ways[0].gather
+    for index, way in enumerate(ways):
+        forward, backward, receive, receive_backward, end, *late = way.figures
+        end -= way.gather
         if index:
             there += receive
             back += receive_backward
-        tail = max(end, back + first_end) if index else end
+        there = max(there, way.gather)
+        tail = max(end, back + first_end) if index and not late else end
         least = max(least, there + count * (forward + backward) + tail)
         there += forward
         back += backward
     return least
 
 
-def _halved(figures: Floats) -> Floats:
-    """Figures that are all to be small: of a split backward both halves, not the whole."""
-    if figures.shape[1] == 5:
-        return figures
-    found = figures.copy()
-    found[:, 1] -= found[:, 5]
+def _small(figures: Floats, gathers: Floats) -> Floats:
+    """Figures that are all to be small: of a split backward both halves, not the whole; the end
+    without the gathers, and these."""
+    found = np.column_stack([figures, gathers])
+    found[:, 4] -= gathers
+    if figures.shape[1] > 5:
+        found[:, 1] -= found[:, 5]
     return found
 
 

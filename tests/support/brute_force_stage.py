@@ -71,6 +71,7 @@ class Points:
     zero: int
     modes: Modes
     seconds: Floats
+    gathers: Floats
     which: Ints
 
 
@@ -361,12 +362,7 @@ class Stage(Choices):
 
         ``halved``: the backward is that of both halves, and a sixth column is the second half.
         """
-        blocks = self._ways(modes, halved=halved)
-        compute = sum((own for own, _ in blocks), np.zeros(self.ends.shape))
-        communication = sum((sent for _, sent in blocks), self.ends)
-        hides = compute if self.prices.shares_links else compute + communication
-        scale = np.divide(hides, compute, out=np.zeros_like(hides), where=compute > 0)
-        beside = [own * scale for own, _ in blocks]
+        passes, beside = self._beside(modes, halved=halved)
         forward = [own[0] for own in beside]
         states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
         gather = [(own["forward_states"], own["forward_slowed"]) for own in states]
@@ -375,16 +371,30 @@ class Stage(Choices):
             tuple(a - b for a, b in zip(*each, strict=True))
             for each in zip(both, gather, strict=True)
         ]
-        passes = compute + communication
         passes[0] += one_ahead(gather, forward)
         passes[1] += ahead_and_behind(gather, scatter, [own[1] for own in beside])
         end = sum(own["optimizer"] for own in states)
-        once = [(own["parameter_gather"], own["gather_slowed"]) for own in states]
-        end = end + all_at_once(once, forward)
+        end = end + self.first_gather(zero, modes)
         sync = [(own["gradient_sync"], own["sync_slowed"]) for own in states]
         end = end + all_at_once(sync, [own[1] for own in beside])
         found = np.stack([*passes, *self.receive, end], axis=1)
         return np.column_stack([found, self.late]) if halved else found
+
+    def first_gather(self, zero: int, modes: Modes) -> Floats:
+        """Of the end, what gathers before a step's first forward take if that need not wait."""
+        _, beside = self._beside(modes, halved=False)
+        states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
+        once = [(own["parameter_gather"], own["gather_slowed"]) for own in states]
+        return all_at_once(once, [own[0] for own in beside])
+
+    def _beside(self, modes: Modes, *, halved: bool) -> tuple[Floats, list[Floats]]:
+        """Forward and backward, and of each block what collectives of states run beside."""
+        blocks = self._ways(modes, halved=halved)
+        compute = sum((own for own, _ in blocks), np.zeros(self.ends.shape))
+        communication = sum((sent for _, sent in blocks), self.ends)
+        hides = compute if self.prices.shares_links else compute + communication
+        scale = np.divide(hides, compute, out=np.zeros_like(hides), where=compute > 0)
+        return compute + communication, [own * scale for own, _ in blocks]
 
     def _ways(self, modes: Modes, *, halved: bool) -> list[tuple[Floats, Floats]]:
         """For each block its compute and its communication, each with forward and backward."""
@@ -483,6 +493,7 @@ class Stage(Choices):
                 if len(fits):
                     halved = any(late for _, late in in_flight)
                     seconds = self.seconds(zero, modes, halved=halved)[fits]
-                    yield Points(zero, modes, seconds, fits)
+                    gathers = self.first_gather(zero, modes)[fits]
+                    yield Points(zero, modes, seconds, gathers, fits)
                 if number == 0 and len(fits) == self.num_assignments:
                     break

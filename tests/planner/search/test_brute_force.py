@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -51,18 +52,17 @@ def test_random_plans_cost_what_evaluate_says(seed: int) -> None:
             halves = own.seconds(way.zero, way.modes, halved=True)[way.which]
             ways[-1] = replace(way, figures=tuple(halves.tolist()))
         num_bytes.append(own.num_bytes(way.zero, way.modes, kept)[way.which])
-    figures = [way.figures for way in ways]
     beside = [
         own.of_step(way.zero, way.modes, way.which, halved=halved)
         for way, own in zip(ways, spaces, strict=True)
     ]
-    seconds = force.simulate(schedule, count, figures, beside)
-    assert seconds >= force.simulate(schedule, count, figures) * (1 - 1e-9)
+    seconds = force.simulate(schedule, count, ways, beside)
+    assert seconds >= force.simulate(schedule, count, ways) * (1 - 1e-9)
     found = Best(seconds, rows, count, schedule, tuple(ways))
     priced = evaluate(case.graph, case.blocks, found.plan(on, case.request), on)
     assert priced.step_seconds == pytest.approx(seconds, rel=1e-9)
     assert priced.peak_memory_bytes == pytest.approx(max(num_bytes), abs=1.0)
-    assert seconds >= bound([way.figures for way in ways], count) * (1 - 1e-12)
+    assert seconds >= bound(ways, count) * (1 - 1e-12)
 
 
 def _random_way(
@@ -75,7 +75,8 @@ def _random_way(
     zero, modes = rng.choice(space.zeros), rng.choice(space.recomputations)
     which = rng.randrange(space.num_assignments)
     figures = tuple(space.seconds(zero, modes)[which].tolist())
-    return Way(figures, space, ranks, zero, modes, which), space
+    gather = float(space.first_gather(zero, modes)[which])
+    return Way(figures, space, ranks, zero, modes, which, gather), space
 
 
 @pytest.mark.parametrize("seed", seeds(12))
@@ -104,7 +105,9 @@ def test_the_front_keeps_exactly_what_nothing_betters() -> None:
 
 
 def test_a_bound_and_a_simulation_agree_where_one_stage_is_all() -> None:
-    assert bound([(1.0, 2.0, 0.0, 0.0, 5.0)], 3) == 14.0
+    """The gathers are part of the end."""
+    way = next(_all_ways(BruteForce(*mlp(1), cluster(1), Request(1)), 1, (0, 3, 0, 1)))
+    assert bound([replace(way, figures=(1.0, 2.0, 0.0, 0.0, 5.0), gather=1.0)], 3) == 14.0
 
 
 def test_every_cut_and_tiling_is_there() -> None:
@@ -128,24 +131,22 @@ def test_the_best_is_the_least_of_all_pipelines_one_by_one() -> None:
     request = replace(case.request, global_batch=2)
     force = BruteForce(case.graph, case.blocks, case.cluster, request)
     least = min(
-        force.simulate(schedule, 2 // rows, list(figures))
+        force.simulate(schedule, 2 // rows, ways)
         for rows, stages, schedule in product(force.rows(), force.pipelines(), force.schedules)
-        for figures in product(*(_all_figures(force, rows, stage) for stage in stages))
+        for ways in product(*(_all_ways(force, rows, stage) for stage in stages))
     )
     found = force.best()
     assert found is not None
     assert found.step_seconds == pytest.approx(least, rel=1e-12)
 
 
-def _all_figures(
-    force: BruteForce, rows: int, stage: tuple[int, int, int, int]
-) -> list[tuple[float, ...]]:
+def _all_ways(force: BruteForce, rows: int, stage: tuple[int, int, int, int]) -> Iterator[Way]:
     start, stop, first, size = stage
     ranks = tuple(range(first, first + size))
-    found = []
     for mesh in force.meshes(ranks):
         if force.splits_rows(rows, mesh):
             space = force.stage(rows, mesh, ranks, (start, stop))
             for zero, modes in product(space.zeros, space.recomputations):
-                found += [tuple(row) for row in space.seconds(zero, modes).tolist()]
-    return found
+                gathers = space.first_gather(zero, modes).tolist()
+                for which, row in enumerate(space.seconds(zero, modes).tolist()):
+                    yield Way(tuple(row), space, ranks, zero, modes, which, gathers[which])
