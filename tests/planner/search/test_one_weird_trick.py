@@ -47,7 +47,8 @@ BATCH, DEVICES = 128, 4
 SHARE = (DEVICES - 1) / DEVICES
 SMALL_SIZE = 96
 SMALL = {"size": SMALL_SIZE, "width": 0.25, "hidden": 1024, "classes": 16}
-SMALL_BATCH = 32
+SMALL_BATCH = 96
+"""So many images that convolutions split by channels would send more than their gradients."""
 CONVOLUTIONS = ("conv2d", "conv2d_1", "conv2d_2", "conv2d_3", "conv2d_4")
 FULLY_CONNECTED = ("fc6.weight", "fc7.weight", "fc8.weight")
 
@@ -110,7 +111,10 @@ def test_the_planner_splits_the_batch_in_convolutions_and_weights_after_them() -
 
 def test_the_mixed_plan_is_faster_than_either_alone_by_what_is_not_sent() -> None:
     """What data parallelism sends and the mixed plan does not, at 12 GB/s: 352 MB, 29 ms, of
-    which a part runs beside the backward."""
+    which a part runs beside the backward.
+
+    The mixed plan's axis is "tp", on which each gradient is priced as a sum of its own, with the
+    latency of a collective: 0.4 ms more than in the buckets of "dp"."""
     plans = [planned(p) for p in ("", "dp=4", "tp=4")]
     mixed, data, tensor = (each.prediction.step_seconds for each in plans)
     seconds = [each.stages[0].prediction.seconds for each in plans]
@@ -121,7 +125,7 @@ def test_the_mixed_plan_is_faster_than_either_alone_by_what_is_not_sent() -> Non
     assert sums[1] - sums[0] == pytest.approx(saved, rel=0.25)
     assert 0.5 * saved < data - mixed < saved
     assert mixed < tensor
-    assert mixed < 0.502 * data
+    assert mixed < 0.51 * data
 
 
 def verified(text: str) -> Verification:
