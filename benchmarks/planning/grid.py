@@ -65,6 +65,11 @@ def _published(
     return Case(name, f"hf:{HERE / folder}", cluster, batch, seq=seq, precision=precision)
 
 
+def _experts(name: str, cluster: str, batch: int) -> Case:
+    folder = HERE.parent / "validation" / "data" / "moe_models" / name
+    return Case(f"{name}, {cluster}", f"hf:{folder}", cluster, batch)
+
+
 def _zoo(name: str, cluster: str, batch: int, seq: int | None = 64) -> Case:
     return Case(f"{name}, {cluster}", f"hf:{ZOO / name}", cluster, batch, seq=seq)
 
@@ -90,6 +95,8 @@ SETTINGS = (
     _published("GPT-39B, 64 V100", "gpt_39b", "8x8xV100-32GB", 1024, 1024, "fp16"),
     _published("Mixtral-8x22B, 128 H100", "mixtral_8x22b", "16x8xH100", 512, 4096),
     _published("Mixtral-8x22B, 64 H100", "mixtral_8x22b", "8x8xH100", 256, 4096),
+    _experts("GPT-OSS-120B", "8x8xH100", 512),
+    _experts("DeepSeek-V3", "32x8xH100", 2048),
     _zoo("qwen3_moe", "8xH100", 64),
     _zoo("olmoe", "4xA100-40GB", 64),
     _zoo("t5", "8xA100-40GB", 128),
