@@ -76,7 +76,7 @@ zoo:
 corpus:
 	$(PYTHON) benchmarks/corpus/run.py
 
-# Thirty settings: no configuration of a simple grid is faster than the plan.
+# Many settings: no configuration of a simple grid is faster than the plan.
 grid:
 	$(PYTHON) benchmarks/planning/grid.py
 
