@@ -265,9 +265,9 @@ class IntraOp:
     ) -> bool:
         """Add solutions to the pool for a stage near its memory limit; return whether any is new.
 
-        The solutions are the best at each price of a byte, with as much recomputation as is allowed
-        in all blocks. Runs once per family and numbers of blocks and micro-batches in flight,
-        rounded to powers of two.
+        The solutions are the best at each price of a byte, with the least and with the most
+        recomputation in all blocks. Runs once per family and numbers of blocks and micro-batches in
+        flight, rounded to powers of two.
         """
         in_flight = 1 << (in_flight.bit_length() - 1)
         return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
@@ -297,15 +297,15 @@ class IntraOp:
         unit = closing.round_price(self._price_unit(run, num_microbatches))
         before = len(pool.entries)
         zeros = tuple(dict.fromkeys((self.zeros[0], self.zeros[-1])))  # the others share them
-        mode = self.modes[-1]  # layouts that save the most also serve blocks that recompute less
-        rates = closing.priced_rates(
-            num_microbatches, in_flight, mode, zeros, [unit * price for price in prices]
-        )
-        solved = self._solve((run,), rates)
-        if solved is not None:
-            self._take(pool, solved)
-        elif nothing_fits:
-            self._solve_least_memory(run, rates, in_flight)
+        for mode in dict.fromkeys((self.modes[0], self.modes[-1])):
+            rates = closing.priced_rates(
+                num_microbatches, in_flight, mode, zeros, [unit * price for price in prices]
+            )
+            solved = self._solve((run,), rates)
+            if solved is not None:
+                self._take(pool, solved)
+            elif nothing_fits:
+                self._solve_least_memory(run, rates, in_flight)
         return len(pool.entries) > before
 
     def _price_unit(self, run: Run, num_microbatches: int) -> float:
