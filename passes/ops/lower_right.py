@@ -18,8 +18,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-LOWER_RIGHT = "autoparallel.lower_right_attention.default"
-
 _NAME = "autoparallel::lower_right_attention"
 torch.library.define(
     _NAME,

@@ -56,26 +56,6 @@ def slice_shares(
     return SliceShares(plan.slices, tuple(forward), tuple(backward))
 
 
-def shares_by_work(
-    graph: Graph, lengths: tuple[int, ...], work: Callable[[Node], float]
-) -> SliceShares:
-    """Return each slice's fraction of a micro-batch's seconds, estimated by the ops' ``work``
-    (FLOPs); for attention by its pairs of query and key positions.
-
-    A slice of n positions after b others has n (b + n) pairs, including pairs that a mask hides.
-    """
-    places, length = find_places(graph), sum(lengths)
-    attention = sum(work(graph[name]) for name in {*places.attention, *places.written})
-    rest = sum(work(node) for node in graph if node.kind == "op") - attention
-    bounds = slice_bounds(lengths)
-    shares = tuple(
-        (rest * (stop - start) / length + attention * (stop - start) * stop / length**2)
-        / (rest + attention)
-        for start, stop in bounds
-    )
-    return SliceShares(lengths, shares, shares)
-
-
 def best_lengths(graph: Graph, blocks: Blocks, plan: Plan, price: Price) -> tuple[int, ...]:
     """Return the slice lengths with the fastest step. Lengths are multiples of a unit: a sixteenth
     of a sequence, or the next longer length that the plan's layouts divide.
