@@ -30,22 +30,17 @@ from .proposers.pipelines import dynamic_program, parallel_branches, placed_pipe
 from .proposers.replicated import replicated
 from .proposers.sliced import sliced
 from .proposers.uneven_shares import uneven_shares
+from .requests.goal import INTERRUPTED, Observe, ignore
 from .requests.options import check_degrees, check_forced_schedule, refused
 from .requests.pins import check_kept, in_given_kinds, pinned_blocks
 from .requests.request import Request
 from .schedules.schedules import registered_schedule
 from .search.bound import lower_bound
 from .search.candidates import Candidate
-from .search.context import (
-    INTERRUPTED,
-    Observe,
-    SearchContext,
-    SharedTables,
-    check_measured,
-    ignore,
-)
+from .search.context import SearchContext, check_measured, check_total_bytes, missing_plan_error
 from .search.layout_gap import tighten_gap
 from .search.pool import CandidatePool
+from .search.problem import SharedTables
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
 from .stage.weight_versions import is_asynchronous
@@ -207,21 +202,21 @@ def search(
     contexts: list[SearchContext] = []
 
     def attempt(order: HostOrder, limited: Request) -> tuple[SearchContext, CandidatePool]:
-        if contexts and contexts[-1].stopped:
-            raise _ended_early(contexts[-1].stopped)
+        if contexts and contexts[0].budget.stopped:
+            raise _ended_early(contexts[0].budget.stopped)
         check_degrees(limited.forced, order.cluster, graph)
         context = SearchContext.of(
             graph, own_blocks, order.cluster, limited, rules=rules, basis=basis, tables=tables
         )
         if contexts:  # equal except for the order of the hosts
             context = context.like(contexts[0])
-        context.observe = observe
+        context.budget.observe = observe
         try:
             pool = run_proposers(context, method.proposers)
         except KeyboardInterrupt:
             if not contexts:
                 raise
-            contexts[-1].stopped = INTERRUPTED
+            context.budget.stopped = INTERRUPTED
             raise _ended_early(INTERRUPTED) from None
         contexts.append(context)
         return context, pool
@@ -231,7 +226,7 @@ def search(
     if basis.mode == "measured":
         check_measured(basis, request)
     others = [each for _, (_, other) in done if other is not pool for each in other.known]
-    is_known = method.is_bounded and (not context.stopped or len(contexts) == 1)
+    is_known = method.is_bounded and (not context.budget.stopped or len(contexts) == 1)
     bounded = tuple(contexts) if is_known else ()
     return SearchResult(graph, blocks, cluster, request, order, context, pool, others, bounded)
 
@@ -241,7 +236,7 @@ def run_proposers(
 ) -> CandidatePool:
     """Run the proposers (functions that yield candidate plans) and return the pool of candidates,
     even after Ctrl-C. Raises the errors of ``plan``."""
-    context.check_total_bytes()
+    check_total_bytes(context)
     pool, left = CandidatePool(context), list(_for_request(context.request, proposers))
     try:
         while left:
@@ -251,7 +246,7 @@ def run_proposers(
     except KeyboardInterrupt:
         if pool.best is None:
             raise
-        context.interrupt()
+        context.budget.interrupt()
         for propose in left:
             if not pool.allowed and propose in OTHER_SCHEDULES:
                 pool.add_all(propose(context, pool))
@@ -313,8 +308,9 @@ class SearchResult:
     def _plan(self, best: Candidate, losers: Sequence[Candidate]) -> Plan:
         """Return a candidate as a plan on the caller's ranks and blocks, which the search may have
         reordered and split into other kinds."""
-        order, request, context = self.order, self.request, self.context
-        found = make_plan(context.structure, order.cluster, request, best, losers, context.spent())
+        order, request, structure = self.order, self.request, self.context.structure
+        spent = self.context.budget.spent()
+        found = make_plan(structure, order.cluster, request, best, losers, spent)
         found = in_given_ranks(found, order, self.cluster)
         pinned = pinned_blocks(self.graph, self.blocks, request.pins)
         found = check_kept(found, self.graph, pinned, request.pins)
@@ -335,13 +331,13 @@ class SearchResult:
         gap = max(0.0, 1 - bound / step_seconds)
         if layouts_gap is not None and plan.num_chunks == 1:
             layouts_gap = min(layouts_gap, gap)
-        num_problems, seconds = self.context.spent()
+        num_problems, seconds = self.context.budget.spent()
         return SolverInfo(
             gap,
             num_problems,
             dict(seconds),
             bound,
-            self.context.ended_by,
+            self.context.budget.ended_by,
             layouts_gap,
             solver=plan.solver.solver,
         )
@@ -380,16 +376,20 @@ def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelE
     """Return the error that explains why the search found no plan."""
     request = context.request
     if not pool.known and not pool.rejected:
-        name, is_stopped = request.forced.schedule, context.ended_by or context.excess_bytes
-        if registered_schedule(name) and not is_stopped:
+        name, is_late = request.forced.schedule, context.budget.ended_by
+        if registered_schedule(name) and not (is_late or context.solvers.excess_bytes):
             fix = "pp= and microbatches= that its function takes, for stages that form a chain"
             return refused(f"no pipeline of these devices can run under schedule={name}", fix)
-        failure = context.failure(is_proven=not pool.is_open)
+        failure = missing_plan_error(context, is_proven=not pool.is_open)
         if is_asynchronous(request.forced.schedule) and isinstance(failure, InfeasibleError):
             failure.why += "; stages keep older versions of their weights in memory"
         return failure
     if pool.rejected:
-        excess = min(_excess_bytes(context, each) for each in pool.rejected)
+        excess = min(
+            each.peak_bytes
+            - min(context.limits_on(own.devices).memory_bytes for own in each.stages)
+            for each in pool.rejected
+        )
         together = {"chimera": "the two stages of a rank", "terapipe": "the stages"}
         what = together.get(request.forced.schedule or "", "the chunks of a rank")
         return InfeasibleError(
@@ -418,8 +418,3 @@ def _nothing_found(context: SearchContext, pool: CandidatePool) -> AutoparallelE
         f"no pipeline that was found can run under {asked}",
         "another number of chunks or micro-batches, or a schedule of one stage per rank",
     )
-
-
-def _excess_bytes(context: SearchContext, candidate: Candidate) -> float:
-    limits = [context.limits_on(stage.devices).memory_bytes for stage in candidate.stages]
-    return candidate.peak_bytes - min(limits)

@@ -35,7 +35,7 @@ from autoparallel.planner.find_plan import COARSE, plan
 from autoparallel.planner.plan import Plan, Precision
 from autoparallel.planner.requests.goal import Goal
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.context import SharedTables
+from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, priced, request_of, stamped, within_limit
 from autoparallel.planning.repeated_search import RepeatedSearch

@@ -25,7 +25,7 @@ from autoparallel.planner.graph.graph import Blocks, Graph
 from autoparallel.planner.ops.case import packet
 from autoparallel.planner.plan import GoalReport, Plan, Tried
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.context import SharedTables
+from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.infeasible import with_nearest_change
 from autoparallel.planning.repeated_search import RepeatedSearch, Search
 

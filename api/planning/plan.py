@@ -33,7 +33,7 @@ from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.kernels.fusion import with_fusion
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Request
-from autoparallel.planner.search.context import SharedTables
+from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
 from autoparallel.runtime.profile.ops import own_name

@@ -19,7 +19,7 @@ from autoparallel.options.progress import Observe, ignore
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import check_schedule_name
-from autoparallel.planner.search.context import SharedTables
+from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.capture import capture_target
 from autoparallel.planning.plan import find_cluster, plan_program, within_limit
 from autoparallel.planning.tf32 import with_choice

@@ -249,8 +249,8 @@ FAULTS = (
     # the largest degree of tensor parallelism that was asked for is ignored
     Fault(
         "max-tp-ignored",
-        "planner/search/context.py",
-        "features.allows_mesh(mesh, self.request.max_tp)",
+        "planner/search/solvers.py",
+        "features.allows_mesh(mesh, request.max_tp)",
         "features.allows_mesh(mesh)",
         "tests/planner/requests/test_features.py",
     ),

@@ -94,7 +94,7 @@ def problem_of(case: Case) -> Priced:
     cluster, request = parse_cluster(case.cluster), request_of(program, target, options)
     job, candidates = ranked(program.graph, program.blocks, cluster, request)
     rows = candidates[0].rows
-    table, count = job.table(rows), job.num_microbatches(rows)
+    table, count = job.solvers.table(rows), job.num_microbatches(rows)
     numbers = tuple(stage_numbers(request, cluster, table.num_blocks))
 
     def simulated(stages: tuple[StageChoice, ...]) -> float:

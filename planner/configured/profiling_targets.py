@@ -17,9 +17,9 @@ from ..costs.basis import DEFAULT, Basis, CostQueries, QueriedOp, QueriedTransfe
 from ..evaluate.evaluate import evaluate
 from ..find_plan import search
 from ..graph.graph import Blocks, Graph
+from ..requests.goal import Observe, ignore
 from ..requests.request import Request
 from ..search.candidates import Candidate
-from ..search.context import Observe, ignore
 from ..search.report_plan import make_plan
 
 NUM_CANDIDATES = 12
@@ -61,7 +61,7 @@ def asked_cases(
     weights: dict[object, float] = {}
     for candidate in candidates[:NUM_CANDIDATES]:
         plan = make_plan(
-            found.context.structure, cluster, request, candidate, (), found.context.spent()
+            found.context.structure, cluster, request, candidate, (), found.context.budget.spent()
         )
         own = CostQueries()
         evaluate(graph, blocks, plan, cluster, rules=default_rules, basis=replace(basis, asked=own))

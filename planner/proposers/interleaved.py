@@ -160,13 +160,13 @@ class ChunkPricing:
         link = None
         if before != rank - 1:
             link = self.context.cluster.send_link(source.devices, stage.devices)
-        own = base.answers[rank][0]
-        return self.context.solver(base.rows, own.prices.mesh, stage.first_device, link=link).model
+        solvers, mesh = self.context.solvers, base.answers[rank][0].prices.mesh
+        return solvers.on_mesh(base.rows, mesh, stage.first_device, link=link).model
 
     def stage(self, rank: int, before: int, start: int, stop: int) -> RankStage | None:
         """Return a rank's stage without recomputation; None if the layouts do not cover it."""
         model, base = self.model(rank, before), self.base
-        run = self.context.at(base.rows).run(start, stop)
+        run = self.context.tables.at(base.rows).run(start, stop)
         key = id(model), run.family
         if key not in self._tables:
             assembly = StageProblem(model, run)
@@ -401,9 +401,9 @@ def _on_mesh(context: SearchContext, pipeline: Candidate, mesh: Mesh) -> Candida
     chosen: list[Chosen] = []
     number = len(pipeline.stages)
     for stage, depth in zip(pipeline.stages, stage_depths(None, number), strict=True):
-        solver = context.solver(pipeline.rows, mesh, stage.first_device)
+        solver = context.solvers.on_mesh(pipeline.rows, mesh, stage.first_device)
         held = context.held(context.in_flight_schedule, number, pipeline.rows, depth)
-        run = context.at(pipeline.rows).run(stage.start, stage.stop)
+        run = context.tables.at(pipeline.rows).run(stage.start, stage.stop)
         answer = solver.best(run, pipeline.num_microbatches, most_held(held))
         if answer is None:
             return None

@@ -48,7 +48,7 @@ Stages = tuple[StageChoice, ...]
 def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """Yield candidates of all possible pipelines if they are few; else of the fastest pipeline's
     neighbours (one cut moved by a block), then of the fastest neighbour's, and so on."""
-    context.observe("refining the best", 1, 1)
+    context.budget.observe("refining the best", 1, 1)
     if pool.best is None:
         return
     began = context.budget.work
@@ -67,7 +67,7 @@ def local_search(context: SearchContext, pool: CandidatePool) -> Iterator[Candid
 
 
 def _is_late(context: SearchContext, began: float) -> bool:
-    return context.is_late(0.75) or context.is_long(began)
+    return context.budget.is_late(0.75) or context.budget.is_long(began)
 
 
 def _better(
@@ -124,7 +124,8 @@ def stagings(
 
     seen: set[tuple[StageChoice, ...]] = set()
     mixed = context.request.features.allows("mixed-stages")
-    for tiling, number in tilings(context.cluster, numbers, context.costs(rows).place, mixed=mixed):
+    place = context.solvers.costs(rows).place
+    for tiling, number in tilings(context.cluster, numbers, place, mixed=mixed):
         if number <= min(tiling.most, num_blocks):
             for stages in extend(tiling, number, 0, 0):
                 if stages not in seen and context.begins_as_asked(stages):
@@ -162,7 +163,7 @@ def bounded_below(
 def _slowest_seconds(context: SearchContext, rows: int, stages: Stages) -> float:
     """Return a lower bound of the step time from the cost bounds known so far, without pricing: the
     slowest stage's work for all micro-batches but one."""
-    costs, number = context.costs(rows), len(stages)
+    costs, number = context.solvers.costs(rows), len(stages)
     return max(costs.known(number - at, at == 0, each)[1] for at, each in enumerate(stages))
 
 

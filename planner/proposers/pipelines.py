@@ -79,9 +79,9 @@ class _Exploration:
         """
         context, nodes = self.context, list[SearchNode]()
         for index, rows in enumerate(self.sizes):
-            if self.pool.proposals and context.is_late(0.5):
+            if self.pool.proposals and context.budget.is_late(0.5):
                 break
-            context.observe(f"micro-batches of {rows} rows", index, len(self.sizes))
+            context.budget.observe(f"micro-batches of {rows} rows", index, len(self.sizes))
             uniform = list(self._uniform(rows))
             for node in uniform:  # find a first plan soon, for Ctrl-C
                 if self.pool.proposals:
@@ -105,7 +105,7 @@ class _Exploration:
         (seconds on one device), and all together take S·W/D: N micro-batches take at least (N + S −
         1)·W/D.
         """
-        costs, count = self.context.costs(rows), self.context.num_microbatches(rows)
+        costs, count = self.context.solvers.costs(rows), self.context.num_microbatches(rows)
         work = self._work(rows) / count
         chunks = MOST_CHUNKS if self.context.request.chunked_schedules else 1
         for number in self.context.stage_numbers:
@@ -124,18 +124,16 @@ class _Exploration:
 
     def _mixed(self) -> Iterator[SearchNode]:
         """Yield search nodes of stages of mixed sizes, best micro-batch sizes so far first."""
-        context, pool = self.context, self.pool
+        context, pool, budget = self.context, self.pool, self.context.budget
         order = dict.fromkeys(
             [proposal.rows for proposal in pool.best_proposals()] + list(self.sizes)
         )
         allowed = context.request.features.allows("mixed-stages")
         several = tuple(number for number in context.stage_numbers if number > 1 and allowed)
-        began = context.budget.work
+        began = budget.work
         for rows in order:
-            if several and not (
-                pool.proposals and (context.is_late(0.6) or context.is_long(began))
-            ):
-                costs = context.costs(rows)
+            if several and not (pool.proposals and (budget.is_late(0.6) or budget.is_long(began))):
+                costs = context.solvers.costs(rows)
                 tiling = mixed_tiling(context.cluster, several[-1], costs.place)
                 cutoff = pool.cutoff
                 if cutoff == float("inf") or unequal_bound(context, rows, tiling) < cutoff:
@@ -160,16 +158,16 @@ class _Exploration:
         self, nodes: list[SearchNode], *, until_first: bool = False, began: float | None = None
     ) -> None:
         """Expand search nodes, most promising first; stop after long work since ``began``."""
-        context, pool = self.context, self.pool
+        budget, pool = self.context.budget, self.pool
 
         def enough(estimate: float, found: list[PipelineProposal]) -> bool:
             if estimate == float("inf") or (found and until_first):
                 return True
-            if pool.proposals and (context.is_late(0.7) or (began and context.is_long(began))):
+            if pool.proposals and (budget.is_late(0.7) or (began and budget.is_long(began))):
                 return True
-            return estimate >= pool.cutoff or context.budget.left_seconds <= 0
+            return estimate >= pool.cutoff or budget.left_seconds <= 0
 
-        with context.budget.timed("dp"):
+        with budget.timed("dp"):
             for proposal in best_first(nodes, enough):
                 pool.add_all(pool.simulate(proposal))
 
@@ -184,10 +182,10 @@ def placed_pipelines(context: SearchContext, pool: CandidatePool) -> Iterator[Ca
     pool.is_open = True
     for index, rows in enumerate(sizes):
         share = 0.8 * max(context.budget.left_seconds, 0.0) / (len(sizes) - index)
-        context.observe(f"learning to place micro-batches of {rows} rows", index, len(sizes))
+        context.budget.observe(f"learning to place micro-batches of {rows} rows", index, len(sizes))
         with context.budget.timed("learning"):
             found = placer(
-                context.table(rows),
+                context.solvers.table(rows),
                 context.num_microbatches(rows),
                 context.stage_numbers,
                 time_limit_seconds=share,
@@ -202,10 +200,10 @@ def parallel_branches(context: SearchContext, pool: CandidatePool) -> Iterator[C
         return
     for section in find_sections(context.structure):
         for rows in context.microbatch_rows:
-            if context.is_late(0.7):
+            if context.budget.is_late(0.7):
                 return
             for pipeline in branch_pipelines(
-                context.table(rows), section, context.num_microbatches(rows)
+                context.solvers.table(rows), section, context.num_microbatches(rows)
             ):
                 if len(pipeline.stages) in context.stage_numbers:
                     yield from pool.simulate(PipelineProposal(rows, pipeline))

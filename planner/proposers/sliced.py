@@ -110,7 +110,8 @@ def _in_slices(
 ) -> Candidate:
     """Return a pipeline's candidate in slices of ``lengths``, by default of the best lengths."""
     graph, blocks = context.structure.graph, context.structure.blocks
-    plan = make_plan(context.structure, context.cluster, context.request, base, (), context.spent())
+    spent = context.budget.spent()
+    plan = make_plan(context.structure, context.cluster, context.request, base, (), spent)
     plan = replace(plan, schedule=SCHEDULE)
     if lengths is None:
         lengths = best_lengths(

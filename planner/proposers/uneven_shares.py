@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..costs.prices import Prices
 from ..graph.layout import Mesh
 from ..inter_op.heterogeneous import inner_size
 from ..inter_op.inter_op import StageChoice
-from ..inter_op.submesh import meshes, restriction
+from ..inter_op.submesh import meshes
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..schedules.schedules import can_have
 from ..search.candidates import Candidate, build_simulated, reindex_solution
@@ -60,13 +59,13 @@ class SharedAnswer(StageAnswer):
 
 def uneven_shares(context: SearchContext, pool: CandidatePool) -> Iterator[Candidate]:
     """Yield the best candidate with unequal batch shares for each micro-batch size and mesh; set
-    the lower bound ``context.shared_bound``."""
+    the lower bound ``context.known.shared_bound``."""
     least = float("inf")
     for candidate, bound in shared_candidates(context, context.microbatch_rows):
         least = min(least, bound)
         if candidate is not None:
             yield candidate
-    context.shared_bound = least
+    context.known.shared_bound = least
 
 
 def shared_candidates(
@@ -139,25 +138,10 @@ class _Shared:
         """Return a solver for a coordinate that takes ``rows`` rows, without a memory limit."""
         key = self.devices[coordinate], rows
         if key not in self._solvers:
-            context, request = self.context, self.context.request
-            prices = Prices(
-                self.mesh,
-                context.cluster,
-                tuple(range(self.mesh.size)),
-                request.precision,
-                request.optimizer,
-                context.rules,
-                context.cache,
-                profile=context.basis.used,
-                own=self.ranks[key[0]],
-                assumptions=context.basis.assumptions,
-                states=request.states,
-            )
-            limited = replace(
-                restriction(self.mesh, request.forced), pins=context.pins, features=request.features
-            )
-            graph = context.at(rows * self.parts)
-            model = StageModel(graph, prices, limited, context.cluster.link(0, 0))
+            context, every = self.context, tuple(range(self.mesh.size))
+            prices = context.prices(self.rows, self.mesh, every, own=self.ranks[key[0]])
+            link, limited = context.cluster.link(0, 0), context.restriction(self.mesh)
+            model = StageModel(context.tables.at(rows * self.parts), prices, limited, link)
             limits = replace(context.limits, memory_bytes=INFINITE)
             self._solvers[key] = IntraOp(model, limits, context.budget)
         return self._solvers[key]

@@ -1,4 +1,4 @@
-"""Objective of a plan, with the device prices that it needs; time limit and time spent.
+"""Objective of a plan, with the device prices that it needs; time limit, time spent and progress.
 
 ``time``: the shortest step. ``cost``: the most tokens per dollar. ``memory``: the least memory on
 the fullest device. ``devices``: the fewest devices that meet a deadline.
@@ -10,7 +10,7 @@ clock in the planner; it also counts work, so that shares of it are the same on 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
@@ -87,22 +87,49 @@ STEPS_PER_PROBLEM = 20
 SOLVING = ("costs", "ilp")
 """Phases of the stage solvers; their time is not counted again in the phases that call them."""
 
+LONG = 5_000
+"""Work (``Budget.work``) below which no part of a search is cut short."""
+
+INTERRUPTED = "Ctrl-C"
+"""Text for a search that Ctrl-C ended."""
+
+GRACE_SECONDS = 2.0
+"""Seconds after Ctrl-C to evaluate the best plan so far."""
+
+Observe = Callable[[str, float, float], None]
+"""Callback for progress: (activity, amount done, total amount)."""
+
+
+def ignore(activity: str, done: float, total: float) -> None:
+    """Ignore progress: the default ``Observe``."""
+
 
 @dataclass
 class Budget:
-    """Budget of a plan search: its deadline, the seconds spent in each phase, and the work done."""
+    """Budget of a plan search: its deadline, the seconds spent in each phase, and the work done.
+
+    ``stopped``: the cause of an early end other than the time limit, "" if there is none;
+    ``observe`` is told of progress.
+    """
 
     deadline: float
     began: float
+    limit_seconds: float
     num_problems: int = 0
     num_steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    stopped: str = ""
+    observe: Observe = ignore
 
     @staticmethod
     def of(limit_seconds: float) -> Budget:
         """Start a budget of ``limit_seconds`` now."""
         now = time.perf_counter()
-        return Budget(now + limit_seconds, now)
+        return Budget(now + limit_seconds, now, limit_seconds)
+
+    def extend(self, other: Budget) -> None:
+        """Set the time limit of ``other``, and keep the record of time and work."""
+        self.deadline, self.limit_seconds = other.deadline, other.limit_seconds
 
     @property
     def work(self) -> float:
@@ -119,6 +146,37 @@ class Budget:
     def elapsed_seconds(self) -> float:
         """Return the seconds since the budget began."""
         return time.perf_counter() - self.began
+
+    def is_late(self, share: float = 0.7) -> bool:
+        """Return whether the fraction ``share`` of the time limit has passed."""
+        return self.left_seconds < (1 - share) * self.limit_seconds
+
+    def is_long(self, began: float) -> bool:
+        """Return whether the work done since ``began`` is much, and over a third of all work before
+        ``began``."""
+        return self.work - began > max(0.5 * LONG, began / 3)
+
+    def spent(self) -> tuple[int, dict[str, float]]:
+        """Return the number of solved problems, and the seconds by phase."""
+        return self.num_problems, {**self.seconds, "total": self.elapsed_seconds}
+
+    @property
+    def ended_by(self) -> str:
+        """Return the cause of an early end of the search; "" if it was not ended early."""
+        return self.stopped or ("its time limit" if self.left_seconds <= 0 else "")
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """End a ``with`` block upon Ctrl-C, record the interrupt, and continue after the block."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Record Ctrl-C, and leave little time for the remaining work."""
+        self.stopped = INTERRUPTED
+        self.end_in(GRACE_SECONDS)
 
     def end_in(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now."""

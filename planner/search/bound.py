@@ -59,17 +59,17 @@ def lower_bound(context: SearchContext) -> float:
 
     After the time limit, or if the cost tables of a block are too large, it is ``work_bound``.
     """
-    if context.bound_seconds is None:
+    if context.known.bound_seconds is None:
         with context.budget.timed("bound"):
-            context.bound_seconds = _lower_bound(context)
-    return context.bound_seconds
+            context.known.bound_seconds = _lower_bound(context)
+    return context.known.bound_seconds
 
 
 def _lower_bound(context: SearchContext) -> float:
     work = work_bound(context, context.microbatch_rows)
     least = max(work, relaxed_bound(context))
-    if context.shared_bound is not None:
-        return min(least, context.shared_bound)
+    if context.known.shared_bound is not None:
+        return min(least, context.known.shared_bound)
     return work if is_mixed(context.cluster) else least
 
 
@@ -81,13 +81,13 @@ def relaxed_bound(context: SearchContext) -> float:
     of the least bound is bounded again, by its own tables, until that has been done before.
     """
     rows = context.microbatch_rows
-    with context.stoppable(), suppress(TooWideError):
+    with context.budget.stoppable(), suppress(TooWideError):
         work = 0.0
         if context.request.microbatch_size is None:
             work = min(_bounds(context, max(rows), lambda part: part.work_seconds))
         left = [(work, -each, False) for each in rows]
         heapify(left)
-        while left and not context.ended_by:
+        while left and not context.budget.ended_by:
             bound, number, is_own = heappop(left)
             if is_own:
                 return bound
@@ -102,7 +102,7 @@ def _bounds(
     """Yield the ``bound`` of each part of the search space at one micro-batch size; 0 after the
     time limit."""
     for tilings in _parts(context, rows):
-        yield 0.0 if context.ended_by else bound(_Relaxation(context, rows, tilings))
+        yield 0.0 if context.budget.ended_by else bound(_Relaxation(context, rows, tilings))
 
 
 def unequal_bound(context: SearchContext, rows: int, tiling: Tiling) -> float:
@@ -125,7 +125,7 @@ def unequal_bound(context: SearchContext, rows: int, tiling: Tiling) -> float:
 
 def _parts(context: SearchContext, rows: int) -> Iterator[Sequence[Tiling]]:
     """Yield parts of the search space, as tilings of the devices into stages."""
-    place, features = context.costs(rows).place, context.request.features
+    place, features = context.solvers.costs(rows).place, context.request.features
     found = (uniform_tiling(context.cluster, number, place) for number in context.stage_numbers)
     uniform = [tiling for tiling in found if tiling is not None]
     most = max(context.stage_numbers)
@@ -170,7 +170,7 @@ class _Relaxation:
     @cached_property
     def _solvers(self) -> list[IntraOp]:
         """Return one solver for each distinct mesh in the tilings."""
-        costs = self.context.costs(self.rows)
+        costs = self.context.solvers.costs(self.rows)
         places = dict.fromkeys(move.place for tiling in self.tilings for move in tiling.moves)
         found: dict[object, IntraOp] = {}
         for place in places:
@@ -193,7 +193,7 @@ class _Relaxation:
         count, cluster = self.context.num_microbatches(self.rows), self.context.cluster
         shares = [solver.model.prices.mesh.size / cluster.num_devices for solver in self._solvers]
         every = [block_seconds(solver, count, prices) for solver in self._solvers]
-        blocks = Counter(block.kind for block in self.context.at(self.rows).blocks.blocks)
+        blocks = Counter(block.kind for block in self.context.tables.at(self.rows).blocks.blocks)
         found: Floats = np.zeros(len(prices))
         for kind, number in blocks.items():
             found += number * np.minimum.reduce(
@@ -251,7 +251,7 @@ def work_bound(context: SearchContext, rows: Sequence[int]) -> float:
     if context.basis.used is not None or context.basis.only not in (None, "spec"):
         return 0.0
     largest = max(rows)
-    structure = context.at(largest)
+    structure = context.tables.at(largest)
     devices = list({host.device.speed: host.device for host in context.cluster.hosts}.values())
     total = 0.0
     for kind, count in Counter(block.kind for block in structure.blocks.blocks).items():
@@ -264,7 +264,7 @@ def _least_seconds(
     context: SearchContext, rows: int, name: str, devices: Sequence[Device]
 ) -> float:
     """Return the seconds (forward, backward) of a whole op on the fastest of ``devices``."""
-    graph = context.at(rows).graph
+    graph = context.tables.at(rows).graph
     node = graph[name]
     work = context.rules.work(node, input_specs(node, graph), node.outputs)
     passes = ((work.flops_forward, work.bytes_forward), (work.flops_backward, work.bytes_backward))

@@ -80,7 +80,7 @@ def stage(
 
 
 def _stage(context: SearchContext, rows: int, choice: StageChoice, in_flight: int) -> Chosen | None:
-    costs = context.costs(rows)
+    costs = context.solvers.costs(rows)
     place = costs.places[costs.place(choice.first_device, choice.num_devices)]
     return place.answer(int(costs.runs.classes.numbers[choice.start, choice.stop]), in_flight)
 
@@ -95,7 +95,7 @@ def edges(context: SearchContext, rows: int, stages: Sequence[StageChoice]) -> W
     """Return the data dependences between stages; None if the stages form a chain."""
     ends = tuple((s.first_device, s.first_device + s.num_devices - 1) for s in stages)
     return stage_edges(
-        context.at(rows), [s.start for s in stages], StagePlacement(context.cluster, ends)
+        context.tables.at(rows), [s.start for s in stages], StagePlacement(context.cluster, ends)
     )
 
 
@@ -276,7 +276,7 @@ def _with_step(context: SearchContext, made: Candidate, *, whole: bool) -> Candi
 
     def run(number: int) -> Step:
         pipeline = Pipeline(made.schedule, number, made.num_chunks, edges=needs)
-        return simulated_step(pipeline, made.costs, message=message, known=context.steps)
+        return simulated_step(pipeline, made.costs, message=message, known=context.known.steps)
 
     count = made.num_microbatches
     with context.budget.timed("simulator"):

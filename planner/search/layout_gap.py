@@ -34,16 +34,16 @@ def tighten_gap(context: SearchContext, winner: Candidate) -> Candidate:
     layouts on given meshes. For a candidate with a ``base`` the base's gap is tightened.
     """
     budget = context.budget
-    if winner.layouts_gap <= context.request.gap or context.stopped or budget.left_seconds <= 0:
+    if winner.layouts_gap <= context.request.gap or budget.ended_by:
         return winner
     found, deadline = winner, budget.deadline
-    with context.stoppable():
+    with budget.stoppable():
         budget.end_in(TIME_SHARE * budget.left_seconds)
         if winner.base is not None:
             found = replace(winner, base=_with_gaps(winner.base, _proven(context, winner.base)))
         else:
             found = _better_of(context, winner, _proven(context, winner))
-    if not context.stopped:
+    if not budget.stopped:
         budget.deadline = deadline
     return found
 

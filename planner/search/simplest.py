@@ -73,7 +73,7 @@ def simplest_of(
     """
     ranked = pool.ranked_allowed()
     fastest = ranked[0]
-    if not tolerance or context.stopped:
+    if not tolerance or context.budget.stopped:
         return fastest, None
     most = fastest.step_seconds * (1 + tolerance)
     near = [each for each in ranked if each.step_seconds <= most]

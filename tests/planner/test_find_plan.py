@@ -143,8 +143,8 @@ def test_a_device_four_times_as_fast_takes_thirteen_of_sixteen_rows() -> None:
     (made,) = proposed(job, pool, uneven_shares)
     assert made.answers[0][1].shares == (13, 3)
     assert made.step_seconds / even == pytest.approx(3.25 / 8, rel=0.02)
-    assert job.shared_bound is not None
-    assert job.shared_bound == pytest.approx(made.step_seconds, rel=1e-9)
+    assert job.known.shared_bound is not None
+    assert job.known.shared_bound == pytest.approx(made.step_seconds, rel=1e-9)
 
 
 def test_interleaved_stages_idle_less() -> None:

@@ -18,7 +18,7 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.features import Features
 from autoparallel.planner.requests.request import Forced, Request
-from autoparallel.planner.search.context import SharedTables
+from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planner.summary import plan_summary
 
 GRAPH, BLOCKS = mlp(2, rows=8, width=8192, inner=32768)

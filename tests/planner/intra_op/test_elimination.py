@@ -108,7 +108,7 @@ def test_a_batch_of_rates_is_solved_as_each_of_them_alone(seed: int) -> None:
     rows, size = case.request.global_batch, case.cluster.num_devices
     grid = ((0, 0, 3, 3), (1e-9, 1e-8, 1e-9, 1e-8))
     ragged = ((0, 1, 3, 3), (1e-9, 1e-8, 1e-10, 1e-8))
-    for solver in job.solvers_on(rows, 0, size):
+    for solver in job.solvers.on_submesh(rows, 0, size):
         for kind in solver.model.structure.blocks.kinds:
             batched = KindTables(solver.model, kind)
             for (zeros, prices), mode in product((grid, ragged), ("none", "selective", "full")):

@@ -45,8 +45,8 @@ def mixed(job: SearchContext, rows: int) -> Candidate:
     count = job.num_microbatches(rows)
     answers = []
     for stage, mesh in zip(STAGES, (mesh_of(2, 1), mesh_of(1, 2)), strict=True):
-        solver = job.solver(rows, mesh, stage.first_device)
-        answer = solver.best(job.at(rows).run(stage.start, stage.stop), count, 2)
+        solver = job.solvers.on_mesh(rows, mesh, stage.first_device)
+        answer = solver.best(job.tables.at(rows).run(stage.start, stage.stop), count, 2)
         assert answer is not None
         answers.append((solver.model, answer))
     return build_simulated(job, rows, "1f1b", STAGES, answers)

@@ -190,10 +190,10 @@ def test_what_a_rank_spends_is_no_more_than_the_step_and_all_of_its_chunks() -> 
 def oracle(job: SearchContext, option: Interleaving, candidate: Candidate) -> Evaluation:
     """What the evaluator says of the base's plan cut again, recomputed as the candidate is."""
     graph, blocks = job.structure.graph, job.structure.blocks
-    base = make_plan(job.structure, job.cluster, job.request, option.base, (), job.spent())
+    base = make_plan(job.structure, job.cluster, job.request, option.base, (), job.budget.spent())
     starts = tuple(stage.start for stage in option.stages)
     plain = recut(base, graph, blocks, option.schedule, option.chunks, starts=starts)
-    made = make_plan(job.structure, job.cluster, job.request, candidate, (), job.spent())
+    made = make_plan(job.structure, job.cluster, job.request, candidate, (), job.budget.spent())
     zeros = [stage.zero for stage in made.stages]
     plain = replace(
         plain,

@@ -26,7 +26,7 @@ LAYERS = 12
 def node() -> SearchNode:
     graph, blocks = mlp(LAYERS)
     job = SearchContext.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
-    costs = job.costs(1)
+    costs = job.solvers.costs(1)
     return SearchNode(1, costs, mixed_tiling(job.cluster, 4, costs.place), (2, 3, 4))
 
 
@@ -75,7 +75,7 @@ def uniform_quests() -> list[SearchNode]:
     job = SearchContext.of(graph, blocks, cluster(4), Request(8), rules=rules, basis=DEFAULT)
     found = []
     for rows in (4, 2, 1):
-        costs, count = job.costs(rows), job.num_microbatches(rows)
+        costs, count = job.solvers.costs(rows), job.num_microbatches(rows)
         work = work_bound(job, (rows,)) / count
         for number in (1, 2, 4):
             tiling = uniform_tiling(job.cluster, number, costs.place)

@@ -100,3 +100,18 @@ def test_before_unequal_shares_are_tried_the_bound_knows_of_them(
     assert own.solver.stopped == "Ctrl-C"
     assert own.prediction.step_seconds > whole.prediction.step_seconds
     assert 0 < own.solver.bound_seconds <= whole.prediction.step_seconds
+
+
+def test_ctrl_c_in_a_later_order_of_the_hosts_ends_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, fast = cluster(1, flops=1e9), cluster(1, flops=4e9)
+    unlike = replace(fast, hosts=(*slow.hosts, *fast.hosts))
+    request = Request(16, forced=Forced(pp=2), max_tp=1)
+    whole, settle = plan(*mlp(3, rows=16), unlike, request), CandidatePool.settle
+    interrupting = Interrupting(settle, 2)
+    monkeypatch.setattr(CandidatePool, "settle", lambda self: interrupting(self))
+    own = plan(*mlp(3, rows=16), unlike, request)
+    assert interrupting.calls == 2
+    assert own.solver.stopped == "Ctrl-C"
+    assert own.stages == whole.stages

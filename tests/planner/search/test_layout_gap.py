@@ -81,4 +81,4 @@ def test_ctrl_c_leaves_the_winner(program: Program, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(layout_gap, "candidate", interrupted)
     assert tighten_gap(asked, best) is best
-    assert asked.stopped == "Ctrl-C"
+    assert asked.budget.stopped == "Ctrl-C"

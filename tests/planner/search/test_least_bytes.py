@@ -31,12 +31,12 @@ def job_of(seed: int) -> SearchContext:
 def test_every_solution_of_every_run_needs_as_much(seed: int) -> None:
     job = job_of(seed)
     rows, size = job.request.global_batch, job.cluster.num_devices
-    least = LeastBytes(job.at(rows), job.classes)
+    least = LeastBytes(job.tables.at(rows), job.classes)
     for devices in range(1, size + 1):
-        for solver in job.solvers_on(rows, 0, devices):
+        for solver in job.solvers.on_submesh(rows, 0, devices):
             bounds = least.on(devices, solver.model.prices) + context_bytes(solver.model)
             for number, (start, stop) in enumerate(job.classes.firsts):
-                run = job.at(rows).run(start, stop)
+                run = job.tables.at(rows).run(start, stop)
                 found = solver.best(run, 2, 1)
                 while found is not None:  # the next one that holds less, until nothing fits
                     held = found.cost.total_bytes
@@ -50,9 +50,9 @@ def test_on_one_device_all_states_are_counted_and_something_of_the_activations(s
     """Nothing is cut there, and every block's parameters are held whole."""
     job = job_of(seed)
     rows, number = job.request.global_batch, len(job.structure.blocks.blocks)
-    (solver, *_) = job.solvers_on(rows, 0, 1)
-    bound = LeastBytes(job.at(rows), job.classes).on(1, solver.model.prices)
-    found = solver.best(job.at(rows).run(0, number), 1, 1)
+    (solver, *_) = job.solvers.on_submesh(rows, 0, 1)
+    bound = LeastBytes(job.tables.at(rows), job.classes).on(1, solver.model.prices)
+    found = solver.best(job.tables.at(rows).run(0, number), 1, 1)
     assert found is not None
     held = found.cost.memory_bytes
     shared = sum(
@@ -81,13 +81,14 @@ def test_all_devices_together_hold_what_the_whole_model_needs_however_it_is_cut(
     """In one stage on all devices, and in two on every part of them."""
     job = job_of(seed)
     rows, size = job.request.global_batch, job.cluster.num_devices
-    structure, number = job.at(rows), len(job.structure.blocks.blocks)
+    structure, number = job.tables.at(rows), len(job.structure.blocks.blocks)
 
     def held_by(start: int, stop: int, first: int, devices: int) -> float:
         run = structure.run(start, stop)
-        return min(devices * least_held(each, run) for each in job.solvers_on(rows, first, devices))
+        solvers = job.solvers.on_submesh(rows, first, devices)
+        return min(devices * least_held(each, run) for each in solvers)
 
-    (solver, *_) = job.solvers_on(rows, 0, 1)
+    (solver, *_) = job.solvers.on_submesh(rows, 0, 1)
     total = LeastBytes(structure, job.classes).total(solver.model.prices)
     states = sum(node.spec.numel * 16 for node in structure.graph.parameters)
     assert states <= total <= held_by(0, number, 0, size)
@@ -112,7 +113,7 @@ def test_a_model_larger_than_all_devices_is_refused_before_a_table_is_made(seed:
     )
     with pytest.raises(InfeasibleError, match="AP301"):
         run_proposers(job)
-    assert not job.solvers
+    assert not job.known.solvers
 
 
 @pytest.mark.parametrize("seed", seeds(6))

@@ -10,7 +10,7 @@ from random_cases import random_case
 from autoparallel.planner.errors import InfeasibleError
 from autoparallel.planner.find_plan import COARSE, SearchMethod, plan
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.search.context import SharedTables
+from autoparallel.planner.search.problem import SharedTables
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def solvers(seed: int) -> Iterator[IntraOp]:
     batch, size = case.request.global_batch, case.cluster.num_devices
     for rows in (rows for rows in range(1, batch + 1) if batch % rows == 0):
         for number in range(1, size + 1):
-            yield from job.solvers_on(rows, size - number, number)
+            yield from job.solvers.on_submesh(rows, size - number, number)
 
 
 def alone(own: Prices) -> Prices:
