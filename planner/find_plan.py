@@ -2,9 +2,8 @@
 
 The search runs a tuple of proposers in order. A proposer takes the search context and the pool of
 candidates so far, and yields new candidates; the pool keeps all that fit, and knows the fastest.
-The winner becomes a plan, which ``evaluate`` prices again, node by node: both must agree.
-
-The time limit, or Ctrl-C, ends the search early with the best plan so far.
+The winner becomes a plan, which ``evaluate`` prices again, node by node: both must agree. The time
+limit, or Ctrl-C, ends the search early with the best plan so far.
 """
 
 from __future__ import annotations
@@ -119,29 +118,9 @@ def plan(
     check_forced_schedule(request, len(blocks.blocks))
     request = with_limits_of_schedule(request)
     method = replace(method, tables=method.tables or SharedTables())
-
-    def served(request: Request, observe: Observe = ignore) -> Plan:
-        """Plan a single worker, and return its plan on all workers with the forced servers."""
-        check_served_model(graph, request.precision)
-        servers, of_worker = split_request(request, cluster)
-        alone = plan(
-            graph,
-            blocks,
-            one_device(cluster),
-            of_worker,
-            observe=observe,
-            rules=rules,
-            basis=basis,
-            method=method,
-        )
-        whole = replace(alone, cluster=cluster, servers=servers, alternatives=())
-        priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
-        check_served_memory(whole, priced.peak_memory_bytes, request.memory_limit_bytes)
-        return repriced(whole, priced)
-
+    served = partial(_served, graph, blocks, cluster, rules=rules, basis=basis, method=method)
     if request.forced.servers is not None:
-        return served(request, observe)
-
+        return served(request, observe=observe)
     searched = partial(
         search, graph, blocks, cluster, observe=observe, rules=rules, basis=basis, method=method
     )
@@ -155,6 +134,28 @@ def plan(
     best = with_sources(best, graph, blocks, basis=basis, rules=rules)
     check_asynchronous(best, graph, blocks)
     return with_offered_servers(best, graph, request, served)
+
+
+def _served(
+    graph: Graph,
+    blocks: Blocks,
+    cluster: Cluster,
+    request: Request,
+    *,
+    observe: Observe = ignore,
+    rules: Rules,
+    basis: Basis,
+    method: SearchMethod,
+) -> Plan:
+    """Plan a single worker, and return its plan on all workers with the forced servers."""
+    check_served_model(graph, request.precision)
+    servers, own = split_request(request, cluster)
+    on = one_device(cluster)
+    alone = plan(graph, blocks, on, own, observe=observe, rules=rules, basis=basis, method=method)
+    whole = replace(alone, cluster=cluster, servers=servers, alternatives=())
+    priced = evaluate(graph, blocks, whole, cluster, rules=rules, basis=basis)
+    check_served_memory(whole, priced.peak_memory_bytes, request.memory_limit_bytes)
+    return repriced(whole, priced)
 
 
 def _offloaded(
