@@ -196,7 +196,7 @@ def test_a_plan_whose_schedule_nothing_registers_says_what_to_do(
     asked = ["--cluster", "cpu:2", "--global-batch", "8", "-o", "p.json"]
     parallel = ["--parallel", "pp=2,microbatches=4,schedule=warm-1f1b"]
     assert run_command(["plan", "model.py", *asked, *parallel]) == 0
-    Path("model.py").write_text(text.replace('"warm-1f1b"', '"warm-2f2b"'))
+    Path("model.py").write_text(text.replace('"warm-1f1b"', '"another-1f1b"'))
     REGISTERED.clear()
     for command in (["verify", "p.json"], ["run", "p.json", "--steps", "1"]):
         assert run_command(command) == 2
