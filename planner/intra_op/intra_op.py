@@ -44,7 +44,7 @@ from .pool import StageAnswer as StageAnswer
 EXPOSED = (1.0, 0.5)
 """Fractions of ZeRO gathers and gradient sums to try as not overlapped by compute."""
 
-PRICES = (0.3, 100.0)
+PRICES = (0.3, 3.0, 100.0)
 """Prices λ of a byte to solve stages for, in multiples of a stage's seconds / a device's bytes."""
 
 HIGH_PRICES = (3e3, 1e6)
