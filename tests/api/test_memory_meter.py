@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -13,6 +14,12 @@ from autoparallel.training.step_log import MemoryMeter
 MIB = 2**20
 
 pytestmark = pytest.mark.skipif(step_log._MALLINFO is None, reason="another C library than glibc")
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Free the tensors of earlier tests, which would otherwise be freed while memory is read."""
+    gc.collect()
 
 
 def test_the_peak_is_of_what_is_allocated_since_the_meter_began() -> None:

@@ -75,7 +75,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27960, STATED),
     ("words of CHANGELOG.md", 302, STATED),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 71679, STATED),
+    ("tests: lines", 71686, STATED),
     ("tests: files", 459, STATED),
     ("tests: flat files", 20),
 )
