@@ -38,7 +38,7 @@ from ..ops.experts import SENT, SLICED, TOKENS, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
-from .price_cache import ByIdentity, find
+from .price_cache import ByIdentity, find, number_of
 from .prices import Prices
 
 T = TypeVar("T")
@@ -229,23 +229,21 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
     """Return a number (from 1) that is equal for ops with equal strategies."""
-    numbers = prices.cache.form_numbers
     return find(
         prices.cache.forms,
         (_class(node, graph, prices), graph.batch_size),
-        lambda: numbers.setdefault(prices.rules.strategies_form(node, graph), len(numbers) + 1),
+        lambda: number_of(prices.cache.numbers, prices.rules.strategies_form(node, graph)),
     )
 
 
 def _class(node: Node, graph: Graph, prices: Prices) -> int:
-    """Return a number (from 1) that is equal for nodes with equal strategies at every batch size:
-    the node of another layer, for example."""
-    numbers = prices.cache.class_numbers
+    """Return a number (from 1) that is equal for nodes with equal strategies at every batch size,
+    such as the same op in two layers."""
 
     def make() -> int:
         read = [(graph.batch_dims.get(ref.name), ref.index) for ref in node.inputs]
-        key = prices.rules.strategies_form(node, graph), graph.batch_dims.get(node.name), *read
-        return numbers.setdefault(key, len(numbers) + 1)
+        form = prices.rules.strategies_form(node, graph)
+        return number_of(prices.cache.numbers, (form, graph.batch_dims.get(node.name), *read))
 
     return find(prices.cache.classes, node.name, make)
 
@@ -326,16 +324,17 @@ def _by_strategies(
     def find_classes() -> list[str]:
         return list({_class(node, graph, prices): node.name for node in graph}.values())
 
-    def find_key() -> tuple[object, ...]:
+    def find_number() -> int:
         names = prices.cache.classes_of.find((), lines, find_classes)
         offered = tuple(
             tuple((each.label, each.inputs, each.outputs) for each in found)
             for found in (strategies_of(graph[name], graph, size, prices) for name in names)
         )
-        return tokens_of(graph, prices) if prices.assumptions.sends_tokens else None, offered
+        tokens = tokens_of(graph, prices) if prices.assumptions.sends_tokens else None
+        return number_of(prices.cache.numbers, (tokens, offered))
 
-    key = prices.cache.strategy_keys.find((size,), (graph,), find_key)
-    return cache.find(key, lines, make)
+    number = prices.cache.offers.find((size,), (graph,), find_number)
+    return cache.find((number,), lines, make)
 
 
 def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:

@@ -36,7 +36,7 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, features_only, splits
-from .price_cache import find
+from .price_cache import find, number_of
 from .prices import CONVERSION_SECONDS, Prices
 
 Floats = NDArray[np.float64]
@@ -102,15 +102,12 @@ class Changes:
                 if axis != step.axis and placement.is_shard
             )
             there, back = (
-                0 if kind is None else self._sent((kind, step.axis, others))
+                0 if kind is None else number_of(self.sent, (kind, step.axis, others))
                 for kind in step.collectives
             )
             found.append((there, back))
             current[step.axis] = step.target
         return tuple(found)
-
-    def _sent(self, sent: Sent) -> int:
-        return self.sent.setdefault(sent, len(self.sent) + 1)
 
     def _stack(self) -> None:
         self.steps = np.array([len(each) for each in self._found])

@@ -43,6 +43,11 @@ def find(table: dict[K, T], key: K, make: Callable[[], T]) -> T:
     return value
 
 
+def number_of(numbers: dict[K, int], value: K) -> int:
+    """Return the number (from 1) of ``value`` in ``numbers``; a new value gets the next number."""
+    return numbers.setdefault(value, len(numbers) + 1)
+
+
 @dataclass
 class ByIdentity(Generic[T]):
     """Cache keyed by the identity of objects that are slow to compare or hash.
@@ -91,16 +96,15 @@ class PriceCache:
     changes: dict[int, Changes] = field(default_factory=dict)
     layout_numbers: ByIdentity[Ints] = field(default_factory=ByIdentity)
 
+    numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     classes: dict[str, int] = field(default_factory=dict)
-    class_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     forms: dict[tuple[int, int], int] = field(default_factory=dict)
-    form_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     strategies: dict[tuple[int, int, GroupLimit], tuple[AxisStrategy, ...]] = field(
         default_factory=dict
     )
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
     classes_of: ByIdentity[list[str]] = field(default_factory=ByIdentity)
-    strategy_keys: ByIdentity[tuple[object, ...]] = field(default_factory=ByIdentity)
+    offers: ByIdentity[int] = field(default_factory=ByIdentity)
     position_dims: ByIdentity[Dims] = field(default_factory=ByIdentity)
     expert_dims: ByIdentity[ExpertDims] = field(default_factory=ByIdentity)
     storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
@@ -109,7 +113,6 @@ class PriceCache:
 
     spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
     traits: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    trait_numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict
     )

@@ -200,9 +200,11 @@ that inserts axes of absent variables (None if there are none)."""
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Elimination of a variable, for any numbers in the tables. ``met``: indices of the terms that
-    contain it; ``scope``: variables of the new term; ``places``: for each term the alignment of its
-    table with (variable, scope)."""
+    """Plan of the elimination of a variable, whatever the numbers in the tables.
+
+    ``met``: indices of the terms that contain the variable; ``scope``: variables of the new term;
+    ``places``: alignment of each of the terms with the variable followed by the ``scope``.
+    """
 
     variable: int
     met: tuple[int, ...]
@@ -219,10 +221,14 @@ class _Planned:
 
 @lru_cache(maxsize=1 << 12)
 def _planned(
-    variables: tuple[int, ...], scopes: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[_Planned, ...], tuple[int, ...]]:
-    """Return the elimination of each of ``variables``, in order, from terms of the given scopes,
-    and the indices of the terms that are left. New terms are numbered after the given ones."""
+    variables: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], kept: tuple[int, ...]
+) -> tuple[tuple[_Planned, ...], tuple[tuple[int, _Places], ...]]:
+    """Plan the elimination of ``variables``, one after the other, from a sum of terms over the
+    variables ``scopes``. Return a plan for each, and the terms that are left in the end: index, and
+    alignment with the variables ``kept``.
+
+    Terms are numbered: first the given ones, then each new one.
+    """
     left = dict(enumerate(scopes))
     found = []
     for number, variable in enumerate(variables, start=len(scopes)):
@@ -232,7 +238,19 @@ def _planned(
         places = tuple(_places(each, (variable, *scope)) for each in own)
         found.append(_Planned(variable, met, scope, places))
         left[number] = scope
-    return tuple(found), tuple(left)
+    return tuple(found), tuple((index, _places(scope, kept)) for index, scope in left.items())
+
+
+def _places(own: tuple[int, ...], scope: tuple[int, ...]) -> _Places:
+    """Return the alignment of a table over the variables ``own`` with the variables ``scope``: an
+    axis for each, of length 1 if the table lacks it."""
+    if own == scope:
+        return None, None
+    order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
+    is_ordered = order == list(range(len(own)))
+    axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))
+    index = tuple(slice(None) if variable in own else None for variable in scope)
+    return None if is_ordered else axes, (slice(None),) * BATCH_AXES + index
 
 
 def eliminate(
@@ -252,26 +270,20 @@ def eliminate(
     >>> float(found.table[0, 0]), found.every((1, 1)).tolist()
     (1.0, [[0, 0]])
     """
-    planned, left = _planned(order.variables, tuple(factor.scope for factor in factors))
+    kept = tuple(kept)
+    scopes = tuple(factor.scope for factor in factors)
+    planned, left = _planned(order.variables, scopes, kept)
     terms, steps, memo = list(factors), list[_Step](), memo or Memo()
     for each in planned:
         step, term = memo.step(each, tuple(terms[index] for index in each.met))
         steps.append(step)
         terms.append(term)
-    kept = tuple(kept)
-    table = _sum([terms[index] for index in left], kept, sizes)
+    shape = tuple(sizes[variable] for variable in kept)
+    tables = [_placed(terms[index], places) for index, places in left]
+    table = _added(tables) if tables else np.zeros((1,) * (BATCH_AXES + len(kept)))
+    if table.shape[BATCH_AXES:] != shape:
+        table = np.broadcast_to(table, (*table.shape[:BATCH_AXES], *shape))
     return Eliminated(tuple(sizes), kept, table, tuple(steps))
-
-
-def _sum(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> Floats:
-    """Return the sum of terms as one table over the variables ``scope``."""
-    shape = tuple(sizes[variable] for variable in scope)
-    if not factors:
-        return np.zeros((1,) * BATCH_AXES + shape)
-    total = _added([_placed(factor, _places(factor.scope, scope)) for factor in factors])
-    if total.shape[BATCH_AXES:] != shape:
-        total = np.broadcast_to(total, (*total.shape[:BATCH_AXES], *shape))
-    return total
 
 
 def _added(tables: list[Floats]) -> Floats:
@@ -292,16 +304,3 @@ def _placed(factor: Factor, places: _Places) -> Floats:
     axes, index = places
     table = factor.table if axes is None else factor.table.transpose(axes)
     return table if index is None else table[index]
-
-
-@lru_cache(maxsize=1 << 16)
-def _places(own: tuple[int, ...], scope: tuple[int, ...]) -> _Places:
-    """Return the alignment of a table over the variables ``own`` with the variables ``scope``: an
-    axis for each, of length 1 if the table lacks it."""
-    if own == scope:
-        return None, None
-    order = sorted(range(len(own)), key=lambda axis: scope.index(own[axis]))
-    is_ordered = order == list(range(len(own)))
-    axes = (*range(BATCH_AXES), *(BATCH_AXES + axis for axis in order))
-    index = tuple(slice(None) if variable in own else None for variable in scope)
-    return None if is_ordered else axes, (slice(None),) * BATCH_AXES + index

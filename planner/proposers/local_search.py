@@ -163,8 +163,7 @@ def bounded_below(
 def _slowest_seconds(context: SearchContext, rows: int, stages: Stages) -> float:
     """Return a lower bound of the step time from the cost bounds known so far, without pricing: the
     slowest stage's work for all micro-batches but one."""
-    costs, number = context.solvers.costs(rows), len(stages)
-    return max(costs.known(number - at, at == 0, each)[1] for at, each in enumerate(stages))
+    return max(slowest for _, slowest in context.solvers.costs(rows).known(stages))
 
 
 def _draft(

@@ -144,13 +144,7 @@ class SearchNode:
             )
 
     def _known_seconds(self, stages: tuple[StageChoice, ...]) -> float:
-        return total_seconds(self._known(stages))
-
-    def _known(self, stages: tuple[StageChoice, ...]) -> list[tuple[float, float]]:
-        """Return each stage's (q, m) (see ``search.costs``): exact, or the known lower bounds."""
-        return [
-            self.costs.known(len(stages) - at, at == 0, stage) for at, stage in enumerate(stages)
-        ]
+        return total_seconds(self.costs.known(stages))
 
     def price(self, patience: float) -> Pipeline | None:
         """Compute the exact costs of the best pipeline's stages while its step time T stays within

@@ -171,7 +171,8 @@ class MeshCosts:
         )
 
     def price(self, number: int, in_flight: int) -> Known:
-        """Compute the exact costs of class ``number``; return all for ``in_flight``."""
+        """Return the exact costs known for ``in_flight`` micro-batches in flight, by class; class
+        ``number`` is priced first."""
         known = self.exact.setdefault(in_flight, Known.nothing(len(self.lower)))
         if np.isnan(known.objective[number]):
             answer = self.solver.best(self.runs.run(number), self.runs.count, in_flight)
@@ -381,8 +382,12 @@ class Costs:
         self.budget.num_steps += 1
         return self.places[place].seconds(self.in_flight(left, first), first, left == 1)
 
-    def known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
-        """Return a stage's q and m (see ``Known``) as known so far: exact, or lower bounds."""
+    def known(self, stages: Sequence[StageChoice]) -> list[tuple[float, float]]:
+        """Return the q and m (see ``Known``) of each stage of a pipeline as known so far: exact, or
+        lower bounds."""
+        return [self._known(len(stages) - at, at == 0, own) for at, own in enumerate(stages)]
+
+    def _known(self, left: int, first: bool, stage: StageChoice) -> tuple[float, float]:
         place, number = self._of(stage)
         if number == NO_RUN:
             return float("inf"), float("inf")

@@ -27,7 +27,7 @@ from ..costs.choices import (
     strategies_of,
 )
 from ..costs.kept_bytes import RECOMPUTE_MODES, replay
-from ..costs.price_cache import find
+from ..costs.price_cache import find, number_of
 from ..costs.prices import Prices
 from ..graph.graph import Block, Graph, Node, Ref
 from ..graph.layout import AxisStrategy, Layout, NodeLayout, splits
@@ -397,12 +397,8 @@ def _axis_key(
 
 def _trait_number(prices: Prices, key: tuple[object, ...], make: Callable[[], object]) -> int:
     """Return a number that is equal for equal results of ``make``; cached by ``key``."""
-    numbers = prices.cache.trait_numbers
-    number: int = find(
-        prices.cache.traits,
-        key,
-        lambda: numbers.setdefault((*key[:2], make()), len(numbers) + 1),
-    )
+    numbers = prices.cache.numbers
+    number: int = find(prices.cache.traits, key, lambda: number_of(numbers, (*key[:2], make())))
     return number
 
 
