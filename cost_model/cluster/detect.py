@@ -308,8 +308,7 @@ def match_gpu_name(name: str, memory_bytes: int) -> Preset | None:
 
 
 def is_at_hand(cluster: Cluster) -> bool:
-    """Return true if the devices of a cluster are those of this machine: processes on its CPU, or
-    its GPUs."""
+    """Return true if this machine has the devices of a cluster: processes on its CPU, or GPUs."""
     if len(cluster.hosts) != 1:
         return False
     (host,) = cluster.hosts

@@ -52,7 +52,8 @@ def dynamic_program(
 
 
 def _fastest_first(pool: CandidatePool) -> list[tuple[float, PipelineProposal]]:
-    """Return (least step seconds, pipeline) of each pipeline in the pool that fits."""
+    """Return (least step seconds, pipeline) of each pipeline in the pool that fits, fastest
+    first."""
     found = []
     for proposal in pool.proposals:
         steps = [

@@ -28,8 +28,9 @@ ONE_DEVICE = Mesh(("dp",), (1,))
 
 @dataclass
 class KnownResults:
-    """Results of a search, computed once: solvers of stages by prices and limits, simulated steps.
+    """Results that a search keeps for reuse.
 
+    ``solvers``: solvers of stages, by their prices and limits; ``steps``: simulated steps;
     ``shared_bound``: a lower bound of plans with unequal batch shares for unlike devices; None
     until such plans were tried. ``bound_seconds``: the lower bound of all plans (``bound``).
     """

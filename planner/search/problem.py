@@ -47,7 +47,7 @@ class GraphTables:
         return GraphTables(Structure(with_precision(graph, precision), blocks))
 
     def at(self, rows: int) -> Structure:
-        """Return the structure of the graph for micro-batches of ``rows`` rows."""
+        """Return the structure of the graph at a micro-batch size of ``rows`` rows (samples)."""
         return find(self.graphs, rows, lambda: self.structure.at_batch(rows))
 
 

@@ -1,7 +1,7 @@
 """Solvers of stages, made on demand, and the costs of stages that they give.
 
-In: the problem of a search. Out: the solver of any mesh of any submesh at any micro-batch size,
-made once for all submeshes of equal cost, and the costs of stages at a micro-batch size.
+In: the problem of a search. Out: for a micro-batch size and a mesh of devices the solver of the
+stages on it, which submeshes of equal cost share; the costs of all stages at a micro-batch size.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def held(schedule: str, stages: int, count: int, stage: int) -> Held:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run one stage: its five figures, and what it is. ``gather``: of the end, what may
-    run while the stage waits for its first forward (``Stage.first_gather``)."""
+    """One way to run one stage, with its five figures. ``gather``: the part of the end that may run
+    while the stage waits for its first forward (``Stage.first_gather``)."""
 
     figures: tuple[float, ...]
     stage: Stage
@@ -392,10 +392,10 @@ def meshes(cluster: Cluster, ranks: Sequence[int]) -> list[Mesh]:
 
 
 def bound(ways: Sequence[Way], count: int) -> float:
-    """A step is at least: the way to a stage, all of its work, and the way back or its end.
+    """Lower bound of a step: the way to some stage, all of its work, the way back or its end.
 
-    The first micro-batch reaches stage i through the forwards before it, and waits for gathers; the
-    last backward of i still has to go through all backwards before it and the first stage's end.
+    On its way to stage i the first micro-batch passes the forwards before i, and waits for gathers.
+    After the last backward of i come the backwards before it, and the end of the first stage.
     """
     least = there = back = 0.0
     first_end = ways[0].figures[4] - ways[0].gather
@@ -414,8 +414,8 @@ def bound(ways: Sequence[Way], count: int) -> float:
 
 
 def _small(figures: Floats, gathers: Floats) -> Floats:
-    """Figures that are all to be small: of a split backward both halves, not the whole; the end
-    without the gathers, and these."""
+    """Figures of a stage of which each is better if it is smaller: a split backward counts as two
+    halves, and the end of the step without its gathers, which are a figure of their own."""
     found = np.column_stack([figures, gathers])
     found[:, 4] -= gathers
     if figures.shape[1] > 5:

@@ -1,6 +1,6 @@
 """Every layout that a node may run in and a parameter be held in: straight from the op rules.
 
-In: a node, its graph, a mesh (by the prices on it), the axes that must split the batch, those that
+In: a node, its graph, the prices on a mesh, the axes that must split the batch, and the axes that
 must split positions. Out: every combination of one strategy per axis whose splits divide all
 tensors.
 """

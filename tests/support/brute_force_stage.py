@@ -381,14 +381,15 @@ class Stage(Choices):
         return np.column_stack([found, self.late]) if halved else found
 
     def first_gather(self, zero: int, modes: Modes) -> Floats:
-        """Of the end, what gathers before a step's first forward take if that need not wait."""
+        """Seconds of gathers, a part of the end, that may run before a step's first forward."""
         _, beside = self._beside(modes, halved=False)
         states = [dict(zip(OF_STATES, own, strict=True)) for own in self.states[zero]]
         once = [(own["parameter_gather"], own["gather_slowed"]) for own in states]
         return all_at_once(once, [own[0] for own in beside])
 
     def _beside(self, modes: Modes, *, halved: bool) -> tuple[Floats, list[Floats]]:
-        """Forward and backward, and of each block what collectives of states run beside."""
+        """Seconds of forward and backward, and for each block the seconds beside which collectives
+        of states run."""
         blocks = self._ways(modes, halved=halved)
         compute = sum((own for own, _ in blocks), np.zeros(self.ends.shape))
         communication = sum((sent for _, sent in blocks), self.ends)

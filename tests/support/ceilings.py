@@ -32,12 +32,12 @@ STATED = (
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8761, STATED),
+    ("cost_model: lines", 8760, STATED),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 31088, STATED),
+    ("planner: lines", 31082, STATED),
     ("planner: files", 138, SYSTEMS),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
@@ -57,7 +57,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 107619, STATED),
+    ("all packages: lines", 107612, STATED),
     ("all packages: files", 554, STATED),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
@@ -72,10 +72,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 27960, STATED),
+    ("words of docs/ without docs/adr/ and generated pages", 27961, STATED),
     ("words of CHANGELOG.md", 302, STATED),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 71686, STATED),
+    ("tests: lines", 71691, STATED),
     ("tests: files", 459, STATED),
     ("tests: flat files", 20),
 )

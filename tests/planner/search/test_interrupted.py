@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from small_graphs import cluster, mlp
 
+from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.planner.find_plan import plan
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
@@ -85,14 +86,18 @@ def test_a_winner_that_is_simulated_when_ctrl_c_comes_is_still_the_plan(
     assert 0 < own.solver.bound_seconds <= whole.prediction.step_seconds
 
 
+def two_hosts(first: float, second: float) -> Cluster:
+    """Two hosts of one device each, with these FLOP/s."""
+    own, other = cluster(1, flops=first), cluster(1, flops=second)
+    return replace(own, hosts=(*own.hosts, *other.hosts))
+
+
 def test_before_unequal_shares_are_tried_the_bound_knows_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a fast and a slow device a batch is best shared out by their speed."""
-    slow, fast = cluster(1, flops=1e9), cluster(1, flops=4e9)
-    unlike = replace(fast, hosts=(*fast.hosts, *slow.hosts))
+    unlike, graph = two_hosts(4e9, 1e9), mlp(3, rows=16)
     request = Request(16, forced=Forced(pp=1), max_tp=1)
-    graph = mlp(3, rows=16)
     whole = plan(*graph, unlike, request)
     shared = uneven_shares.shared_candidates
     monkeypatch.setattr(uneven_shares, "shared_candidates", Interrupting(shared, 1))
@@ -105,13 +110,12 @@ def test_before_unequal_shares_are_tried_the_bound_knows_of_them(
 def test_ctrl_c_in_a_later_order_of_the_hosts_ends_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow, fast = cluster(1, flops=1e9), cluster(1, flops=4e9)
-    unlike = replace(fast, hosts=(*slow.hosts, *fast.hosts))
+    unlike, graph = two_hosts(1e9, 4e9), mlp(3, rows=16)
     request = Request(16, forced=Forced(pp=2), max_tp=1)
-    whole, settle = plan(*mlp(3, rows=16), unlike, request), CandidatePool.settle
+    whole, settle = plan(*graph, unlike, request), CandidatePool.settle
     interrupting = Interrupting(settle, 2)
     monkeypatch.setattr(CandidatePool, "settle", lambda self: interrupting(self))
-    own = plan(*mlp(3, rows=16), unlike, request)
+    own = plan(*graph, unlike, request)
     assert interrupting.calls == 2
     assert own.solver.stopped == "Ctrl-C"
     assert own.stages == whole.stages
