@@ -21,7 +21,7 @@ from functools import cached_property
 from ...cost_model.ops.memory import exchange_bytes
 from ...planner.evaluate.block_walk import BlockCost
 from ...planner.evaluate.stage_walk import StageWalk
-from ...planner.stage.assembly import GATHERED_BLOCKS
+from ...planner.stage.kind_model import GATHERED_BLOCKS
 from ...planner.stage.stage_cost import combine_bytes
 from .saved_tensors import BUFFERS, Moment, StageActivations
 from .state_traffic import BUCKET_BYTES, COMMUNICATION, GATHERED, GRADIENTS

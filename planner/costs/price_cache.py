@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..stage.kind_model import KindModel, SavedTensors
     from ..stage.outline import Choice, DecisionSpace
     from ..stage.stage_model import Options, Targets
+    from ..stage.terms import Term
     from .conversions import Changes
 
 K = TypeVar("K")
@@ -73,7 +74,6 @@ class ConversionCache:
     seconds: dict[tuple[TensorSpec, Layout, Layout], tuple[float, float]] = field(
         default_factory=dict
     )
-    matrices: ByIdentity[tuple[Floats, Floats]] = field(default_factory=ByIdentity)
     merged: ByIdentity[tuple[Ints, Ints, Floats]] = field(default_factory=ByIdentity)
 
 
@@ -125,5 +125,6 @@ class PriceCache:
     targets: ByIdentity[Targets] = field(default_factory=ByIdentity)
 
     kind_tables: ByIdentity[KindTables] = field(default_factory=ByIdentity)
+    terms: ByIdentity[tuple[Term, ...]] = field(default_factory=ByIdentity)
     orders: dict[tuple[object, ...], Order] = field(default_factory=dict)
     block_seconds: ByIdentity[Any] = field(default_factory=ByIdentity)

@@ -10,7 +10,7 @@ conversion); and optionally memory. Out: the cheapest choice of each decision, w
          y_g[s,w] ≥ e_gk[s,w] for every consumer k,  memory(x) ≤ limit,  x binary, e, y ≥ 0
 
 A conversion that several consumers share is paid once (y); with one consumer y is e. Equal rows and
-columns of C are merged into classes (``merge_classes``), so there are few e; the bound is not
+columns of C are classes (``stage.terms.merge_classes``), so there are few e; the bound is not
 weaker: this is the local marginal polytope of a pairwise model (Wainwright and Jordan 2008, section
 4), Alpa's linearization (Zheng et al. 2022, section 4.2) with fewer variables.
 
@@ -27,7 +27,7 @@ from typing import assert_never
 import numpy as np
 
 from ..errors import MachineError, TimeLimitError
-from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status, classes_of
+from .program import HIGHS, Floats, Ints, Program, Raw, SolveOptions, Solver, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +134,6 @@ def build(problem: Problem, *, can_exceed: bool = True) -> Program:
     if problem.memory is not None:
         _add_memory(program, choices, problem, can_exceed=can_exceed)
     return program
-
-
-def merge_classes(costs: Floats, *, merge_columns: bool) -> tuple[Ints, Ints, Floats]:
-    """Merge equal rows, and equal columns, of the conversion costs between two decisions.
-
-    ``costs[matrix, s, w]`` converts from the made layout s to the wanted layout w; rows or columns
-    merge only if they are equal in every matrix.
-
-    Returns the class of each row, the class of each column, and the matrices of the classes. If
-    several consumers share a conversion (``merge_columns`` false), only columns without costs are
-    merged.
-    """
-    row_of, rows = classes_of([costs[:, row].tobytes() for row in range(costs.shape[1])])
-    reduced = costs[:, rows]
-    keys: list[object] = [reduced[:, :, column].tobytes() for column in range(costs.shape[2])]
-    if not merge_columns:
-        keys = [column if reduced[:, :, column].any() else -1 for column in range(reduced.shape[2])]
-    column_of, columns = classes_of(keys)
-    return row_of, column_of, reduced[:, :, columns]
 
 
 def _add_coupling(program: Program, choices: Sequence[Ints], coupling: Coupling) -> None:

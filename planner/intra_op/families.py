@@ -14,22 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..costs.seconds import HELD
 from ..stage.assembly import Solution
-from ..stage.stage_model import StageModel
-from ..stage.structure import Edge, Run
+from ..stage.stage_model import CostRow, StageModel
+from ..stage.structure import Run
+from ..stage.terms import BLOCK_MODES, Side, byte_weights, time_weights
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
-from .kind_tables import MOST_CELLS, KindTables, Link, Rates, TooWideError, edge_tables
-
-
-@dataclass(frozen=True, slots=True)
-class _Crossing:
-    """Cost of a value that one block makes and another reads. ``source``: the variable that decides
-    its layout; ``held_bytes``: bytes that a recomputed reader keeps, by the variable's value."""
-
-    link: Link | None
-    source: int
-    held_bytes: Floats
+from .kind_tables import MOST_CELLS, STATE_BYTES, Axis, KindTables, Link, Rates, TooWideError
 
 
 @dataclass
@@ -44,7 +34,7 @@ class Family:
     place: dict[tuple[str, int], tuple[int, Ints]]
     first: dict[str, int]
     shared: tuple[str, ...]
-    _crossings: dict[Edge, _Crossing] = field(default_factory=dict)
+    _links: dict[CostRow, tuple[Link, ...]] = field(default_factory=dict)
     _orders: dict[object, Order] = field(default_factory=dict)
 
     @staticmethod
@@ -74,30 +64,18 @@ class Family:
         kind, _ = self.model.home(node)
         return self.place[kind, self.model.kind(kind).where[node]]
 
-    def crossing(self, edge: Edge) -> _Crossing:
-        """Return the cost of a value that a block reads from another, by variables (layouts)."""
-        if edge not in self._crossings:
-            self._crossings[edge] = self._crossing(edge)
-        return self._crossings[edge]
+    def _axis(self, side: Side) -> Axis:
+        """Return the variable that decides the class of a side of a term, with the class that each
+        of its values means."""
+        variable, choices = self._place(side.node)
+        return variable, side.classes[choices]
 
-    def _crossing(self, edge: Edge) -> _Crossing:
-        model = self.model
-        maker = edge.name if edge.first is None else edge.first.node
-        source, firsts = self._place(maker)
-        options = model.source(edge)
-        held = np.zeros(len(firsts))
-        if edge.is_held:
-            spec = model.spec(edge)
-            sizes = [model.prices.local_bytes(spec, layout) for layout in options.layouts]
-            held = np.array(sizes, dtype=np.float64)[options.of_choice[firsts]]
-        tables = edge_tables(model, edge)
-        if tables is None:
-            return _Crossing(None, source, held)
-        axes = []
-        for node, classes in zip(tables.nodes, tables.classes, strict=True):
-            variable, choices = self._place(node)
-            axes.append((variable, classes[choices]))
-        return _Crossing(Link(tables, tuple(axes)), source, held)
+    def _links_of(self, row: CostRow) -> tuple[Link, ...]:
+        """Return the terms of an edge or boundary as tables over the family's variables."""
+        if row not in self._links:
+            terms = self.model.terms(row)
+            self._links[row] = tuple(Link.of(term, self._axis) for term in terms)
+        return self._links[row]
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
         """Return, for each of ``runs`` (stages of this family), the least seconds per micro-batch
@@ -141,10 +119,26 @@ class Family:
         self, runs: Sequence[Run], rates: Rates, tables: Mapping[str, Floats]
     ) -> list[Factor]:
         factors = [self._weighted(kind, table, runs) for kind, table in tables.items()]
-        factors += self._crossings_of(runs, rates)
-        factors += self._boundaries_of(runs)
+        saved = rates.prices(saved=True)
+        kept = [float(mode == rates.mode) for mode in BLOCK_MODES]
+        for row, counts in self._counts(runs).items():
+            for link in self._links_of(row):
+                for weights, prices in ((rates.weights, None), (byte_weights(kept, 1), saved)):
+                    factor = link.factor(weights)
+                    table = factor.table
+                    if not table.any() or (prices is not None and not prices.any()):
+                        continue
+                    if prices is not None:
+                        table = table * _column(prices, table.ndim - 1)
+                    factors.append(Factor(factor.scope, table * _column(counts, table.ndim)))
         factors += self._shared_parameters(rates)
         return factors
+
+    def _counts(self, runs: Sequence[Run]) -> Mapping[CostRow, list[int]]:
+        """Map each edge and boundary of ``runs`` to its number of occurrences in each of them."""
+        every = [{**run.edges, **dict(self.model.boundaries(run))} for run in runs]
+        rows = dict.fromkeys(row for own in every for row in own)
+        return {row: [own.get(row, 0) for own in every] for row in rows}
 
     def _order(self, factors: Sequence[Factor]) -> Order:
         scopes = tuple(factor.scope for factor in factors)
@@ -157,42 +151,13 @@ class Family:
         first = self.first[kind]
         return Factor(tuple(range(first, first + table.ndim - BATCH_AXES)), table * counts)
 
-    def _crossings_of(self, runs: Sequence[Run], rates: Rates) -> list[Factor]:
-        factors = []
-        saved = rates.prices(saved=True)
-        for edge in dict.fromkeys(edge for run in runs for edge in run.edges):
-            if edge.origin == "parameter" and edge.name not in self.first:
-                continue
-            own = self.crossing(edge)
-            counts = [run.edges.get(edge, 0) for run in runs]
-            if own.link is not None:
-                factor = own.link.factor(rates.mode)
-                table = factor.table * _column(counts, factor.table.ndim)
-                factors.append(Factor(factor.scope, table))
-            if rates.mode != "none" and edge.is_held and saved.any():
-                held = saved[None, :, None] * own.held_bytes
-                factors.append(Factor((own.source,), held * _column(counts, 3)))
-        return factors
-
-    def _boundaries_of(self, runs: Sequence[Run]) -> list[Factor]:
-        """Return, as terms of the sum to minimize, the costs of values that each stage sends or
-        receives, and of the loss."""
-        counts = [dict(self.model.boundaries(run)) for run in runs]
-        factors = []
-        for boundary in dict.fromkeys(boundary for own in counts for boundary in own):
-            variable, choices = self._place(boundary.node)
-            seconds = boundary.seconds.sum(axis=1)[choices]
-            column = _column([own.get(boundary, 0) for own in counts], 3)
-            factors.append(Factor((variable,), seconds[None, None] * column))
-        return factors
-
     def _shared_parameters(self, rates: Rates) -> list[Factor]:
         factors = []
-        zeros = list(rates.zeros)
+        weights = time_weights(rates.seconds, (1.0, 0.0, 0.0))
         for name in self.shared:
-            decision = self.model.shared(name)
-            cost = decision.seconds[zeros] @ rates.weights
-            states = decision.states[zeros, :, HELD].sum(axis=2)
+            amounts = self.model.shared(name).amounts
+            cost = amounts.weighted(weights, rates.zeros)
+            states = amounts.weighted(STATE_BYTES, rates.zeros)
             cost = cost + rates.prices(saved=False)[:, None] * states
             factors.append(Factor((self.first[name],), cost[None]))
         return factors
@@ -205,8 +170,8 @@ class Family:
         found: Floats = np.array(waits) * (1 - rates.exposed)
         for kind in self.kinds:
             counts = np.array([run.counts[kind] for run in runs], dtype=np.float64)
-            own = [np.array(self.model.block_sync(kind, zero)) for zero in rates.zeros]
-            found += counts[:, None] * (np.array(own) @ rates.weights)
+            constant = self.model.kind(kind).constant[list(rates.zeros)]
+            found += counts[:, None] * (constant @ rates.seconds)
         return found
 
     def solutions(
@@ -233,7 +198,7 @@ class Family:
             yield {name: own[number] for name, own in chosen.items()}
 
 
-def _column(counts: Sequence[int], num_axes: int) -> Floats:
+def _column(counts: Sequence[int] | Floats, num_axes: int) -> Floats:
     """Return counts by stage as an array that multiplies tables whose first axis is the stage."""
     return np.array(counts, dtype=np.float64).reshape((-1,) + (1,) * (num_axes - 1))
 

@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.price_cache import find
 from ..costs.seconds import HELD, STEP, objective_weights
 from ..integer_programs.program import classes_of
 from ..plan import Recompute
 from ..stage.stage_model import KindModel, StageModel
-from ..stage.structure import Edge
+from ..stage.terms import BLOCK_MODES, Side, Term, byte_weights, time_weights
 from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
 
 MOST_CELLS = 4_000_000
@@ -38,11 +38,15 @@ MOST_SOLVED = 12
 large."""
 
 
+STATE_BYTES = byte_weights((1.0, 0.0, 0.0), 0)
+"""Weights of the bytes of states among the amounts of a block."""
+
+
 class TooWideError(Exception):
     """Signal that cost tables would be too large; always caught inside the planner."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rates:
     """Weights of seconds and bytes for a batch of problems, one per entry of ``zeros`` (ZeRO
     stages).
@@ -63,12 +67,18 @@ class Rates:
     exposed: float = 0.0
     shares_links: bool = True
 
-    @property
-    def weights(self) -> Floats:
+    @cached_property
+    def seconds(self) -> Floats:
         """Return the weight of a second of each ``Resource`` in the seconds per micro-batch."""
         return objective_weights(
             self.num_microbatches, exposed=self.exposed, shares_links=self.shares_links
         )
+
+    @cached_property
+    def weights(self) -> Floats:
+        """Return the weight of each amount of a block (``stage.terms``) in the seconds per
+        micro-batch."""
+        return time_weights(self.seconds, [float(mode == self.mode) for mode in BLOCK_MODES])
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -100,110 +110,74 @@ class End:
     firsts: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeTables:
-    """Seconds of converting a value that a block reads, ``[class, class]``: by the class of layouts
-    in which it is made and in which it is used.
-
-    ``nodes`` and ``classes`` (class by choice) are of the maker first, then of each use.
-    ``repeats``: for each of ``RECOMPUTE_MODES``, whether a recomputed block repeats the conversion.
-    """
-
-    nodes: tuple[str, ...]
-    classes: tuple[Ints, ...]
-    forward: Floats
-    backward: Floats
-    repeats: tuple[bool, bool]
-
-    def is_repeated(self, mode: Recompute) -> bool:
-        """Return whether blocks recomputed by ``mode`` run the forward conversion again."""
-        return mode in RECOMPUTE_MODES and self.repeats[RECOMPUTE_MODES.index(mode)]
-
-    def seconds(self, *, twice: bool) -> Floats:
-        """Return the forward seconds (two times with ``twice``) plus the backward seconds."""
-        both: Floats = self.forward * (1.0 + twice) + self.backward
-        return both
-
-
-def edge_tables(model: StageModel, edge: Edge) -> EdgeTables | None:
-    """Return the seconds of converting a value that a block reads; None if it costs nothing.
-
-    Raises ``TooWideError`` if a table over the maker and all uses would be too large.
-    """
-    merged = model.merged(edge)
-    if not merged.forward.any() and not merged.backward.any():
-        return None
-    maker = edge.name if edge.first is None else edge.first.node
-    distinct: dict[tuple[str, bytes], tuple[str, Ints]] = {}
-    for use, classes in zip(edge.uses, merged.uses, strict=True):
-        owner, decision = model.home(use.node)
-        distinct.setdefault((f"{owner}/{decision.name}", classes.tobytes()), (use.node, classes))
-    sides = list(distinct.values())
-    num_rows, num_targets = merged.forward.shape
-    if num_rows * num_targets ** len(sides) > MOST_CELLS:
-        raise TooWideError
-    return EdgeTables(
-        (maker, *(node for node, _ in sides)),
-        (merged.source, *(classes for _, classes in sides)),
-        merged.forward,
-        merged.backward,
-        model.repeats(edge),
-    )
-
-
-def conversion_table(
-    matrix: Floats, axes: Sequence[tuple[int, Ints]]
+def term_table(
+    matrix: Floats, source: Axis | None, uses: Sequence[Axis]
 ) -> tuple[tuple[int, ...], Floats]:
-    """Return (variables, table over them): the cost of converting a value for all of its uses.
+    """Return (variables, table over them): the cost of a term of a stage's cost.
 
-    ``matrix[source class, use class]`` has the costs. ``axes``: first for the source, then for each
-    use, its variable and the class that each value of the variable means. Equal conversions count
-    once; a variable that occurs several times has one axis.
+    ``matrix[maker's class, use's class]`` has the costs of a value in these classes of layouts.
+    ``source`` (None if the first class is meant) and ``uses``: a variable, and the class that each
+    of its values means. Equal uses count once; a variable that occurs several times has one axis.
+    Raises ``TooWideError`` if the table would be too large.
 
     >>> one, both = np.array([0]), np.arange(2)
-    >>> conversion_table(np.array([[1.0, 4.0]]), ((0, one), (1, both), (2, both)))[1].tolist()
+    >>> term_table(np.array([[1.0, 4.0]]), (0, one), ((1, both), (2, both)))[1].tolist()
     [[[1.0, 5.0], [5.0, 4.0]]]
     """
-    scope = tuple(dict.fromkeys(variable for variable, _ in axes))
-    source, *uses = (
-        _along(scope.index(variable), classes, len(scope)) for variable, classes in axes
-    )
-    total = matrix[source, uses[0]]
-    for number, use in enumerate(uses[1:], start=1):
-        own = matrix[source, use]
-        for earlier in uses[:number]:
+    axes = uses if source is None else (source, *uses)
+    sizes = {variable: len(classes) for variable, classes in axes}
+    if prod(sizes.values()) > MOST_CELLS:
+        raise TooWideError
+    scope = tuple(sizes)
+
+    def along(axis: Axis) -> Ints:
+        shape = [1] * len(scope)
+        shape[scope.index(axis[0])] = len(axis[1])
+        return axis[1].reshape(shape)
+
+    made = 0 if source is None else along(source)
+    wanted = list(map(along, uses))
+    total: Floats = matrix[made, wanted[0]]
+    for number, use in enumerate(wanted[1:], start=1):
+        own = matrix[made, use]
+        for earlier in wanted[:number]:
             own = own * (earlier != use)
         total = total + own
     return scope, total
 
 
-def _along(axis: int, classes: Ints, num_axes: int) -> Ints:
-    shape = [1] * num_axes
-    shape[axis] = len(classes)
-    return classes.reshape(shape)
+Axis = tuple[int, Ints]
+"""A variable of an elimination, and the class of layouts that each of its values means."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Cost of converting a value that a block reads, as a table over variables of an elimination.
-    ``axes``: see ``conversion_table``."""
+    """Term of a stage's cost as a table over variables of an elimination: the maker's, if it has
+    one, and the uses'."""
 
-    tables: EdgeTables
-    axes: tuple[tuple[int, Ints], ...]
-    _factors: dict[bool, Factor] = field(default_factory=dict, repr=False)
+    term: Term
+    source: Axis | None
+    uses: tuple[Axis, ...]
+    _factors: dict[bytes, Factor] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(term: Term, axis: Callable[[Side], Axis]) -> Link:
+        """Return the table of ``term``, whose sides are decided by the variables ``axis(side)``."""
+        source = None if term.maker is None else axis(term.maker)
+        return Link(term, source, tuple(map(axis, term.uses)))
 
     @property
     def scope(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(variable for variable, _ in self.axes))
+        axes = self.uses if self.source is None else (self.source, *self.uses)
+        return tuple(dict.fromkeys(variable for variable, _ in axes))
 
-    def factor(self, mode: Recompute) -> Factor:
-        """Return the seconds of the conversion, in blocks recomputed by ``mode``, as a term of the
-        sum to minimize."""
-        twice = self.tables.is_repeated(mode)
-        if twice not in self._factors:
-            scope, table = conversion_table(self.tables.seconds(twice=twice), self.axes)
-            self._factors[twice] = Factor(scope, table[None, None])
-        return self._factors[twice]
+    def factor(self, weights: Floats) -> Factor:
+        """Return the amounts of the term, times ``weights``, as a term of the sum to minimize."""
+        key = (self.term.columns @ weights).tobytes()
+        if key not in self._factors:
+            scope, table = term_table(self.term.weighted(weights), self.source, self.uses)
+            self._factors[key] = Factor(scope, table[None, None])
+        return self._factors[key]
 
 
 @dataclass
@@ -223,10 +197,7 @@ class KindTables:
 
     def __post_init__(self) -> None:
         self.sizes = [len(decision.choices) for decision in self.tables.decisions]
-        for edge in (*self.tables.edges, *self.model.structure.own_parameter_edges(self.kind)):
-            tables = edge_tables(self.model, edge)
-            if tables is not None:
-                self._add_link(tables)
+        self.links = [Link.of(term, self._axis) for term in self.model.terms(self.kind)]
         self.kept = tuple(self._variable(end.decision, end.classes) for end in self.ends)
 
     @staticmethod
@@ -239,16 +210,12 @@ class KindTables:
     def tables(self) -> KindModel:
         return self.model.kind(self.kind)
 
-    def _add_link(self, tables: EdgeTables) -> None:
-        where = self.tables.where
-        axes = []
-        for node, classes in zip(tables.nodes, tables.classes, strict=True):
-            decision = where[node]
-            variable = self._variable(decision, classes)
-            if variable != decision:
-                classes = np.arange(self.sizes[variable])  # the variable's values are the classes
-            axes.append((variable, classes))
-        self.links.append(Link(tables, tuple(axes)))
+    def _axis(self, side: Side) -> Axis:
+        """Return the variable that decides the class of a side of a term, with the class that each
+        of its values means."""
+        decision = self.tables.where[side.node]
+        variable = self._variable(decision, side.classes)
+        return variable, side.classes if variable == decision else np.arange(self.sizes[variable])
 
     def _variable(self, decision: int, classes: Ints) -> int:
         """Return the variable that decides the class (in ``classes``) of a decision's choice."""
@@ -309,7 +276,8 @@ class KindTables:
         found = self._solved.get(rates)
         if found is None:
             order = self.order
-            links = [self._memo.note(link.factor(rates.mode)) for link in self.links]
+            weights = rates.weights
+            links = [self._memo.note(link.factor(weights)) for link in self.links]
             factors = [*self.fixed, *links, *self._own(rates)]
             found = eliminate(self.sizes, factors, order, self.kept, self._memo)
             rows, columns = rates.grid
@@ -320,17 +288,6 @@ class KindTables:
         return found
 
     @cached_property
-    def _stacked(self) -> tuple[Floats, Floats, Floats]:
-        """Return seconds, recomputation seconds and bytes of states of all layout choices in the
-        block, concatenated along the choices."""
-        own = self.tables.decisions
-        return (
-            np.concatenate([decision.seconds for decision in own], axis=1),
-            np.concatenate([decision.recompute_seconds for decision in own], axis=1),
-            np.concatenate([decision.states[:, :, HELD].sum(axis=2) for decision in own], axis=1),
-        )
-
-    @cached_property
     def _kept_bytes(self) -> dict[Recompute, Floats]:
         """Map each recomputation mode to the bytes kept by every layout choice in the block."""
         modes: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -339,29 +296,23 @@ class KindTables:
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
         """Return the sum of ``of(bytes kept by each choice)`` over a block's decisions (nodes laid
         out together)."""
-        ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
-        return sum(float(of(own)) for own in np.split(self._kept_bytes["none"], ends))
+        return sum(float(of(own)) for own in self.tables.split(self._kept_bytes["none"]))
 
     def _own(self, rates: Rates) -> list[Factor]:
         """Return, for each decision (nodes laid out together), the cost of each choice without
         layout conversions, as a term of the sum to minimize."""
-        seconds, recompute_seconds, states = self._stacked
-        shape = rates.grid
-        zeros = list(rates.zeros[:: shape[1]])
-        own = seconds[zeros] @ rates.weights
-        if rates.mode != "none":
-            own = own + recompute_seconds[RECOMPUTE_MODES.index(rates.mode)]
-        cost = own[:, None]
+        shape, amounts = rates.grid, self.tables.amounts
+        zeros = rates.zeros[:: shape[1]]
+        cost = amounts.weighted(rates.weights, zeros)[:, None]
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)
-            cost = cost + prices[:, :, None] * states[zeros][:, None]
+            cost = cost + prices[:, :, None] * amounts.weighted(STATE_BYTES, zeros)[:, None]
         if rates.saved_prices and any(self._keeps[rates.mode]):
             prices = rates.prices(saved=True).reshape(shape)
             cost = cost + prices[:, :, None] * self._kept_bytes[rates.mode]
         if rates.any_zero:
             cost = cost.min(axis=0, keepdims=True)
-        ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
-        parts = np.split(cost, ends, axis=2)
+        parts = self.tables.split(cost)
         return [self._factor(number, part, rates) for number, part in enumerate(parts)]
 
     def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
@@ -379,11 +330,10 @@ class KindTables:
     @cached_property
     def _keeps(self) -> dict[Recompute, list[bool]]:
         """Map each recomputation mode to, for each decision, whether a choice keeps any bytes."""
-        ends = np.cumsum([len(decision.choices) for decision in self.tables.decisions])[:-1]
-        found: dict[Recompute, list[bool]] = {}
-        for mode, sizes in self._kept_bytes.items():
-            found[mode] = [bool(own.any()) for own in np.split(sizes, ends)]
-        return found
+        return {
+            mode: [bool(own.any()) for own in self.tables.split(sizes)]
+            for mode, sizes in self._kept_bytes.items()
+        }
 
     @cached_property
     def _is_same(self) -> list[bool]:
@@ -393,5 +343,5 @@ class KindTables:
             not own.states[:, :, HELD].any()
             and not own.seconds[:, :, STEP].any()
             and bool((own.seconds == own.seconds[:1]).all())
-            for own in self.tables.decisions
+            for own in (decision.amounts for decision in self.tables.decisions)
         ]

@@ -14,16 +14,15 @@ from functools import cached_property
 import numpy as np
 
 from ..costs.kept_bytes import RECOMPUTE_MODES
-from ..costs.seconds import Groups, Resource, group_blocks, objective_weights, seconds_of_passes
+from ..costs.seconds import Groups, group_blocks, objective_weights, seconds_of_passes
 from ..plan import Recompute
 from ..requests.features import MODES
 from ..stage.assembly import Solution, StageOptions, StageProblem, constant_bytes, context_bytes
-from ..stage.decisions import ZEROS
-from ..stage.kind_model import KEPT, NUM_FIGURES, RECEIVED, STATES
 from ..stage.recompute_policy import NO_RECOMPUTE, Ints
 from ..stage.stage_cost import StageCost, StageTable
-from ..stage.stage_model import Boundary, StageModel
-from ..stage.structure import Row, Run
+from ..stage.stage_model import CostRow, StageModel
+from ..stage.structure import Run
+from ..stage.terms import HELD_STATES, KEPT, RECEIVED, SECONDS, UNRECOMPUTED, ZEROS
 from .elimination import Floats
 
 SAME = 1 + 1e-9
@@ -92,7 +91,7 @@ class Pool:
     entries: dict[tuple[int, ...], Entry] = field(default_factory=dict)
     excess_bytes: dict[object, float] = field(default_factory=dict)
     _totals: dict[int, Floats] = field(default_factory=dict)
-    _rows: dict[Row | Boundary, Floats] = field(default_factory=dict)
+    _rows: dict[CostRow, Floats] = field(default_factory=dict)
     _transient_bytes: list[Floats] = field(default_factory=list)
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
@@ -120,7 +119,8 @@ class Pool:
         base = StageOptions(num_microbatches, in_flight=in_flight)
         zeros = list(self.zeros)
         figures = self.unrecomputed(run)[:, zeros]
-        states, kept = figures[..., STATES], figures[:, :1, KEPT] * in_flight
+        states = figures[..., HELD_STATES].sum(axis=-1)
+        kept = figures[:, :1, KEPT.start] * in_flight
         seconds, hidden = self._objectives(run, figures, num_microbatches)
         fixed = constant_bytes(self.model, run) + context_bytes(self.model)
         over = (states + kept + np.array(self._transient_bytes)[:, zeros]) + (fixed - limit_bytes)
@@ -148,9 +148,9 @@ class Pool:
     ) -> tuple[Floats, Floats]:
         """Return, as ``[solution, zero]``, the seconds per micro-batch, and lower bounds of them
         that hold however ZeRO's collectives overlap compute. ``figures[solution, zero,
-        figure]``."""
+        amount]``."""
         shares_links = self.model.prices.shares_links
-        seconds, received = figures[..., : len(Resource)], figures[..., RECEIVED]
+        seconds, received = figures[..., SECONDS], figures[..., RECEIVED].sum(axis=-1)
         groups = self._groups(run)
         forward, backward, gather, end = seconds_of_passes(seconds, groups, shares_links)
         hidden: Floats = seconds @ objective_weights(num_microbatches) + received
@@ -162,12 +162,11 @@ class Pool:
         return list(self.entries.values())
 
     def unrecomputed(self, run: Run) -> Floats:
-        """Return a stage's figures without recomputation, ``[solution, zero, figure]``."""
+        """Return a stage's amounts without recomputation, ``[solution, zero, amount]``."""
         totals = self._totals.get(run.key)
         if totals is None or len(totals) < len(self.entries):
-            rows = [(row, sum(own)) for row, own in run.occurrences(NO_RECOMPUTE).items()]
-            weighted = [*rows, *self.model.boundaries(run)]
-            totals = np.sum([count * self._row(row) for row, count in weighted], axis=0)
+            rows = self.model.rows(run, NO_RECOMPUTE)
+            totals = np.sum([sum(counts) * self._row(row) for row, counts in rows], axis=0)
             self._totals[run.key] = totals
         return totals
 
@@ -177,19 +176,22 @@ class Pool:
         The array is ``seconds[solution, ZeRO stage, group of blocks, Resource]``.
         """
         kinds, counts = group_blocks(run.kinds)
-        which, resources = list(self.zeros), slice(len(Resource))
-        rows = {kind: self._row(kind)[:, which, resources] for kind in run.counts}
+        which = list(self.zeros)
+        rows = {kind: self._row(kind)[:, which, SECONDS] for kind in run.counts}
         seconds = np.stack([rows[kind] for kind in kinds], axis=-2)
         for name in run.shared:
-            seconds[..., 0, :] += self._row(name)[:, which, resources]
+            seconds[..., 0, :] += self._row(name)[:, which, SECONDS]
         return Groups(seconds, counts)
 
-    def _row(self, row: Row | Boundary) -> Floats:
-        """Return the figures (seconds, bytes), in every solution, of a term of a stage's cost:
-        block, value that a block reads, shared parameter, sent or received value. Cached."""
-        known = self._rows.get(row, np.zeros((0, len(ZEROS), NUM_FIGURES)))
+    def _row(self, row: CostRow) -> Floats:
+        """Return the amounts without recomputation, in every solution, of a row of a stage's cost.
+        Cached."""
+        known = self._rows.get(row, np.zeros((0, len(ZEROS), UNRECOMPUTED.stop)))
         if len(known) < len(self.entries):
-            new = [own.table.unrecomputed(row) for own in self._listed[len(known) :]]
+            new = [
+                np.broadcast_to(own.table.row(row).amounts[:, UNRECOMPUTED], known.shape[1:])
+                for own in self._listed[len(known) :]
+            ]
             known = self._rows[row] = np.concatenate([known, new])
         return known
 

@@ -19,10 +19,10 @@ import numpy as np
 from ..plan import Recompute
 from ..schedules.held import HalfPairs, held_bytes, most_held
 from ..stage.assembly import StageOptions
-from ..stage.decisions import Floats
 from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
 from ..stage.stage_cost import PolicyCosts, StageCost, StageTable
 from ..stage.structure import Run
+from ..stage.terms import Floats
 
 PRICES = (0.0, *np.geomspace(1e-3, 1e6, 64).tolist())
 """Prices per byte to try, in multiples of the seconds of the rank's stages / its memory bytes."""

@@ -226,9 +226,7 @@ def block_seconds(solver: IntraOp, count: int, prices: Floats) -> Mapping[str, F
         zeros = tuple(zero for zero in solver.zeros for _ in states)
         rates = Rates(count, zeros, mode, states * number, states * number, any_zero=True)
         table = tables.solve(rates).table[0]
-        sync = min(
-            float(np.array(model.block_sync(kind, zero)) @ rates.weights) for zero in solver.zeros
-        )
+        sync = (model.kind(kind).constant[list(solver.zeros)] @ rates.seconds).min()
         return np.broadcast_to(sync + table.reshape(len(table), -1).min(axis=1), len(states))
 
     return model.common(model.prices.cache.block_seconds, key, make)

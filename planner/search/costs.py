@@ -165,7 +165,7 @@ class MeshCosts:
         """Return the largest possible seconds of the messages that a run receives."""
         model = self.solver.model
         return sum(
-            float(boundary.seconds.sum(axis=1).max())
+            float(boundary.term.entries.sum(axis=-1).max())
             for boundary, _ in model.boundaries(run)
             if boundary.is_received
         )

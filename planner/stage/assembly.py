@@ -17,18 +17,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cost_model.ops.memory import reserve_bytes
-from ..costs.seconds import HELD, State, objective_weights
-from ..integer_programs.ilp import Alternative, Coupling, Memory, Problem, SharedBytes, Side
-from .decisions import Decision, Floats
+from ..costs.seconds import State, objective_weights
+from ..integer_programs.ilp import Alternative, Coupling, Memory, Problem, SharedBytes
+from ..integer_programs.ilp import Side as DecisionSide
+from .decisions import Decision
+from .kind_model import GATHERED_BLOCKS
 from .recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from .stage_model import Kept, StageModel
-from .structure import Edge, Occurrences, Row, Run
+from .structure import Occurrences, Row, Run
+from .terms import BLOCK_MODES, SECONDS, Floats, Term, byte_weights, time_weights
 
 Solution = Mapping[str, tuple[int, ...]]
 """Choices by kind of block (one per decision), and the choice of each shared parameter."""
-
-GATHERED_BLOCKS = 2
-"""Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,6 @@ class StageProblem:
     def kinds(self) -> tuple[str, ...]:
         return tuple(self.run.counts)
 
-    def _edges(self, kind: str) -> tuple[Edge, ...]:
-        return self.model.kind(kind).edges
-
     def position(self, name: str) -> int:
         """Return the index in ``decisions`` of the decision that lays out node ``name``."""
         structure = self.model.structure
@@ -84,67 +81,38 @@ class StageProblem:
         return self.start[owner] + self.model.kind(owner).where[name]
 
     def problem(self, setting: StageOptions) -> Problem:
-        """Build the integer program that chooses the layouts of these blocks under ``setting``."""
-        rows = self.run.occurrences(setting.policy)
-        costs = [self._own_cost(position, rows, setting) for position in range(len(self.decisions))]
-        for boundary, count in self.model.boundaries(self.run):
-            costs[self.position(boundary.node)] += count * boundary.seconds.sum(axis=1)
-        inside = [(edge, rows[kind]) for kind in self.kinds for edge in self._edges(kind)]
-        between = [(row, own) for row, own in rows.items() if isinstance(row, Edge)]
-        couplings = [self._coupling(edge, own) for edge, own in (*inside, *between)]
+        """Build the integer program that chooses the layouts of these blocks under ``setting``: the
+        linearization of the terms of the stage's cost."""
+        seconds = objective_weights(setting.num_microbatches)
+        costs = [np.zeros(len(decision.choices)) for decision in self.decisions]
+        held = [np.zeros(len(decision.choices)) for decision in self.decisions]
+        couplings: list[Coupling] = []
+        constant = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
+        for row, occurrences in self.model.rows(self.run, setting.policy):
+            weights = time_weights(seconds, occurrences)
+            sizes = byte_weights(occurrences, setting.in_flight)
+            for number, decision in enumerate(self.model.decisions(row)):
+                position = self.start[str(row)] + number
+                costs[position] += decision.amounts.weighted(weights, (setting.zero,))[0]
+                held[position] += decision.amounts.weighted(sizes, (setting.zero,))[0]
+            for term in self.model.terms(row):
+                if term.maker is not None:
+                    couplings.append(self._coupling(term, term.weighted(weights)))
+                    continue
+                (use,) = term.uses
+                costs[self.position(use.node)] += term.weighted(weights)[0, use.classes]
+                held[self.position(use.node)] += term.weighted(sizes)[0, use.classes]
+            if self.model.is_block(row):
+                own = self.model.kind(str(row)).constant[setting.zero]
+                constant += float(own @ weights[SECONDS])
         memory = None
         if setting.limit_bytes is not None:
-            memory = self._memory(setting, rows)
-        return Problem(
-            tuple(costs), tuple(couplings), memory, setting.memory_weight, self._sync(setting)
-        )
+            memory = self._memory(setting, tuple(held))
+        return Problem(tuple(costs), tuple(couplings), memory, setting.memory_weight, constant)
 
-    def _sync(self, setting: StageOptions) -> float:
-        """Return the seconds per micro-batch that no choice changes: latencies of gradient sums and
-        gathers, and waits for the collectives of the first and last block."""
-        share = objective_weights(setting.num_microbatches)
-        wait = self.model.least_wait(self.run, setting.zero, setting.num_microbatches)
-        return wait + float(
-            sum(
-                count * (np.array(self.model.block_sync(kind, setting.zero)) @ share)
-                for kind, count in self.run.counts.items()
-            )
-        )
-
-    def owner(self, position: int) -> str:
-        return max(
-            (name for name, start in self.start.items() if start <= position),
-            key=lambda name: self.start[name],
-        )
-
-    def _own_cost(
-        self, position: int, rows: Mapping[Row, Occurrences], setting: StageOptions
-    ) -> Floats:
-        decision, (kept, *recomputed) = self.decisions[position], rows[self.owner(position)]
-        weights = objective_weights(setting.num_microbatches)
-        weights = (kept + sum(recomputed)) * weights
-        cost: Floats = decision.seconds[setting.zero] @ weights
-        return cost + np.array(recomputed) @ decision.recompute_seconds
-
-    def _source(self, edge: Edge) -> Side:
-        options = self.model.source(edge)
-        name = edge.name if edge.first is None else edge.first.node
-        return Side(self.position(name), options.of_choice)
-
-    def _coupling(self, edge: Edge, occurrences: Occurrences) -> Coupling:
-        count = sum(occurrences)
-        again = int(np.dot(occurrences[1:], self.model.repeats(edge)))
-        merged = self.model.merged(edge)
-        name = edge.name if edge.first is None else edge.first.node
-        sides = tuple(
-            Side(self.position(use.node), classes)
-            for use, classes in zip(edge.uses, merged.uses, strict=True)
-        )
-        return Coupling(
-            Side(self.position(name), merged.source),
-            _distinct(sides),
-            merged.forward * (count + again) + merged.backward * count,
-        )
+    def _coupling(self, term: Term, cost: Floats) -> Coupling:
+        maker, *uses = (DecisionSide(self.position(side.node), side.classes) for side in term.sides)
+        return Coupling(maker, tuple(uses), cost)
 
     def solution(self, choices: tuple[int, ...]) -> Solution:
         """Convert choices, one per entry of ``decisions``, to choices by kind of block."""
@@ -160,38 +128,22 @@ class StageProblem:
         """Convert choices by kind of block to a choice per entry of ``decisions``."""
         return tuple(choice for owner in self.start for choice in solution[owner])
 
-    def _memory(self, setting: StageOptions, rows: Mapping[Row, Occurrences]) -> Memory:
-        linear = [
-            decision.states[setting.zero, :, HELD].sum(axis=1) * sum(rows[self.owner(position)])
-            for position, decision in enumerate(self.decisions)
-        ]
+    def _memory(self, setting: StageOptions, linear: tuple[Floats, ...]) -> Memory:
+        """Return the bytes per device of the choices: ``linear`` of each choice, and of storages
+        that several decisions keep."""
+        rows = self.run.occurrences(setting.policy)
         shared: list[SharedBytes] = []
         for kind in self.kinds:
-            model, (kept, full, selective) = self.model.kind(kind), rows[kind]
-            if full:
-                shared += self._saved(kind, model.read, float(full * setting.in_flight))
-            if kept:
-                shared += self._saved(kind, model.saved, float(kept * setting.in_flight))
-            if selective:
-                shared += self._saved(kind, model.selected, float(selective * setting.in_flight))
-        for edge, (_, *recomputed) in rows.items():
-            if isinstance(edge, Edge) and edge.is_held and any(recomputed):
-                side = self._source(edge)
-                held = self._held_bytes(edge) * (sum(recomputed) * setting.in_flight)
-                linear[side.decision] = linear[side.decision] + held[side.classes]
+            for mode, count in zip(BLOCK_MODES, rows[kind], strict=True):
+                if count:
+                    kept = self.model.kind(kind).parts(mode)
+                    shared += self._saved(kind, kept, float(count * setting.in_flight))
         return Memory(
             float(setting.limit_bytes or 0.0),
             float(constant_bytes(self.model, self.run) + context_bytes(self.model)),
-            tuple(linear),
+            linear,
             tuple(shared),
             self._peaks(rows, setting.zero),
-        )
-
-    def _held_bytes(self, edge: Edge) -> Floats:
-        spec = self.model.spec(edge)
-        return np.array(
-            [self.model.prices.local_bytes(spec, each) for each in self.model.source(edge).layouts],
-            dtype=np.float64,
         )
 
     def _saved(self, kind: str, kept: Kept, factor: float) -> list[SharedBytes]:
@@ -215,7 +167,7 @@ class StageProblem:
                 classes = [
                     sizes.index(sorted(own)[rank]) if rank < len(own) else -1 for own in sets
                 ]
-                sides.append(Side(self.start[kind] + number, np.array(classes)))
+                sides.append(DecisionSide(self.start[kind] + number, np.array(classes)))
         return SharedBytes(tuple(sides), np.array(sizes, dtype=np.float64) * factor)
 
     def _peaks(
@@ -231,7 +183,7 @@ class StageProblem:
             for number, sizes in enumerate(model.working_bytes):
                 working.append(Alternative(((start + number, sizes),)))
             gathered = tuple(
-                (start + number, GATHERED_BLOCKS * decision.states[zero, :, State.GATHERED])
+                (start + number, GATHERED_BLOCKS * decision.amounts.states[zero, :, State.GATHERED])
                 for number, decision in enumerate(model.decisions)
             )
             if full:
@@ -258,18 +210,6 @@ class StageProblem:
             (position, sizes - kept) for (position, sizes), kept in zip(gathered, less, strict=True)
         )
         return Alternative(linear, tuple(self._saved(kind, either, 1.0)))
-
-
-def _distinct(sides: tuple[Side, ...]) -> tuple[Side, ...]:
-    """Return the uses of a value without duplicates (one decision with equal layout classes)."""
-    found: list[Side] = []
-    for side in sides:
-        if not any(
-            side.decision == other.decision and np.array_equal(side.classes, other.classes)
-            for other in found
-        ):
-            found.append(side)
-    return tuple(found)
 
 
 def constant_bytes(model: StageModel, run: Run) -> int:

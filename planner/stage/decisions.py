@@ -12,8 +12,8 @@ over all candidates of a kind, and dominated candidates are removed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,23 +22,14 @@ from ..costs.choices import Restriction, held_layouts, inner_of, input_specs
 from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.price_cache import find
 from ..costs.prices import Prices
-from ..costs.seconds import FORWARD, Resource, State
+from ..costs.seconds import Resource, State
 from ..graph.graph import Block, Graph, Node
 from ..graph.layout import Layout, NodeLayout
 from ..requests.pins import PENALTY_SECONDS, num_broken
+from .outline import Candidates, DecisionSpace, Ints, decision_space, structure_key
 from .outline import Choice as Choice
-from .outline import DecisionSpace, Ints, decision_space, structure_key
 from .outline import is_own_parameter as is_own_parameter
-
-ZEROS = (0, 1, 2, 3)
-
-Floats = NDArray[np.float64]
-
-RECOMPUTED = [Resource.FORWARD_COMPUTE, Resource.FORWARD_ISSUE, Resource.FORWARD_COMMUNICATION]
-"""Resources whose forward seconds recomputation may skip: device, host, collectives of ops."""
-
-DEVICE, HOST, SENT = range(len(RECOMPUTED))
-"""Columns of the resources ``RECOMPUTED`` in ``skipped_seconds``."""
+from .terms import RECOMPUTED, SENT, ZEROS, ChoiceAmounts, Floats
 
 MOST_COMPARED = 1 << 22
 """Maximum number of figures that are compared at once."""
@@ -46,36 +37,13 @@ MOST_COMPARED = 1 << 22
 
 @dataclass(frozen=True)
 class Decision:
-    """Nodes whose layouts are chosen together. A choice is a layout for each node. ``members`` are
-    op nodes in order, then parameters.
-
-    ``seconds[zero, choice]`` and ``states[zero, choice]`` have the fields of ``Seconds`` and
-    ``StateBytes``; ``skipped_seconds[mode, choice]`` are the forward seconds (device, host,
-    collectives) that a recomputation mode of ``RECOMPUTE_MODES`` does not rerun.
-    """
+    """Nodes whose layouts are chosen together. A choice is a layout for each node, with its
+    ``amounts``. ``members`` are op nodes in order, then parameters."""
 
     name: str
     members: tuple[str, ...]
     choices: tuple[Choice, ...]
-    seconds: Floats = field(repr=False)
-    states: Floats = field(repr=False)
-    skipped_seconds: Floats = field(repr=False)
-
-    @cached_property
-    def recompute_seconds(self) -> Floats:
-        """Return ``[mode, choice]``: device seconds of the forward that recomputation reruns."""
-        skipped = self.skipped_seconds[:, :, DEVICE] + self.skipped_seconds[:, :, SENT]
-        again: Floats = self.seconds[0, :, FORWARD].sum(axis=1) - skipped
-        return again
-
-
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """Seconds and bytes of all layout choices of a kind of block, in arrays as in ``Decision``."""
-
-    seconds: Floats
-    states: Floats
-    skipped_seconds: Floats
+    amounts: ChoiceAmounts = field(repr=False)
 
 
 def decide(
@@ -85,9 +53,14 @@ def decide(
     restriction: Restriction,
     *,
     merge: bool = True,
-) -> tuple[Decision, ...]:
-    """Return the decisions (nodes whose layouts are chosen together) of a block, with costs,
-    without dominated choices. ``merge``: views join the decision whose result they read."""
+    parameters: Sequence[str] = (),
+) -> tuple[tuple[Decision, ...], ChoiceAmounts]:
+    """Return the decisions (nodes whose layouts are chosen together) of a block, without dominated
+    choices, and the amounts of all their choices in one array.
+
+    ``merge``: views join the decision whose result they read. ``parameters``: parameters that are
+    decided alone, last.
+    """
     own = find(
         prices.cache.spaces,
         (merge, structure_key(block, graph, prices, restriction)),
@@ -95,25 +68,20 @@ def decide(
     )
     every = _priced(own, graph, prices)
     rows = _undominated(own, every)
-    seconds, states = every.seconds[:, rows], every.states[:, rows]
-    skipped_seconds, decisions, start = every.skipped_seconds[:, rows], [], 0
-    for each in own.kept(rows):
-        stop = start + len(each.choices)
-        decisions.append(
-            Decision(
-                each.members[0],
-                each.members,
-                each.choices,
-                seconds[:, start:stop],
-                states[:, start:stop],
-                skipped_seconds[:, start:stop],
-            )
-        )
-        start = stop
-    return tuple(decisions)
+    candidates, amounts = own.kept(rows), every.part(rows)
+    alone = [parameter_decision(graph[name], graph, prices, restriction) for name in parameters]
+    if alone:
+        candidates += tuple(Candidates(each.members, each.choices) for each in alone)
+        amounts = ChoiceAmounts.joined([amounts, *(each.amounts for each in alone)])
+    found, start = [], 0
+    for each in candidates:
+        part = slice(start, start + len(each.choices))
+        found.append(Decision(each.members[0], each.members, each.choices, amounts.part(part)))
+        start = part.stop
+    return tuple(found), amounts
 
 
-def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
+def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> ChoiceAmounts:
     ops, number = _op_seconds(own, graph, prices), len(own.broken)
     total = np.zeros((number, len(Resource)))
     for columns in own.rounds:
@@ -133,7 +101,7 @@ def _priced(own: DecisionSpace, graph: Graph, prices: Prices) -> _Priced:
             states += held_bytes[:, holdings]
     if own.broken.any():
         seconds[:, :, Resource.FORWARD_COMPUTE] += own.broken * PENALTY_SECONDS
-    return _Priced(seconds, states, skipped)
+    return ChoiceAmounts(seconds, states, skipped)
 
 
 def _op_seconds(own: DecisionSpace, graph: Graph, prices: Prices) -> Floats:
@@ -175,14 +143,14 @@ def _holding_costs(
     return converting, seconds, states
 
 
-def _undominated(own: DecisionSpace, every: _Priced) -> Ints:
+def _undominated(own: DecisionSpace, every: ChoiceAmounts) -> Ints:
     """Return the numbers of the candidate choices that are not dominated. A choice is dominated if
     another, with the same layouts towards other decisions, is no worse in any seconds or bytes."""
     number = len(own.broken)
     is_kept = np.ones(number, dtype=bool)
     if own.alike:
-        again = every.seconds[0, :, RECOMPUTED].T - every.skipped_seconds
-        figures = np.column_stack([*every.seconds, *every.states, *again])
+        again = every.rerun_seconds.reshape(number, -1)
+        figures = np.column_stack([*every.seconds, *every.states, again])
         figures = figures[:, (figures != figures[:1]).any(axis=0)]
         for groups in own.alike:
             size = groups.shape[1]
@@ -214,14 +182,12 @@ def parameter_decision(
         num_broken(layout, restriction.pins.get(node.name, ()), prices.mesh) for layout in layouts
     ]
     seconds[:, :, Resource.FORWARD_COMPUTE] += np.array(broken) * PENALTY_SECONDS
-    return Decision(
-        node.name,
-        (node.name,),
-        _held_choices(node.name, layouts, prices),
+    amounts = ChoiceAmounts(
         seconds,
         np.array([[states for _, states in each] for each in costs]),
-        np.zeros((len(RECOMPUTE_MODES), len(layouts), len(RECOMPUTED))),
+        np.repeat(seconds[:1, :, RECOMPUTED], len(RECOMPUTE_MODES), axis=0),
     )
+    return Decision(node.name, (node.name,), _held_choices(node.name, layouts, prices), amounts)
 
 
 def _held_choices(name: str, layouts: tuple[Layout, ...], prices: Prices) -> tuple[Choice, ...]:

@@ -14,48 +14,79 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..costs.kept_bytes import Part
-from ..costs.seconds import HELD, Resource, State
+from ..costs.kept_bytes import RECOMPUTE_MODES, Part
+from ..costs.seconds import Resource, State
 from ..plan import Recompute
-from .decisions import ZEROS, Decision, Floats
+from .decisions import Decision
 from .structure import Edge
-
-NUM_FIGURES = len(Resource) + 3
-RECEIVED, STATES, KEPT = range(len(Resource), NUM_FIGURES)
-"""Columns of ``RowCost.unrecomputed`` that follow the seconds of each resource."""
-
-NO_STATES = np.zeros((len(ZEROS), len(State)))
+from .terms import (
+    BLOCK_MODES,
+    DEVICE,
+    KEPT,
+    RECOMPUTED,
+    RERUN,
+    SECONDS,
+    SENT,
+    STATES,
+    ChoiceAmounts,
+    Floats,
+)
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """Cost of one occurrence of a term of a stage's cost: a block, a shared parameter, or an edge
-    (value that a block reads).
+    """Cost of one occurrence of a row of a stage's cost: a block, a shared parameter, an edge
+    (value that a block reads) or a boundary, with given layouts.
 
-    ``mode`` is the block's recomputation: none, full or selective. ``seconds[mode, zero,
-    RESOURCE]``, ``kept_bytes[mode]`` (for the backward), ``states[zero]``.
-    ``recompute_seconds[mode]``: device seconds of full and selective recomputation.
-    ``transient_bytes[mode, zero]``: gathered parameters and recomputed values; ``working_bytes``:
-    memory of the largest op.
+    ``amounts[zero, amount]``: see ``terms``; without a dependence on the ZeRO stage it has one row.
+    ``made_again[mode]``: bytes of the values that a recomputed block holds while its backward runs;
+    ``working_bytes``: memory of the largest op.
     """
 
-    seconds: Floats
-    recompute_seconds: Floats
-    kept_bytes: Floats
-    states: Floats = field(default_factory=lambda: NO_STATES)
+    amounts: Floats
     working_bytes: float = 0.0
-    transient_bytes: Floats = field(default_factory=lambda: NO_STATES)
+    made_again: Floats = field(default_factory=lambda: np.zeros(len(BLOCK_MODES)))
 
     @cached_property
-    def unrecomputed(self) -> Floats:
-        """Return an array ``[zero, figure]`` for blocks without recomputation: seconds by resource
-        and of received messages, bytes of states, bytes kept."""
-        found = np.zeros((len(ZEROS), NUM_FIGURES))
-        found[:, : len(Resource)] = self.seconds[0]
-        found[:, STATES] = self.states[:, HELD].sum(axis=1)
-        found[:, KEPT] = self.kept_bytes[0]
+    def seconds(self) -> Floats:
+        """Return ``[mode, zero, Resource]``; what a block reruns counts with its backward."""
+        found = np.repeat(self.amounts[None, :, SECONDS], len(BLOCK_MODES), axis=0)
+        shape = (len(self.amounts), len(RECOMPUTE_MODES), len(RECOMPUTED))
+        rerun = self.amounts[:, RERUN].reshape(shape).swapaxes(0, 1)
+        found[1:, :, BACKWARD] += rerun
         return found
 
+    @property
+    def recompute_seconds(self) -> Floats:
+        """Return ``[mode]``: device seconds of full and of selective recomputation."""
+        rerun = self.amounts[0, RERUN].reshape(len(RECOMPUTE_MODES), len(RECOMPUTED))
+        found: Floats = rerun[:, DEVICE] + rerun[:, SENT]
+        return found
+
+    @property
+    def kept_bytes(self) -> Floats:
+        """Return ``[mode]``: bytes kept for the backward."""
+        found: Floats = self.amounts[0, KEPT]
+        return found
+
+    @property
+    def states(self) -> Floats:
+        """Return ``[zero, State]``: bytes of states."""
+        found: Floats = self.amounts[:, STATES]
+        return found
+
+    @property
+    def transient_bytes(self) -> Floats:
+        """Return ``[mode, zero]``: bytes of gathered parameters and recomputed values."""
+        found: Floats = self.made_again[:, None] + GATHERED_BLOCKS * self.states[:, State.GATHERED]
+        return found
+
+
+BACKWARD = [Resource.BACKWARD_COMPUTE, Resource.BACKWARD_ISSUE, Resource.BACKWARD_COMMUNICATION]
+"""Resources of the backward that rerun the resources ``RECOMPUTED``."""
+
+GATHERED_BLOCKS = 2
+"""Number of blocks whose parameters ZeRO 3 holds whole at once: the running block and the next."""
 
 Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Kept tensors as (storage, bytes), by decision and choice."""
@@ -77,21 +108,34 @@ class KindModel:
     """Decisions (nodes whose layouts are chosen together) of a kind of block on a mesh, with their
     bytes.
 
-    ``where`` maps a node to its decision. ``edges`` are values of one decision of the block that
-    another reads. ``held(decision, choice)`` returns ``SavedTensors``, on demand, as most meshes do
-    not need all; ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and
+    ``amounts`` are of the choices of all decisions, in order. ``where`` maps a node to its
+    decision. ``edges``: values of one decision of the block that another reads, and parameters that
+    are used more than once. ``constant[zero, Resource]``: seconds of a block that no choice
+    changes. ``held(decision, choice)`` returns ``SavedTensors``, on demand, as most meshes do not
+    need all; ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and
     choice. ``costs`` caches a block's cost by choices.
     """
 
     kind: str
     decisions: tuple[Decision, ...]
+    amounts: ChoiceAmounts = field(repr=False)
     where: Mapping[str, int]
     edges: tuple[Edge, ...]
-    has_parameters: bool
+    constant: Floats = field(repr=False)
     held: Callable[[int, int], SavedTensors] = field(repr=False)
     costs: dict[tuple[int, ...], RowCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Return, for each decision, the number of its first choice among those of all."""
+        sizes = [len(decision.choices) for decision in self.decisions]
+        return tuple(np.cumsum([0, *sizes[:-1]]).tolist())
+
+    def split(self, values: Floats, axis: int = -1) -> list[Floats]:
+        """Split values of all choices into an array for each decision."""
+        return np.split(values, self.starts[1:], axis=axis)
 
     @cached_property
     def _held(self) -> tuple[tuple[SavedTensors, ...], ...]:

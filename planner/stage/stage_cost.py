@@ -4,7 +4,7 @@ In: the decisions of a stage and the choice of each. Out: ``StageCost``, for any
 blocks, any ZeRO stage and any recomputation policy. A cost is a sum over rows (kinds of blocks,
 edges between blocks), each weighted by its occurrences in blocks that are not, that are fully and
 that are selectively recomputed: ``Σ_row Σ_mode occurrences[row, mode] · seconds[row, mode]``. The
-cost of a row is computed once per choice of layouts (``RowCost``).
+cost of a row is the sum of its terms, computed once per choice of layouts (``RowCost``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 from ...cost_model.simulator.stage_costs import Buckets
 from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.seconds import (
-    FORWARD,
     HELD,
     Groups,
     Resource,
@@ -30,9 +29,8 @@ from ..costs.seconds import (
 )
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .assembly import GATHERED_BLOCKS, StageOptions, StageProblem, constant_bytes, context_bytes
-from .decisions import DEVICE, HOST, RECOMPUTED, SENT, ZEROS, Floats
-from .kind_model import NO_STATES, NUM_FIGURES, RECEIVED, RowCost
+from .assembly import StageOptions, StageProblem, constant_bytes, context_bytes
+from .kind_model import RowCost
 from .recompute_policy import (
     MOST_POLICIES,
     Policies,
@@ -41,17 +39,15 @@ from .recompute_policy import (
     num_policies,
     policies,
 )
-from .stage_model import Boundary, StageModel
-from .structure import Edge, Row, Run
+from .stage_model import CostRow, StageModel
+from .structure import Run
+from .terms import BLOCK_MODES, KEPT, NUM_AMOUNTS, RECEIVED, SECONDS, Floats, Term
 
 N = TypeVar("N", int, float)
 
 TRANSIENT = ("transient", "reserve", "communicators")
 """Memory categories that the stages of a rank use in turn, or hold once. The search counts the
 communicators of a stage's mesh in its reserve, and ignores communicators of messages."""
-
-BLOCK_MODES: tuple[Recompute, ...] = ("none", *RECOMPUTE_MODES)
-"""Modes of a block: no recomputation, and the modes of ``RECOMPUTE_MODES``."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,8 @@ class PolicyCosts:
 
 
 class StageTable:
-    """Costs of all stages of the same kinds of blocks, with given layouts of their nodes.
+    """Costs of all stages of the same kinds of blocks, with given layouts of their nodes: the terms
+    of a stage's cost at given choices.
 
     ``choices``: for each decision (nodes laid out together), its choice.
     """
@@ -231,21 +228,31 @@ class StageTable:
         self.assembly = assembly
         self.choices = choices
         self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
-        self.rows: dict[Row, RowCost] = {}
-        for name in assembly.run.shared:
-            self.rows[name] = self._shared(name)
+        self.rows: dict[CostRow, RowCost] = {}
         self._policy_costs: dict[int, PolicyCosts] = {}
         self._weight_grads: dict[str, tuple[Floats, float]] = {}
         self._priced: dict[tuple[int, StageOptions], StageCost] = {}
 
-    def row(self, row: Row) -> RowCost:
-        """Return the cost of one block, shared parameter or edge (value that a block reads)."""
+    def row(self, row: CostRow) -> RowCost:
+        """Return the cost of one block, shared parameter, edge (value that a block reads) or
+        boundary (value that the stage sends or receives)."""
         if row not in self.rows:
-            self.rows[row] = self._edge(row) if isinstance(row, Edge) else self.kinds[row]
+            self.rows[row] = self._row(row)
         return self.rows[row]
 
-    def _choice(self, name: str) -> int:
+    def _row(self, row: CostRow) -> RowCost:
+        if isinstance(row, str):
+            own = self.kinds.get(row)
+            return own or RowCost(self.model.shared(row).amounts.total((self.choice(row),)))
+        return RowCost(self._total(self.model.terms(row))[None])
+
+    def choice(self, name: str) -> int:
+        """Return the choice of the decision that lays out node ``name``."""
         return self.choices[self.assembly.position(name)]
+
+    def _total(self, terms: Iterable[Term]) -> Floats:
+        """Return the sum of the amounts of ``terms``."""
+        return sum((term.total(self.choice) for term in terms), np.zeros(NUM_AMOUNTS))
 
     def _kind(self, kind: str) -> RowCost:
         model = self.model.kind(kind)
@@ -256,106 +263,18 @@ class StageTable:
 
     def _kind_cost(self, kind: str, choices: tuple[int, ...]) -> RowCost:
         model = self.model.kind(kind)
-        pairs = list(zip(model.decisions, choices, strict=True))
-        seconds = np.zeros((len(BLOCK_MODES), len(ZEROS), len(Resource)))
-        seconds[:] = sum(decision.seconds[:, choice] for decision, choice in pairs)
-        seconds += [self.model.block_sync(kind, zero) for zero in ZEROS]
-        skipped = sum(
-            (decision.skipped_seconds[:, choice] for decision, choice in pairs),
-            np.zeros((len(RECOMPUTE_MODES), len(RECOMPUTED))),
-        )
-        skipped_sent = skipped[:, SENT].copy()
-        for edge in model.edges:
-            forward, backward = self._conversion(edge)
-            seconds[:, :, Resource.FORWARD_COMMUNICATION] += forward
-            seconds[:, :, Resource.BACKWARD_COMMUNICATION] += backward
-            skipped_sent += forward * ~np.array(self.model.repeats(edge))
-        recompute = seconds[0, 0, FORWARD].sum() - (skipped[:, DEVICE] + skipped_sent)
-        again, back = seconds[1:], slice(Resource.BACKWARD_COMPUTE, Resource.FORWARD_STATES)
-        again[:, :, back] += again[:, :, FORWARD]
-        again[:, :, back] -= np.stack([skipped[:, DEVICE], skipped_sent], axis=1)[:, None]
-        issued = again[:, :, Resource.FORWARD_ISSUE] - skipped[:, [HOST]]
-        again[:, :, Resource.BACKWARD_ISSUE] += issued
+        amounts = model.amounts.total(np.add(model.starts, choices).tolist())
+        amounts += self._total(self.model.terms(kind))
+        amounts[:, SECONDS] += model.constant
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
         saved = {part for own in held for part in own.saved}
         selected = {part for own in held for part in own.selected}
         read = {part for own in held for part in own.read}
-        states = sum((d.states[:, choice] for d, choice in pairs), NO_STATES)
-        kept = np.array([sum(size for _, size in own) for own in (saved, read, selected)], float)
-        made_again = np.array([0.0, kept[0], kept[0] - sum(size for _, size in saved & selected)])
-        return RowCost(
-            seconds,
-            recompute,
-            kept,
-            states,
-            float(max((own.working_bytes for own in held), default=0)),
-            made_again[:, None] + GATHERED_BLOCKS * states[:, State.GATHERED],
-        )
-
-    def _edge(self, edge: Edge) -> RowCost:
-        """Return the cost of a value read from another block; a recomputed reader keeps it."""
-        forward, backward = self._conversion(edge)
-        recompute = forward * np.array(self.model.repeats(edge))
-        seconds = np.zeros((len(BLOCK_MODES), 1, len(Resource)))
-        seconds[:, :, Resource.FORWARD_COMMUNICATION] = forward
-        seconds[:, :, Resource.BACKWARD_COMMUNICATION] = backward
-        seconds[1:, :, Resource.BACKWARD_COMMUNICATION] += recompute[:, None]
-        kept = np.zeros(len(BLOCK_MODES))
-        if edge.is_held:
-            layout = self.model.source(edge).layouts[self._source_class(edge)]
-            kept[1:] = self.model.prices.local_bytes(self.model.spec(edge), layout)
-        of_zeros = np.broadcast_to(seconds, (len(BLOCK_MODES), len(ZEROS), len(Resource)))
-        return RowCost(of_zeros, recompute, kept)
-
-    def _source_class(self, edge: Edge) -> int:
-        maker = edge.name if edge.first is None else edge.first.node
-        return int(self.model.source(edge).of_choice[self._choice(maker)])
-
-    def _conversion(self, edge: Edge) -> tuple[float, float]:
-        """Return the seconds (forward, backward) of a value's layout conversions in one block."""
-        forward, backward = self.model.conversions(edge)
-        source = self._source_class(edge)
-        _, columns = self.model.targets(edge)
-        wanted = {
-            int(column[self._choice(use.node)])
-            for use, column in zip(edge.uses, columns, strict=True)
-        }
-        return (
-            float(sum(forward[source, target] for target in sorted(wanted))),
-            float(sum(backward[source, target] for target in sorted(wanted))),
-        )
-
-    def _shared(self, name: str) -> RowCost:
-        """Return the cost of a parameter that several blocks use."""
-        decision, choice = self.model.shared(name), self._choice(name)
-        seconds = np.stack([decision.seconds[:, choice]] * len(BLOCK_MODES))
-        return RowCost(
-            seconds,
-            np.zeros(len(RECOMPUTE_MODES)),
-            np.zeros(len(BLOCK_MODES)),
-            decision.states[:, choice],
-        )
-
-    def boundary_seconds(self, run: Run) -> tuple[Floats, Floats]:
-        """Return the seconds (forward, backward) per micro-batch of converting sent values and the
-        loss, and of receiving values."""
-        both = np.zeros((2, 2))
-        for boundary, count in self.model.boundaries(run):
-            own = boundary.seconds[self._choice(boundary.node)]
-            both[int(boundary.is_received)] += count * own
-        return both[0], both[1]
-
-    def unrecomputed(self, row: Row | Boundary) -> Floats:
-        """Return a term's seconds and bytes without recomputation, ``[zero, figure]``."""
-        if not isinstance(row, Boundary):
-            return self.row(row).unrecomputed
-        added = np.zeros((len(ZEROS), NUM_FIGURES))
-        seconds = row.seconds[self._choice(row.node)]
-        if row.is_received:
-            added[:, RECEIVED] = seconds.sum()
-        else:
-            added[:, [Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = seconds
-        return added
+        kept = [sum(size for _, size in own) for own in (saved, read, selected)]
+        amounts[:, KEPT] = kept
+        both = sum(size for _, size in saved & selected)
+        working = float(max((own.working_bytes for own in held), default=0))
+        return RowCost(amounts, working, np.array([0.0, kept[0], kept[0] - both]))
 
     def policy_costs(self, run: Run) -> PolicyCosts:
         """Return the costs of all recomputation policies to try on a stage ``run``. Cached."""
@@ -427,17 +346,18 @@ class StageTable:
     def _price(self, run: Run, setting: StageOptions) -> StageCost:
         seconds, states, kept = np.zeros(len(Resource)), np.zeros(len(State)), 0.0
         of_kind: dict[str, Floats] = {}
-        for row, occurrences in run.occurrences(setting.policy).items():
+        received = np.zeros(2)
+        for row, occurrences in self.model.rows(run, setting.policy):
             cost, weights = self.row(row), np.array(occurrences, dtype=np.float64)
-            of_modes = cost.seconds[:, setting.zero]
+            zero = setting.zero if len(cost.amounts) > 1 else 0
+            of_modes = cost.seconds[:, zero]
             if row in self.kinds:
                 of_modes = self._issued(str(row), of_modes, splits=bool(setting.halves))
                 of_kind[str(row)] = of_modes
             seconds += weights @ of_modes
-            states += sum(occurrences) * cost.states[setting.zero]
+            states += sum(occurrences) * cost.states[zero]
             kept += float(weights @ cost.kept_bytes)
-        sent, received = self.boundary_seconds(run)
-        seconds[[Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] += sent
+            received += sum(occurrences) * cost.amounts[zero, RECEIVED]
         forced = Policies.of(setting.policy, len(run.block_classes))
         transient = self._transient_bytes(forced, self._recompute_costs(run))
         memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}

@@ -18,6 +18,7 @@ from ...cost_model.cluster.cluster import Link
 from ..costs.choices import Restriction
 from ..costs.conversions import conversion_seconds
 from ..costs.kept_bytes import (
+    RECOMPUTE_MODES,
     Part,
     kept_parts,
     read_parts,
@@ -28,29 +29,43 @@ from ..costs.kept_bytes import (
     working_bytes,
 )
 from ..costs.price_cache import ByIdentity, PriceCache
-from ..costs.prices import Prices, Seconds
-from ..costs.seconds import wait_weights
-from ..graph.graph import Node, Ref, TensorSpec
+from ..costs.prices import Prices
+from ..costs.seconds import Resource, wait_weights
+from ..graph.graph import Block, Node, Ref, TensorSpec
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
-from ..integer_programs.ilp import merge_classes
-from ..integer_programs.program import Ints, classes_of
-from .decisions import Choice, Decision, Floats, decide, parameter_decision
+from ..integer_programs.program import classes_of
+from .decisions import Choice, Decision, decide, parameter_decision
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .kind_model import SavedTensors
-from .structure import Edge, Run, Structure, Use
+from .recompute_policy import RecomputePolicy
+from .structure import Edge, Occurrences, Row, Run, Structure, Use
+from .terms import (
+    ZEROS,
+    Floats,
+    Ints,
+    Side,
+    Term,
+    conversion_columns,
+    kept_columns,
+    merge_classes,
+    received_columns,
+)
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Boundary:
-    """A value that a stage sends or receives, or the loss. ``seconds[choice, direction]`` (forward,
-    backward) of its conversion or transfer, by the layout choice of ``node``."""
+    """A value that a stage sends or receives, or the loss; ``term``: seconds of its conversion or
+    transfer."""
 
-    node: str
     is_received: bool
-    seconds: Floats
+    term: Term
+
+
+CostRow = Row | Boundary
+"""Row of a stage's cost: block, shared parameter, edge or boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +96,6 @@ class Targets:
     alone: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """Conversions of a value read by a block, where layouts that cost the same form a class: the
-    class of each choice of the value (``source``) and of each use, and the seconds between
-    classes."""
-
-    source: Ints
-    uses: tuple[Ints, ...]
-    forward: Floats
-    backward: Floats
-
-
 WeightGrads = tuple[float, float, tuple[Part, ...]]
 """Weight gradients of a choice: device seconds, host seconds, tensors kept for them."""
 
@@ -112,7 +115,7 @@ class StageModel:
     _options: dict[object, Options] = field(default_factory=dict, repr=False)
     _boundaries: dict[object, Boundary] = field(default_factory=dict, repr=False)
     _targets_of: dict[Edge, Targets] = field(default_factory=dict, repr=False)
-    _merged: dict[object, Merged] = field(default_factory=dict, repr=False)
+    _terms: dict[Row, tuple[Term, ...]] = field(default_factory=dict, repr=False)
     _weight_grads: dict[object, WeightGrads] = field(default_factory=dict, repr=False)
     _repeats: dict[Edge, tuple[bool, bool]] = field(default_factory=dict, repr=False)
     _least_waits: dict[object, float] = field(default_factory=dict, repr=False)
@@ -161,30 +164,51 @@ class StageModel:
         return parameter_decision(graph[name], graph, self.prices, self.restriction)
 
     def _make_kind(self, kind: str) -> KindModel:
-        graph = self.structure.graph
-        block = self.structure.blocks.kinds[kind]
-        decisions = decide(block, graph, self.prices, self.restriction, merge=self.merge)
-        decisions += tuple(self._parameter(name) for name in self.structure.own_parameters(block))
+        graph, structure = self.structure.graph, self.structure
+        block = structure.blocks.kinds[kind]
+        decisions, amounts = decide(
+            block,
+            graph,
+            self.prices,
+            self.restriction,
+            merge=self.merge,
+            parameters=structure.own_parameters(block),
+        )
         where = {name: i for i, decision in enumerate(decisions) for name in decision.members}
         return KindModel(
             kind,
             decisions,
+            amounts,
             where,
             self._edges_inside(kind, where),
-            bool(block.parameters),
+            self._block_sync(block),
             self._holder(kind, decisions),
         )
 
+    def _block_sync(self, block: Block) -> Floats:
+        """Return ``[zero, Resource]``: the latencies of a block's parameter gathers and gradient
+        sums; 0 without parameters."""
+        if not block.parameters:
+            return np.zeros((len(ZEROS), len(Resource)))
+        return np.array([self.prices.block_sync(zero) for zero in ZEROS])
+
     def _edges_inside(self, kind: str, where: Mapping[str, int]) -> tuple[Edge, ...]:
+        """Return the values of a decision of the block that another decision of the block reads."""
         graph = self.structure.graph
-        block = self.structure.blocks.kinds[kind]
-        own = set(block.nodes)
         uses: dict[Ref, list[Use]] = {}
-        for name in block.nodes:
+        for name in self.structure.blocks.kinds[kind].nodes:
             for position, ref in enumerate(graph[name].inputs):
-                if ref.name in own and where[ref.name] != where[name]:
+                if where.get(ref.name, where[name]) != where[name]:
                     uses.setdefault(ref, []).append(Use(kind, name, position))
-        return tuple(Edge("block", ref.name, ref.index, tuple(u)) for ref, u in uses.items())
+        return tuple(
+            Edge(
+                "parameter" if graph[ref.name].kind == "parameter" else "block",
+                ref.name,
+                ref.index,
+                tuple(own),
+            )
+            for ref, own in uses.items()
+        )
 
     def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[..., SavedTensors]:
         """Return a cached function (decision, choice) → ``SavedTensors`` for a kind of block."""
@@ -292,13 +316,8 @@ class StageModel:
     def spec(self, edge: Edge) -> TensorSpec:
         return self.structure.graph[edge.name].outputs[edge.index]
 
-    def targets(self, edge: Edge) -> tuple[tuple[Layout, ...], tuple[Ints, ...]]:
-        """Return the distinct layouts that a value's uses in a block may need, and for each use the
-        index of the layout by choice."""
-        found = self._targets(edge)
-        return found.layouts, found.columns
-
-    def _targets(self, edge: Edge) -> Targets:
+    def targets(self, edge: Edge) -> Targets:
+        """Return the distinct layouts that a value's uses in a block may need."""
         found = self._targets_of.get(edge)
         if found is None:
             found = self._targets_of[edge] = self._make_targets(edge)
@@ -320,38 +339,73 @@ class StageModel:
 
         return cache.targets.find((), wanted, make)
 
-    def conversions(self, edge: Edge) -> tuple[Floats, Floats]:
-        """Return two matrices of seconds, forward and backward, to convert a value that a block
-        reads from each layout of ``source`` to each of ``targets``."""
-        sources, targets = self.source(edge).layouts, self._targets(edge).layouts
-        spec, prices = self.spec(edge), self.prices
-        return prices.converted.matrices.find(
-            (spec,),
-            (sources, targets),
-            lambda: conversion_seconds(prices, spec, sources, targets),
+    def decisions(self, row: CostRow) -> tuple[Decision, ...]:
+        """Return the decisions of a block, or of a parameter that several blocks use."""
+        if not isinstance(row, str):
+            return ()
+        return self.kind(row).decisions if self.is_block(row) else (self.shared(row),)
+
+    def is_block(self, row: CostRow) -> bool:
+        """Return whether a row of a stage's cost is a kind of block."""
+        return row in self.structure.blocks.kinds
+
+    def rows(self, run: Run, policy: RecomputePolicy) -> list[tuple[CostRow, Occurrences]]:
+        """Return the rows of the cost of the stage ``run``, each with its occurrences in blocks
+        that are not, fully, and selectively recomputed."""
+        boundaries = [(each, (count, 0, 0)) for each, count in self.boundaries(run)]
+        return [*run.occurrences(policy).items(), *boundaries]
+
+    def terms(self, row: CostRow) -> tuple[Term, ...]:
+        """Return the terms of a row of a stage's cost beside its decisions' own amounts: layout
+        conversions, transfers, and bytes of another block's value that a recomputed reader
+        keeps."""
+        if isinstance(row, Boundary):
+            return (row.term,)
+        if row not in self._terms:
+            self._terms[row] = self._make_terms(row)
+        return self._terms[row]
+
+    def _make_terms(self, row: Row) -> tuple[Term, ...]:
+        if isinstance(row, Edge):
+            held = (self._held_bytes(row),) if row.is_held else ()
+            return (*self._conversion(row), *held)
+        if not self.is_block(row):
+            return ()
+        edges = self.kind(row).edges
+        return self.common(
+            self.prices.cache.terms,
+            (row,),
+            lambda: tuple(term for edge in edges for term in self._conversion(edge)),
         )
 
-    def merged(self, edge: Edge) -> Merged:
+    def _conversion(self, edge: Edge) -> tuple[Term, ...]:
         """Return the seconds of converting a value that a block reads, with layouts that cost the
-        same merged to classes."""
-        found = self._merged.get(edge)
-        if found is None:
-            source, targets = self.source(edge), self._targets(edge)
-            rows, columns, reduced = self.prices.converted.merged.find(
-                (self.spec(edge), targets.alone),
-                (source.layouts, targets.layouts),
-                lambda: merge_classes(
-                    np.stack(self.conversions(edge)), merge_columns=targets.alone
-                ),
-            )
-            found = Merged(
-                rows[source.of_choice],
-                tuple(columns[own] for own in targets.columns),
-                reduced[0],
-                reduced[1],
-            )
-            self._merged[edge] = found
-        return found
+        same merged to classes; nothing if it is free."""
+        source, targets = self.source(edge), self.targets(edge)
+        spec, prices = self.spec(edge), self.prices
+        given = source.layouts, targets.layouts
+        rows, columns, entries = prices.converted.merged.find(
+            (spec, targets.alone),
+            given,
+            lambda: merge_classes(
+                conversion_seconds(prices, spec, *given), merge_columns=targets.alone
+            ),
+        )
+        if not entries.any():
+            return ()
+        uses: dict[tuple[str, bytes], Side] = {}
+        for use, own in zip(edge.uses, targets.columns, strict=True):
+            side = Side(use.node, columns[own])
+            uses.setdefault((self.home(use.node)[1].name, side.classes.tobytes()), side)
+        maker = Side(maker_of(edge), rows[source.of_choice])
+        columns_of = conversion_columns(self.repeats(edge))
+        return (Term(maker, tuple(uses.values()), entries, columns_of),)
+
+    def _held_bytes(self, edge: Edge) -> Term:
+        """Return the bytes of a value of another block, which a recomputed reader keeps."""
+        options, spec = self.source(edge), self.spec(edge)
+        sizes = [[self.prices.local_bytes(spec, layout)] for layout in options.layouts]
+        return _of_layouts(maker_of(edge), options, sizes, kept_columns())
 
     def boundaries(self, run: Run) -> list[tuple[Boundary, int]]:
         """Return (boundary, how often it occurs) for values that a stage of the blocks ``run``
@@ -369,8 +423,9 @@ class StageModel:
         if key not in self._boundaries:
             spec, made = self.structure.graph[name].outputs[index], self.made(name, index)
             target = loss_layout if is_loss else boundary_layout
-            rows = [self.prices.conversion(spec, own, target(own)) for own in made.layouts]
-            self._boundaries[key] = Boundary(name, False, np.array(rows)[made.of_choice])
+            seconds = [self.prices.conversion(spec, own, target(own)) for own in made.layouts]
+            columns = conversion_columns((False,) * len(RECOMPUTE_MODES))
+            self._boundaries[key] = Boundary(False, _of_layouts(name, made, seconds, columns))
         return self._boundaries[key]
 
     def _incoming(self, ref: Ref, first: Use) -> Boundary:
@@ -378,16 +433,11 @@ class StageModel:
         spec = self.structure.graph.spec(ref)
         key = (spec, first)
         if key not in self._boundaries:
-            received = self.received(first)
-            rows = [self.prices.transfer(spec, each, self.link) for each in received.layouts]
-            self._boundaries[key] = Boundary(first.node, True, np.array(rows)[received.of_choice])
+            options = self.received(first)
+            seconds = [self.prices.transfer(spec, each, self.link) for each in options.layouts]
+            term = _of_layouts(first.node, options, seconds, received_columns())
+            self._boundaries[key] = Boundary(True, term)
         return self._boundaries[key]
-
-    def block_sync(self, kind: str, zero: int) -> Seconds:
-        """Return the latencies of a block's parameter gathers and gradient sums; 0 without any."""
-        if not self.kind(kind).has_parameters:
-            return Seconds()
-        return self.prices.block_sync(zero)
 
     def least_wait(self, run: Run, zero: int, num_microbatches: int) -> float:
         """Return a lower bound of the seconds per micro-batch that a stage waits for the parameter
@@ -402,10 +452,26 @@ class StageModel:
         ends: Sequence[tuple[str, Sequence[Decision]]]
         ends = ((run.kinds[0], shared), (run.kinds[-1], ()))
         for (kind, others), weights in zip(ends, wait_weights(num_microbatches), strict=True):
-            decisions = [*self.kind(kind).decisions, *others]
-            total += sum(float((each.seconds[zero] @ weights).min()) for each in decisions)
-            total += float(np.array(self.block_sync(kind, zero)) @ weights)
+            own = self.kind(kind)
+            costs = own.split(own.amounts.seconds[zero] @ weights)
+            costs += [each.amounts.seconds[zero] @ weights for each in others]
+            total += sum(float(cost.min()) for cost in costs)
+            total += float(own.constant[zero] @ weights)
         return total
+
+
+def _of_layouts(
+    node: str, options: Options, entries: Sequence[Sequence[float]], columns: Floats
+) -> Term:
+    """Return a term of one value, with an entry for each of its layouts."""
+    numbers = np.array(entries, dtype=np.float64)[None]
+    return Term(None, (Side(node, options.of_choice),), numbers, columns)
+
+
+def maker_of(edge: Edge) -> str:
+    """Return the node whose layouts decide how an edge's value arrives: the node that makes it, or
+    the first use of a value that the stage receives."""
+    return edge.name if edge.first is None else edge.first.node
 
 
 def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:

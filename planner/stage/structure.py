@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..graph.graph import Block, Blocks, Graph, Node, Ref
+from ..graph.graph import Block, Blocks, Graph, Ref
 from .block_range import Alike
 from .block_range import BlockClass as BlockClass
 from .block_range import Edge as Edge
@@ -135,17 +135,15 @@ class Structure:
         for name in block.nodes:
             node = self.graph[name]
             for position, ref in enumerate(node.inputs):
-                if ref.name not in inside and self._is_priced(ref, node):
+                if ref.name not in inside and self._is_priced(ref):
                     use = Use(block.kind, self.blocks.template[name], position)
                     found.setdefault(ref, []).append(use)
         return tuple((ref, tuple(uses)) for ref, uses in found.items())
 
-    def _is_priced(self, ref: Ref, node: Node) -> bool:
+    def _is_priced(self, ref: Ref) -> bool:
         """Return whether the layout of a node's input from outside the block is chosen apart."""
         kind = self.graph[ref.name].kind
-        if kind == "parameter":
-            return not is_own_parameter(ref, node, self.graph)
-        return kind == "op"
+        return kind == "op" or (kind == "parameter" and self.is_shared(ref.name))
 
     def own_parameters(self, block: Block) -> tuple[str, ...]:
         """Return the parameters that ``block`` alone uses, but more than once."""
@@ -157,28 +155,11 @@ class Structure:
                     found[ref.name] = None
         return tuple(name for name in found if not self.is_shared(name))
 
-    def own_parameter_edges(self, kind: str) -> tuple[Edge, ...]:
-        """Return the uses (``Edge``) of parameters that only one kind of block uses, but more than
-        once in a block."""
-        return tuple(
-            Edge("parameter", self.parameter_key(ref.name), 0, uses)
-            for ref, uses in self._template_outside[kind]
-            if self._is_inner(ref)
-        )
-
     def ends(self, kind: str) -> tuple[tuple[tuple[str, int], ...], tuple[Use, ...]]:
         """Return the values of a kind of block, as (node, output), that other blocks read or that
         are the loss, and the uses in the block of other blocks' values."""
-        wanted = [
-            use
-            for ref, uses in self._template_outside[kind]
-            if not self._is_inner(ref)
-            for use in uses
-        ]
+        wanted = [use for _, uses in self._template_outside[kind] for use in uses]
         return tuple(self._made_for_others.get(kind, ())), tuple(wanted)
-
-    def _is_inner(self, ref: Ref) -> bool:
-        return self.graph[ref.name].kind == "parameter" and not self.is_shared(ref.name)
 
     @cached_property
     def _template_outside(self) -> dict[str, tuple[tuple[Ref, tuple[Use, ...]], ...]]:

@@ -58,14 +58,14 @@ def layer_collectives(
     forward: Counter[tuple[str, int]] = Counter()
     backward: Counter[tuple[str, int]] = Counter()
     for edge in edges:
-        options, (targets, columns) = model.source(edge), model.targets(edge)
-        source = options.layouts[options.of_choice[table._choice(edge.name)]]
+        options, targets = model.source(edge), model.targets(edge)
+        source = options.layouts[options.of_choice[table.choice(edge.name)]]
         wanted = {
-            int(column[table._choice(use.node)])
-            for use, column in zip(edge.uses, columns, strict=True)
+            int(column[table.choice(use.node)])
+            for use, column in zip(edge.uses, targets.columns, strict=True)
         }
         for each in wanted:
-            for step in conversion_steps(source, targets[each]):
+            for step in conversion_steps(source, targets.layouts[each]):
                 for direction, kind in zip((forward, backward), step.collectives, strict=True):
                     if kind is not None:
                         direction[kind, model.spec(edge).num_bytes] += 1

@@ -20,10 +20,10 @@ from autoparallel.planner.integer_programs.ilp import (
     Problem,
     cost,
     memory_bytes,
-    merge_classes,
     optimize,
 )
 from autoparallel.planner.stage.assembly import StageOptions, StageProblem
+from autoparallel.planner.stage.terms import merge_classes
 
 
 def chosen(found: StageProblem, choices: tuple[int, ...]) -> dict[str, NodeLayout]:
@@ -156,10 +156,11 @@ assert optimize(Problem((np.array([2.0, 1.0]),))).choices == (1,)
 
 
 def test_equal_rows_and_columns_become_classes() -> None:
-    costs = np.array([[[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [2.0, 0.0, 0.0]]])
-    rows, columns, reduced = merge_classes(costs, merge_columns=True)
+    forward = np.array([[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [2.0, 0.0, 0.0]])
+    both = forward, 2 * forward
+    rows, columns, entries = merge_classes(both, merge_columns=True)
     assert rows.tolist() == [0, 0, 1]
     assert columns.tolist() == [0, 1, 1]
-    assert reduced.tolist() == [[[0.0, 1.0], [2.0, 0.0]]]
-    _, apart, _ = merge_classes(costs, merge_columns=False)
+    assert entries.tolist() == [[[0.0, 0.0], [1.0, 2.0]], [[2.0, 4.0], [0.0, 0.0]]]
+    _, apart, _ = merge_classes(both, merge_columns=False)
     assert apart.tolist() == [0, 1, 2]

@@ -19,7 +19,7 @@ from autoparallel.planner.intra_op.elimination import (
     eliminate,
     find_order,
 )
-from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, conversion_table
+from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, term_table
 from autoparallel.planner.search.context import SearchContext
 
 SIZES = (2, 3, 2, 4, 2)
@@ -82,8 +82,8 @@ def test_several_uses_cost_each_distinct_target_once() -> None:
     classes = [generator.integers(0, 4, 5) for _ in range(3)]
     source = np.array([2, 0, 1])
     # the first and the last use are of one variable
-    scope, table = conversion_table(
-        matrix, ((7, source), (3, classes[0]), (5, classes[1]), (3, classes[2]))
+    scope, table = term_table(
+        matrix, (7, source), ((3, classes[0]), (5, classes[1]), (3, classes[2]))
     )
     assert scope == (7, 3, 5)
     for at, first, second in np.ndindex(table.shape):

@@ -14,10 +14,9 @@ from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.intra_op.pool import Pool
 from autoparallel.planner.stage.assembly import Solution, StageOptions, StageProblem
-from autoparallel.planner.stage.decisions import ZEROS
-from autoparallel.planner.stage.kind_model import KEPT, STATES
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.structure import Run, Structure
+from autoparallel.planner.stage.terms import HELD_STATES, KEPT, ZEROS
 
 COUNT = 4
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
@@ -50,7 +49,8 @@ def test_every_run_of_a_family_costs_what_each_solution_says(seed: int) -> None:
                 for zero in ZEROS:
                     figures = pool.unrecomputed(run)
                     objectives, hidden = pool._objectives(run, figures, COUNT)
-                    states, kept = figures[number, zero, [STATES, KEPT]]
+                    states = figures[number, zero, HELD_STATES].sum()
+                    kept = figures[number, zero, KEPT.start]
                     cost = entry.table.price(run, StageOptions(COUNT, zero))
                     held = cost.memory_bytes
                     total = held["parameters"] + held["gradients"] + held["optimizer"]

@@ -52,7 +52,7 @@ def test_no_layout_on_any_mesh_computes_a_gpt_in_less(name: str) -> None:
         for size in (1, 2, 4, 8):
             for solver in job.solvers.on_submesh(rows, 0, size):
                 least = sum(
-                    float(decision.seconds[:, :, [0, 2]].sum(axis=2).min())
+                    float(decision.amounts.seconds[:, :, [0, 2]].sum(axis=2).min())
                     for block in blocks.blocks
                     for decision in solver.model.kind(block.kind).decisions
                 )

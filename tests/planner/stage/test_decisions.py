@@ -47,13 +47,15 @@ def test_a_mesh_has_the_decisions_that_it_has_without_the_others(seed: int) -> N
         model = solver.model
         for block in model.structure.blocks.kinds.values():
             given = block, model.structure.graph
-            shared = decide(*given, model.prices, model.restriction)
-            own = decide(*given, alone(model.prices), model.restriction)
+            shared, _ = decide(*given, model.prices, model.restriction)
+            own, _ = decide(*given, alone(model.prices), model.restriction)
             assert [each.members for each in shared] == [each.members for each in own]
             for one, other in zip(shared, own, strict=True):
                 assert one.choices == other.choices
                 for figures in ("seconds", "states", "skipped_seconds"):
-                    assert np.array_equal(getattr(one, figures), getattr(other, figures))
+                    assert np.array_equal(
+                        getattr(one.amounts, figures), getattr(other.amounts, figures)
+                    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -62,15 +64,15 @@ def test_a_choice_costs_the_sum_of_its_members(seed: int) -> None:
         model = solver.model
         graph, prices = model.structure.graph, model.prices
         for block in model.structure.blocks.kinds.values():
-            for decision in decide(block, graph, prices, model.restriction):
+            for decision in decide(block, graph, prices, model.restriction)[0]:
                 for number, choice in enumerate(decision.choices):
                     for zero in ZEROS:
                         given = decision, choice.layouts, graph, prices
                         expected = summed(*given, zero, replay(block, graph, prices))
                         found = {
-                            "seconds": decision.seconds[zero, number],
-                            "states": decision.states[zero, number],
-                            "skipped_seconds": decision.skipped_seconds[:, number],
+                            "seconds": decision.amounts.seconds[zero, number],
+                            "states": decision.amounts.states[zero, number],
+                            "skipped_seconds": decision.amounts.skipped_seconds[:, number],
                         }
                         for name, figures in expected.items():
                             assert found[name] == pytest.approx(figures, rel=1e-12, abs=1e-30)
@@ -109,8 +111,9 @@ def summed(
 
 
 def figures(decision: Decision, number: int) -> np.ndarray:
-    own = decision.seconds[:, number].ravel(), decision.states[:, number].ravel()
-    again = decision.seconds[0, number, [0, 13, 1]] - decision.skipped_seconds[:, number]
+    amounts = decision.amounts
+    own = amounts.seconds[:, number].ravel(), amounts.states[:, number].ravel()
+    again = amounts.seconds[0, number, [0, 13, 1]] - amounts.skipped_seconds[:, number]
     return np.array([*own[0], *own[1], *again.ravel()])
 
 
@@ -120,7 +123,7 @@ def test_no_choice_is_left_that_another_equals_outside_and_betters(seed: int) ->
         model = solver.model
         graph = model.structure.graph
         for block in model.structure.blocks.kinds.values():
-            for decision in decide(block, graph, model.prices, model.restriction):
+            for decision in decide(block, graph, model.prices, model.restriction)[0]:
                 looks: dict[object, list[np.ndarray]] = {}
                 inside = set(decision.members)
                 for number, choice in enumerate(decision.choices):
