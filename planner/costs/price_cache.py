@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..stage.kind_model import KindModel, SavedTensors
     from ..stage.outline import Choice, DecisionSpace
     from ..stage.stage_model import Options, Targets
-    from ..stage.terms import Term
+    from ..stage.terms import PlacedTerm, Term
     from .conversions import Changes
 
 K = TypeVar("K")
@@ -126,5 +126,6 @@ class PriceCache:
 
     kind_tables: ByIdentity[KindTables] = field(default_factory=ByIdentity)
     terms: ByIdentity[tuple[Term, ...]] = field(default_factory=ByIdentity)
+    placed_terms: ByIdentity[tuple[PlacedTerm, ...]] = field(default_factory=ByIdentity)
     orders: dict[tuple[object, ...], Order] = field(default_factory=dict)
     block_seconds: ByIdentity[Any] = field(default_factory=ByIdentity)

@@ -193,6 +193,7 @@ class KindTables:
     _variables: dict[tuple[int, bytes], int] = field(default_factory=dict)
     _solved: dict[Rates, Eliminated] = field(default_factory=dict)
     _alike: dict[tuple[int, Recompute], Factor] = field(default_factory=dict)
+    _of_weights: dict[bytes, list[Factor]] = field(default_factory=dict)
     _memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
@@ -276,9 +277,7 @@ class KindTables:
         found = self._solved.get(rates)
         if found is None:
             order = self.order
-            weights = rates.weights
-            links = [self._memo.note(link.factor(weights)) for link in self.links]
-            factors = [*self.fixed, *links, *self._own(rates)]
+            factors = [*self.fixed, *self._linked(rates.weights), *self._own(rates)]
             found = eliminate(self.sizes, factors, order, self.kept, self._memo)
             rows, columns = rates.grid
             found = found.in_a_row(1 if rates.any_zero else rows, columns)
@@ -297,6 +296,13 @@ class KindTables:
         """Return the sum of ``of(bytes kept by each choice)`` over a block's decisions (nodes laid
         out together)."""
         return sum(float(of(own)) for own in self.tables.split(self._kept_bytes["none"]))
+
+    def _linked(self, weights: Floats) -> list[Factor]:
+        """Return the costs of layout conversions as terms of the sum to minimize. Cached."""
+        key = weights.tobytes()
+        if key not in self._of_weights:
+            self._of_weights[key] = [self._memo.note(each.factor(weights)) for each in self.links]
+        return self._of_weights[key]
 
     def _own(self, rates: Rates) -> list[Factor]:
         """Return, for each decision (nodes laid out together), the cost of each choice without

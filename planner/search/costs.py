@@ -138,6 +138,8 @@ class MeshCosts:
     def _fitting(self, series: Series) -> Series:
         """Return the series without the lengths that cannot fit whatever the layouts."""
         excess = self.excess_bytes[list(series.classes)]
+        if (excess <= 0).any():
+            excess = np.maximum(excess, self.excess_on_mesh[list(series.classes)])
         number = int(np.argmax(excess > 0)) if (excess > 0).any() else len(excess)
         if number < len(excess):
             self.solver.note_excess(float(excess[number]))
@@ -148,6 +150,14 @@ class MeshCosts:
         """Return, by class, a lower bound of the bytes by which runs exceed a device's memory."""
         model, limit = self.solver.model, self.solver.limits.memory_bytes
         least = self.runs.least_bytes.on(model.prices.mesh.size, model.prices)
+        found: Floats = least + context_bytes(model) - limit
+        return found
+
+    @cached_property
+    def excess_on_mesh(self) -> Floats:
+        """Return ``excess_bytes`` with states as small as the tables of the mesh allow."""
+        model, limit = self.solver.model, self.solver.limits.memory_bytes
+        least = self.runs.least_bytes.on_mesh(model, self.solver.zeros)
         found: Floats = least + context_bytes(model) - limit
         return found
 

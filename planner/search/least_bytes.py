@@ -5,7 +5,8 @@ class a lower bound per device: each tensor is split into at most D parts. A sta
 for every block, the values that autograd keeps or, if the block is recomputed, the values from
 other blocks that it is the first to read; in the backward of a block all its saved values,
 recomputed or not; and the inputs and outputs of its largest op. No tables are needed, so runs that
-cannot fit are excluded at no cost.
+cannot fit are excluded at no cost. With the tables of a mesh, states are as small as a choice of
+its layouts allows, and the backward of a block also holds the parameters that ZeRO gathers.
 
 For the whole model, a lower bound of the bytes of all devices, for any cut into stages: its states,
 and the saved values of every block for one micro-batch.
@@ -13,6 +14,7 @@ and the saved values of every block for one micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +25,7 @@ from ..costs.kept_bytes import memory_of
 from ..costs.prices import Prices
 from ..graph.graph import Block, Ref, TensorSpec
 from ..stage.range_classes import Floats, RunClasses
+from ..stage.stage_model import StageModel
 from ..stage.structure import Structure
 
 
@@ -39,15 +42,15 @@ class _BlockSizes:
     states: tuple[tuple[int, int], ...]
     ops: tuple[tuple[int, ...], ...]
 
-    def on(self, num_devices: int) -> tuple[float, float, float]:
-        """Return bytes per device: held all the time, held only in the block's backward, used by
-        its largest op."""
+    def on(self, num_devices: int) -> tuple[float, float, float, float]:
+        """Return bytes per device: states, activations held all the time, activations held only in
+        the block's backward, used by its largest op."""
         saved = sum(n // num_devices for n in self.saved)
         read = min(sum(n // num_devices for n in own) for own in self.read)
         states = sum(numel // num_devices * size for numel, size in self.states)
         largest = max((sum(n // num_devices for n in own) for own in self.ops), default=0)
         held = min(saved, read)
-        return float(states + held), float(saved - held), float(largest)
+        return float(states), float(held), float(saved - held), float(largest)
 
 
 @dataclass
@@ -58,6 +61,7 @@ class LeastBytes:
     classes: RunClasses
     _sizes: dict[str, _BlockSizes] = field(default_factory=dict)
     _found: dict[tuple[int, PrecisionPolicy], Floats] = field(default_factory=dict)
+    _of_kinds: dict[int, dict[str, tuple[float, ...]]] = field(default_factory=dict)
 
     def on(self, num_devices: int, prices: Prices) -> Floats:
         """Return the lower bounds by class of runs, without bytes that hold no tensor."""
@@ -66,18 +70,48 @@ class LeastBytes:
             self._found[key] = self._least(num_devices, prices)
         return self._found[key]
 
+    def on_mesh(self, model: StageModel, zeros: Sequence[int]) -> Floats:
+        """Return the lower bounds on the mesh of ``model`` under one of the ZeRO stages ``zeros``,
+        by class of runs, without bytes that hold no tensor."""
+        num_devices, kinds = model.prices.mesh.size, self.structure.blocks.kinds
+        own = self._by_kind(num_devices, model.prices)
+        every = []
+        for zero in zeros:
+            least = {kind: model.kind(kind).least_states(zero) for kind in kinds}
+            every.append(
+                self._by_class(
+                    num_devices,
+                    {
+                        kind: (states, own[kind][1], own[kind][2] + gathered, own[kind][3])
+                        for kind, (states, gathered) in least.items()
+                    },
+                )
+            )
+        found: Floats = np.minimum.reduce(every)
+        return found
+
     def _least(self, num_devices: int, prices: Prices) -> Floats:
-        by_kind = {}
-        for kind, block in self.structure.blocks.kinds.items():
-            if kind not in self._sizes:
-                self._sizes[kind] = self._of_block(block, prices)
-            by_kind[kind] = self._sizes[kind].on(num_devices)
+        return self._by_class(num_devices, self._by_kind(num_devices, prices))
+
+    def _by_kind(self, num_devices: int, prices: Prices) -> dict[str, tuple[float, ...]]:
+        """Return the bytes per device of each kind of block (``_BlockSizes.on``)."""
+        if num_devices not in self._of_kinds:
+            for kind, block in self.structure.blocks.kinds.items():
+                if kind not in self._sizes:
+                    self._sizes[kind] = self._of_block(block, prices)
+            self._of_kinds[num_devices] = {
+                kind: own.on(num_devices) for kind, own in self._sizes.items()
+            }
+        return self._of_kinds[num_devices]
+
+    def _by_class(self, num_devices: int, by_kind: Mapping[str, tuple[float, ...]]) -> Floats:
+        """Return the bytes of each class of runs, from those of each kind of block."""
         own = np.array([by_kind[block.kind] for block in self.structure.blocks.blocks])
         starts, stops = np.array(self.classes.firsts).T
-        always = np.append(0.0, np.cumsum(own[:, 0]))
+        always = np.append(0.0, np.cumsum(own[:, 0] + own[:, 1]))
         leaves = np.array(self.structure.leaf_bytes_of_blocks(num_devices), dtype=np.float64)
         found: Floats = always[stops] - always[starts]
-        for column in (own[:, 1], own[:, 2], leaves):
+        for column in (own[:, 2], own[:, 3], leaves):
             found += range_max(column, starts, stops)
         return found
 
@@ -85,7 +119,7 @@ class LeastBytes:
         """Return a lower bound of the bytes of the whole model, over all devices."""
         structure, shared = self.structure, dict[str, None]()
         sizes = {
-            kind: self._of_block(block, prices).on(1)[0]
+            kind: sum(self._of_block(block, prices).on(1)[:2])
             for kind, block in structure.blocks.kinds.items()
         }
         for block in structure.blocks.blocks:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..costs.kept_bytes import RECOMPUTE_MODES, Part
-from ..costs.seconds import Resource, State
+from ..costs.seconds import HELD, Resource, State
 from ..plan import Recompute
 from .decisions import Decision
 from .structure import Edge
@@ -136,6 +136,15 @@ class KindModel:
     def split(self, values: Floats, axis: int = -1) -> list[Floats]:
         """Split values of all choices into an array for each decision."""
         return np.split(values, self.starts[1:], axis=axis)
+
+    def least_states(self, zero: int) -> tuple[float, float]:
+        """Return, under a ZeRO stage, the least bytes of a block's states, and the least bytes that
+        gathering its parameters adds to them while it runs."""
+        states = self.amounts.states[zero]
+        held = states[:, HELD].sum(axis=1)
+        both = held + GATHERED_BLOCKS * states[:, State.GATHERED]
+        least, most = (sum(float(own.min()) for own in self.split(each)) for each in (held, both))
+        return least, most - least
 
     @cached_property
     def _held(self) -> tuple[tuple[SavedTensors, ...], ...]:

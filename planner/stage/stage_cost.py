@@ -41,7 +41,7 @@ from .recompute_policy import (
 )
 from .stage_model import CostRow, StageModel
 from .structure import Run
-from .terms import BLOCK_MODES, KEPT, NUM_AMOUNTS, RECEIVED, SECONDS, Floats, Term
+from .terms import BLOCK_MODES, KEPT, RECEIVED, SECONDS, Floats, total
 
 N = TypeVar("N", int, float)
 
@@ -244,15 +244,12 @@ class StageTable:
         if isinstance(row, str):
             own = self.kinds.get(row)
             return own or RowCost(self.model.shared(row).amounts.total((self.choice(row),)))
-        return RowCost(self._total(self.model.terms(row))[None])
+        terms = [term.placed(self.assembly.position) for term in self.model.terms(row)]
+        return RowCost(total(terms, self.choices)[None])
 
     def choice(self, name: str) -> int:
         """Return the choice of the decision that lays out node ``name``."""
         return self.choices[self.assembly.position(name)]
-
-    def _total(self, terms: Iterable[Term]) -> Floats:
-        """Return the sum of the amounts of ``terms``."""
-        return sum((term.total(self.choice) for term in terms), np.zeros(NUM_AMOUNTS))
 
     def _kind(self, kind: str) -> RowCost:
         model = self.model.kind(kind)
@@ -264,7 +261,7 @@ class StageTable:
     def _kind_cost(self, kind: str, choices: tuple[int, ...]) -> RowCost:
         model = self.model.kind(kind)
         amounts = model.amounts.total(np.add(model.starts, choices).tolist())
-        amounts += self._total(self.model.terms(kind))
+        amounts += total(self.model.placed_terms(kind), choices)
         amounts[:, SECONDS] += model.constant
         held = [model.held(number, choice) for number, choice in enumerate(choices)]
         saved = {part for own in held for part in own.saved}

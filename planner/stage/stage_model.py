@@ -44,6 +44,7 @@ from .terms import (
     ZEROS,
     Floats,
     Ints,
+    PlacedTerm,
     Side,
     Term,
     conversion_columns,
@@ -364,6 +365,15 @@ class StageModel:
         if row not in self._terms:
             self._terms[row] = self._make_terms(row)
         return self._terms[row]
+
+    def placed_terms(self, kind: str) -> tuple[PlacedTerm, ...]:
+        """Return the terms of a kind of block for the indices of its decisions."""
+        where = self.kind(kind).where
+        return self.common(
+            self.prices.cache.placed_terms,
+            (kind,),
+            lambda: tuple(term.placed(where.__getitem__) for term in self.terms(kind)),
+        )
 
     def _make_terms(self, row: Row) -> tuple[Term, ...]:
         if isinstance(row, Edge):

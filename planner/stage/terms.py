@@ -13,9 +13,10 @@ each recomputation mode reruns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,15 +177,48 @@ class Term:
         found: Floats = self.entries @ (self.columns @ weights)
         return found
 
-    def total(self, choice: Callable[[str], int]) -> Floats:
-        """Return the amounts at the choices that ``choice`` maps each node to."""
-        source = 0 if self.maker is None else self.maker.classes[choice(self.maker.node)]
-        wanted = {int(use.classes[choice(use.node)]) for use in self.uses}
-        found: Floats = self.entries[source, sorted(wanted)].sum(axis=0) @ self.columns
+    def placed(self, position: Callable[[str], int]) -> PlacedTerm:
+        """Return the term for decisions whose indices are ``position(node)``."""
+        maker, *uses = [(position(side.node), side.classes) for side in self.sides]
+        if self.maker is None:
+            maker, uses = (maker[0], np.zeros_like(maker[1])), [maker]
+        return PlacedTerm(maker, tuple(uses), self.entries, self.columns)
+
+
+class PlacedTerm(NamedTuple):
+    """A ``Term`` whose maker and uses are (index of a decision, class by choice)."""
+
+    maker: tuple[int, Ints]
+    uses: tuple[tuple[int, Ints], ...]
+    entries: Floats
+    columns: Floats
+
+    def at(self, choices: Sequence[int]) -> Floats:
+        """Return the sum of the entries at the choice of each decision."""
+        decision, classes = self.maker
+        row = self.entries[classes[choices[decision]]]
+        if len(self.uses) == 1:
+            decision, classes = self.uses[0]
+            only: Floats = row[classes[choices[decision]]]
+            return only
+        wanted = {int(classes[choices[decision]]) for decision, classes in self.uses}
+        found: Floats = row[sorted(wanted)].sum(axis=0)
         return found
 
 
-def conversion_columns(repeats: Sequence[bool]) -> Floats:
+def total(terms: Iterable[PlacedTerm], choices: Sequence[int]) -> Floats:
+    """Return the sum of the amounts of ``terms`` at the choice of each decision."""
+    entries: dict[int, tuple[Floats, Floats]] = {}
+    for term in terms:
+        key = id(term.columns)
+        known = entries.get(key)
+        own = term.at(choices)
+        entries[key] = (term.columns, own if known is None else known[1] + own)
+    return sum((own @ columns for columns, own in entries.values()), np.zeros(NUM_AMOUNTS))
+
+
+@cache
+def conversion_columns(repeats: tuple[bool, ...]) -> Floats:
     """Return the ``columns`` of a term whose entries are conversion seconds, forward and backward.
     ``repeats``: for each of ``RECOMPUTE_MODES``, whether it reruns the forward conversion."""
     found = np.zeros((2, NUM_AMOUNTS))
@@ -193,6 +227,7 @@ def conversion_columns(repeats: Sequence[bool]) -> Floats:
     return found
 
 
+@cache
 def kept_columns() -> Floats:
     """Return the ``columns`` of a term whose entries are bytes that recomputed blocks keep."""
     found = np.zeros((1, NUM_AMOUNTS))
@@ -200,6 +235,7 @@ def kept_columns() -> Floats:
     return found
 
 
+@cache
 def received_columns() -> Floats:
     """Return the ``columns`` of a term whose entries are seconds of received messages, forward and
     backward."""

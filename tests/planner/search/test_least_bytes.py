@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from one_stage import plan
 from random_cases import random_case
@@ -34,7 +35,9 @@ def test_every_solution_of_every_run_needs_as_much(seed: int) -> None:
     least = LeastBytes(job.tables.at(rows), job.classes)
     for devices in range(1, size + 1):
         for solver in job.solvers.on_submesh(rows, 0, devices):
-            bounds = least.on(devices, solver.model.prices) + context_bytes(solver.model)
+            bounds = np.maximum(
+                least.on(devices, solver.model.prices), least.on_mesh(solver.model, solver.zeros)
+            ) + context_bytes(solver.model)
             for number, (start, stop) in enumerate(job.classes.firsts):
                 run = job.tables.at(rows).run(start, stop)
                 found = solver.best(run, 2, 1)
