@@ -192,7 +192,8 @@ class KindTables:
     links: list[Link] = field(default_factory=list)
     _variables: dict[tuple[int, bytes], int] = field(default_factory=dict)
     _solved: dict[Rates, Eliminated] = field(default_factory=dict)
-    _alike: dict[tuple[int, Recompute], Factor] = field(default_factory=dict)
+    _kept_bytes: dict[Recompute, Floats] = field(default_factory=dict)
+    _alike: dict[tuple[int, bytes], Factor] = field(default_factory=dict)
     _of_weights: dict[bytes, list[Factor]] = field(default_factory=dict)
     _memo: Memo = field(default_factory=Memo)
 
@@ -286,16 +287,14 @@ class KindTables:
             self._solved[rates] = found
         return found
 
-    @cached_property
-    def _kept_bytes(self) -> dict[Recompute, Floats]:
-        """Map each recomputation mode to the bytes kept by every layout choice in the block."""
-        modes: tuple[Recompute, ...] = ("none", "selective", "full")
-        return {mode: self.tables.kept_bytes(mode) for mode in modes}
+    def _kept(self, mode: Recompute) -> Floats:
+        """Return the bytes kept by every layout choice in the block under a recomputation mode."""
+        return find(self._kept_bytes, mode, lambda: self.tables.kept_bytes(mode))
 
     def kept_bytes(self, of: Callable[[Floats], Any]) -> float:
         """Return the sum of ``of(bytes kept by each choice)`` over a block's decisions (nodes laid
         out together)."""
-        return sum(float(of(own)) for own in self.tables.split(self._kept_bytes["none"]))
+        return sum(float(of(own)) for own in self.tables.split(self._kept("none")))
 
     def _linked(self, weights: Floats) -> list[Factor]:
         """Return the costs of layout conversions as terms of the sum to minimize. Cached."""
@@ -313,33 +312,30 @@ class KindTables:
         if rates.state_prices:
             prices = rates.prices(saved=False).reshape(shape)
             cost = cost + prices[:, :, None] * amounts.weighted(STATE_BYTES, zeros)[:, None]
-        if rates.saved_prices and any(self._keeps[rates.mode]):
-            prices = rates.prices(saved=True).reshape(shape)
-            cost = cost + prices[:, :, None] * self._kept_bytes[rates.mode]
+        keeps = np.zeros(len(cost[0, 0]))
+        if rates.saved_prices:
+            keeps = self._kept(rates.mode)
+            cost = cost + rates.prices(saved=True).reshape(shape)[:, :, None] * keeps
         if rates.any_zero:
             cost = cost.min(axis=0, keepdims=True)
-        parts = self.tables.split(cost)
-        return [self._factor(number, part, rates) for number, part in enumerate(parts)]
+        parts = zip(self.tables.split(cost), self.tables.split(keeps), strict=True)
+        return [
+            self._factor(number, part, rates, keeps=bool(own.any()))
+            for number, (part, own) in enumerate(parts)
+        ]
 
-    def _factor(self, number: int, part: Floats, rates: Rates) -> Factor:
+    def _factor(self, number: int, part: Floats, rates: Rates, *, keeps: bool) -> Factor:
         """Return the cost ``part[row, column, choice]`` of decision ``number`` as a term of the sum
-        to minimize; batch axes along which it is constant get length 1."""
+        to minimize; batch axes along which it is constant get length 1. ``keeps``: whether a choice
+        keeps bytes at a price."""
         if not self._is_same[number]:
             return Factor((number,), part)
-        if rates.saved_prices and self._keeps[rates.mode][number]:
+        if keeps:
             return Factor((number,), part[:1] if rates.grid[1] > 1 or len(part) == 1 else part)
-        key = (number, rates.mode)
+        key = (number, rates.weights.tobytes())
         if key not in self._alike:
             self._alike[key] = self._memo.note(Factor((number,), part[:1, :1]))
         return self._alike[key]
-
-    @cached_property
-    def _keeps(self) -> dict[Recompute, list[bool]]:
-        """Map each recomputation mode to, for each decision, whether a choice keeps any bytes."""
-        return {
-            mode: [bool(own.any()) for own in self.tables.split(sizes)]
-            for mode, sizes in self._kept_bytes.items()
-        }
 
     @cached_property
     def _is_same(self) -> list[bool]:

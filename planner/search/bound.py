@@ -22,7 +22,7 @@ the micro-batches in flight, and that blocks are indivisible. It is at least ``w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,13 +38,12 @@ from ..inter_op.sweep import Tiling
 from ..intra_op.elimination import Floats
 from ..intra_op.intra_op import IntraOp
 from ..intra_op.kind_tables import KindTables, Rates, TooWideError
-from ..plan import Recompute
 from ..stage.assembly import context_bytes
 from ..stage.branches import find_sections
 from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 
-PRICES = (0.05, 0.2, 0.5, 1.0, 3.0)
+PRICES = (0.05, 0.2, 0.5)
 """Prices per byte to try, relative to the price at which all bytes of a device cost its work."""
 
 WORTH_BOUNDING = 1.05
@@ -190,46 +189,66 @@ class _Relaxation:
 
     def _device_seconds(self, prices: Floats) -> Floats:
         """Return, by price of a byte, a device's mean seconds of work per micro-batch."""
-        count, cluster = self.context.num_microbatches(self.rows), self.context.cluster
-        shares = [solver.model.prices.mesh.size / cluster.num_devices for solver in self._solvers]
-        every = [block_seconds(solver, count, prices) for solver in self._solvers]
         blocks = Counter(block.kind for block in self.context.tables.at(self.rows).blocks.blocks)
-        found: Floats = np.zeros(len(prices))
-        for kind, number in blocks.items():
-            found += number * np.minimum.reduce(
-                [share * own[kind] for share, own in zip(shares, every, strict=True)]
-            )
-        return found
+        return sum(
+            (number * self._block_seconds(kind, prices) for kind, number in blocks.items()),
+            np.zeros(len(prices)),
+        )
+
+    def _block_seconds(self, kind: str, prices: Floats) -> Floats:
+        """Return, by price of a byte, the least device seconds of a block over all meshes, as a
+        share of all devices.
+
+        On a mesh the block takes at least its seconds without a price, plus its least bytes of
+        states; meshes on which this is too much are not solved again.
+        """
+        count, number = self.context.num_microbatches(self.rows), self.context.cluster.num_devices
+        least, bounds = np.full(len(prices), np.inf), []
+        for solver in self._solvers:
+            share = solver.model.prices.mesh.size / number
+            unpriced = block_seconds(solver, kind, count, np.zeros(1))
+            bounds.append((share * (unpriced + prices * self._bytes(solver, kind)), share, solver))
+        for bound, share, solver in sorted(bounds, key=lambda each: float(each[0].sum())):
+            if (bound < least).any():
+                least = np.minimum(least, share * block_seconds(solver, kind, count, prices))
+        return least
+
+    def _bytes(self, solver: IntraOp, kind: str) -> float:
+        """Return the least bytes of a block's states on the solver's mesh."""
+        model = solver.model.kind(kind)
+        return min(model.least_states(zero)[0] for zero in solver.zeros)
 
 
-def block_seconds(solver: IntraOp, count: int, prices: Floats) -> Mapping[str, Floats]:
-    """Map each kind of block to the least cost of one block on the solver's mesh, over all layouts,
-    ZeRO stages and recomputation modes: seconds per micro-batch plus bytes at each of ``prices``.
-    Cached for all meshes with equal cost tables.
+def block_seconds(solver: IntraOp, kind: str, count: int, prices: Floats) -> Floats:
+    """Return the least cost of a block on the solver's mesh, over all layouts, ZeRO stages and
+    recomputation modes: seconds per micro-batch plus bytes at each of ``prices``. Cached for all
+    meshes with equal cost tables.
 
     ``count`` is the number of micro-batches. Raises ``TooWideError``.
     """
     model, states = solver.model, tuple(prices.tolist())
-    modes = solver.modes if prices.any() else solver.modes[:1]  # recomputing only saves bytes
-    key = (solver.zeros, modes, count, states)
+    tables, number = KindTables.of(model, kind), len(solver.zeros)
+    if not prices.any():
+        every = [Rates(count, solver.zeros, solver.modes[0])]  # recomputing only saves bytes
+    else:
+        zeros, given = tuple(zero for zero in solver.zeros for _ in states), states * number
+        every = [Rates(count, zeros, mode, given, given, any_zero=True) for mode in solver.modes]
 
-    def make() -> Mapping[str, Floats]:
-        return {
-            kind: np.minimum.reduce([least(kind, mode) for mode in modes])
-            for kind in model.structure.blocks.kinds
-        }
-
-    def least(kind: str, mode: Recompute) -> Floats:
-        tables, number = KindTables.of(model, kind), len(solver.zeros)
+    def make() -> Floats:
         tables.check()
         solver.budget.num_problems += 1
-        zeros = tuple(zero for zero in solver.zeros for _ in states)
-        rates = Rates(count, zeros, mode, states * number, states * number, any_zero=True)
-        table = tables.solve(rates).table[0]
-        sync = (model.kind(kind).constant[list(solver.zeros)] @ rates.seconds).min()
-        return np.broadcast_to(sync + table.reshape(len(table), -1).min(axis=1), len(states))
+        found: Floats = np.minimum.reduce([least(rates) for rates in every])
+        return found
 
-    return model.common(model.prices.cache.block_seconds, key, make)
+    def least(rates: Rates) -> Floats:
+        constant = model.kind(kind).constant[list(solver.zeros)] @ rates.seconds
+        table = tables.solve(rates).table[0]
+        inside = table.reshape(len(table), -1).min(axis=1)
+        if rates.any_zero:
+            return np.broadcast_to(inside + constant.min(), prices.shape)
+        return np.full(prices.shape, (inside + constant).min())
+
+    return model.common(model.prices.cache.block_seconds, (kind, *every), make)
 
 
 def work_bound(context: SearchContext, rows: Sequence[int]) -> float:

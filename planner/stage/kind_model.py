@@ -7,10 +7,10 @@ bytes that choices keep from forward to backward, by recomputation mode; the cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 
@@ -92,15 +92,47 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Kept tensors as (storage, bytes), by decision and choice."""
 
 
-class SavedTensors(NamedTuple):
-    """Bytes per rank of a decision's choice, with storages (memory of a tensor and its views) as
-    (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation, ``read`` from
-    the batch; ``working_bytes``: inputs and outputs of the largest op."""
+class Storages(Protocol):
+    """Bytes per rank that ops with given layouts use, on demand. Storages (memory of a tensor and
+    its views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective
+    recomputation, ``read`` from the batch; ``working_bytes``: inputs and outputs of the largest
+    op."""
 
-    saved: tuple[Part, ...]
-    working_bytes: int
-    selected: tuple[Part, ...]
-    read: tuple[Part, ...]
+    @property
+    def saved(self) -> tuple[Part, ...]: ...
+    @property
+    def selected(self) -> tuple[Part, ...]: ...
+    @property
+    def read(self) -> tuple[Part, ...]: ...
+    @property
+    def working_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ChoiceStorages:
+    """``Storages`` of all ops of a choice."""
+
+    ops: tuple[Storages, ...]
+
+    @cached_property
+    def saved(self) -> tuple[Part, ...]:
+        return _distinct(each.saved for each in self.ops)
+
+    @cached_property
+    def selected(self) -> tuple[Part, ...]:
+        return _distinct(each.selected for each in self.ops)
+
+    @cached_property
+    def read(self) -> tuple[Part, ...]:
+        return _distinct(each.read for each in self.ops)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        return max((each.working_bytes for each in self.ops), default=0)
+
+
+def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:
+    return tuple(dict.fromkeys(part for own in parts for part in own))
 
 
 @dataclass(frozen=True)
@@ -111,9 +143,9 @@ class KindModel:
     ``amounts`` are of the choices of all decisions, in order. ``where`` maps a node to its
     decision. ``edges``: values of one decision of the block that another reads, and parameters that
     are used more than once. ``constant[zero, Resource]``: seconds of a block that no choice
-    changes. ``held(decision, choice)`` returns ``SavedTensors``, on demand, as most meshes do not
-    need all; ``saved``, ``working_bytes``, ``selected`` and ``read`` list them by decision and
-    choice. ``costs`` caches a block's cost by choices.
+    changes. ``held(decision, choice)`` returns the choice's ``Storages``; ``saved``,
+    ``working_bytes``, ``selected`` and ``read`` list them by decision and choice. ``costs`` caches
+    a block's cost by choices.
     """
 
     kind: str
@@ -122,7 +154,7 @@ class KindModel:
     where: Mapping[str, int]
     edges: tuple[Edge, ...]
     constant: Floats = field(repr=False)
-    held: Callable[[int, int], SavedTensors] = field(repr=False)
+    held: Callable[[int, int], Storages] = field(repr=False)
     costs: dict[tuple[int, ...], RowCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -147,7 +179,7 @@ class KindModel:
         return least, most - least
 
     @cached_property
-    def _held(self) -> tuple[tuple[SavedTensors, ...], ...]:
+    def _held(self) -> tuple[tuple[Storages, ...], ...]:
         return tuple(
             tuple(self.held(number, choice) for choice in range(len(decision.choices)))
             for number, decision in enumerate(self.decisions)

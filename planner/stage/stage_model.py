@@ -7,7 +7,7 @@ may have. All tables are made on first use and cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -31,13 +31,14 @@ from ..costs.kept_bytes import (
 from ..costs.price_cache import ByIdentity, PriceCache
 from ..costs.prices import Prices
 from ..costs.seconds import Resource, wait_weights
-from ..graph.graph import Block, Node, Ref, TensorSpec
+from ..graph.graph import Block, Graph, Node, Ref, TensorSpec
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
 from ..integer_programs.program import classes_of
+from ..kernels.recompute import Replay
 from .decisions import Choice, Decision, decide, parameter_decision
+from .kind_model import ChoiceStorages, Storages
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
-from .kind_model import SavedTensors
 from .recompute_policy import RecomputePolicy
 from .structure import Edge, Occurrences, Row, Run, Structure, Use
 from .terms import (
@@ -211,41 +212,30 @@ class StageModel:
             for ref, own in uses.items()
         )
 
-    def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[..., SavedTensors]:
-        """Return a cached function (decision, choice) → ``SavedTensors`` for a kind of block."""
+    def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[[int, int], Storages]:
+        """Return a cached function (decision, choice) → ``Storages`` for a kind of block."""
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
-        by_choice: dict[tuple[int, int], SavedTensors] = {}
-        by_layout: dict[tuple[str, int], SavedTensors] = {}
+        by_choice: dict[tuple[int, int], Storages] = {}
+        by_layout: dict[tuple[str, int], Storages] = {}
         by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
 
-        def of_layout(node: Node, layout: NodeLayout) -> SavedTensors:
+        def of_layout(node: Node, layout: NodeLayout) -> Storages:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
             found = by_layout.get(key)
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = SavedTensors(
-                        saved_parts(node, layout, graph, prices),
-                        working_bytes(node, layout, graph, prices),
-                        kept_parts(node, layout, graph, prices, of=again),
-                        read_parts(node, layout, graph, prices),
-                    )
+                    by_split[own] = _OpStorages(node, layout, graph, prices, again)
                 found = by_layout[key] = by_split[own]
             return found
 
-        def held(number: int, choice: int) -> SavedTensors:
+        def held(number: int, choice: int) -> Storages:
             if (number, choice) not in by_choice:
-                decision = decisions[number]
-                layouts = decision.choices[choice].layouts
-                nodes = [graph[name] for name in decision.members if graph[name].kind == "op"]
-                own = [of_layout(node, layouts[node.name]) for node in nodes]
-                by_choice[number, choice] = SavedTensors(
-                    _distinct(held.saved for held in own),
-                    max((held.working_bytes for held in own), default=0),
-                    _distinct(held.selected for held in own),
-                    _distinct(held.read for held in own),
-                )
+                layouts = decisions[number].choices[choice].layouts
+                nodes = [graph[name] for name in decisions[number].members]
+                ops = tuple(of_layout(n, layouts[n.name]) for n in nodes if n.kind == "op")
+                by_choice[number, choice] = ops[0] if len(ops) == 1 else ChoiceStorages(ops)
             return by_choice[number, choice]
 
         return held
@@ -484,8 +474,31 @@ def maker_of(edge: Edge) -> str:
     return edge.name if edge.first is None else edge.first.node
 
 
-def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:
-    return tuple(dict.fromkeys(part for own in parts for part in own))
+@dataclass(frozen=True)
+class _OpStorages:
+    """``Storages`` of an op with a layout."""
+
+    node: Node
+    layout: NodeLayout
+    graph: Graph
+    prices: Prices
+    again: Replay
+
+    @cached_property
+    def saved(self) -> tuple[Part, ...]:
+        return saved_parts(self.node, self.layout, self.graph, self.prices)
+
+    @cached_property
+    def selected(self) -> tuple[Part, ...]:
+        return kept_parts(self.node, self.layout, self.graph, self.prices, of=self.again)
+
+    @cached_property
+    def read(self) -> tuple[Part, ...]:
+        return read_parts(self.node, self.layout, self.graph, self.prices)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        return working_bytes(self.node, self.layout, self.graph, self.prices)
 
 
 def loss_layout(layout: Layout) -> Layout:
