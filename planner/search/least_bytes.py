@@ -61,6 +61,7 @@ class LeastBytes:
     classes: RunClasses
     _sizes: dict[str, _BlockSizes] = field(default_factory=dict)
     _found: dict[tuple[int, PrecisionPolicy], Floats] = field(default_factory=dict)
+    _leaves: dict[int, Floats] = field(default_factory=dict)
     _of_kinds: dict[int, dict[str, tuple[float, ...]]] = field(default_factory=dict)
 
     def on(self, num_devices: int, prices: Prices) -> Floats:
@@ -106,14 +107,28 @@ class LeastBytes:
 
     def _by_class(self, num_devices: int, by_kind: Mapping[str, tuple[float, ...]]) -> Floats:
         """Return the bytes of each class of runs, from those of each kind of block."""
-        own = np.array([by_kind[block.kind] for block in self.structure.blocks.blocks])
-        starts, stops = np.array(self.classes.firsts).T
+        kinds = self.structure.blocks.kinds
+        own = np.array([by_kind[kind] for kind in kinds])[self._kind_of]
+        starts, stops = self._ends
         always = np.append(0.0, np.cumsum(own[:, 0] + own[:, 1]))
-        leaves = np.array(self.structure.leaf_bytes_of_blocks(num_devices), dtype=np.float64)
+        if num_devices not in self._leaves:
+            leaves = np.array(self.structure.leaf_bytes_of_blocks(num_devices), dtype=np.float64)
+            self._leaves[num_devices] = range_max(leaves, starts, stops)
         found: Floats = always[stops] - always[starts]
-        for column in (own[:, 2], own[:, 3], leaves):
+        for column in (own[:, 2], own[:, 3]):
             found += range_max(column, starts, stops)
-        return found
+        return found + self._leaves[num_devices]
+
+    @cached_property
+    def _kind_of(self) -> np.ndarray:
+        """Return the index of each block's kind."""
+        numbers = {kind: number for number, kind in enumerate(self.structure.blocks.kinds)}
+        return np.array([numbers[block.kind] for block in self.structure.blocks.blocks])
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Return two arrays by class: first block of a run, and the block after its last."""
+        return np.array(self.classes.firsts).T
 
     def total(self, prices: Prices) -> float:
         """Return a lower bound of the bytes of the whole model, over all devices."""
