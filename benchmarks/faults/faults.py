@@ -41,7 +41,7 @@ FAULTS = (
     # ZeRO 3 holds one gathered block instead of two
     Fault(
         "gathered-blocks",
-        "planner/stage/assembly.py",
+        "planner/stage/stage_problem.py",
         "GATHERED_BLOCKS = 2",
         "GATHERED_BLOCKS = 1",
         "tests/planner/search/test_brute_force.py",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..stage.assembly import Solution
 from ..stage.stage_model import CostRow, StageModel
+from ..stage.stage_problem import Solution
 from ..stage.structure import Run
 from ..stage.terms import BLOCK_MODES, Side, byte_weights, time_weights
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order

@@ -31,9 +31,9 @@ from ..integer_programs.program import HIGHS, Solver
 from ..plan import Recompute
 from ..requests.features import MODES
 from ..requests.goal import Budget
-from ..stage.assembly import Solution, StageOptions, StageProblem, fixed_bytes
 from ..stage.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..stage.stage_model import StageModel
+from ..stage.stage_problem import Solution, StageOptions, StageProblem, fixed_bytes
 from ..stage.structure import Run
 from . import closing
 from .families import Family, Solved

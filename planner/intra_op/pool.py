@@ -17,10 +17,16 @@ from ..costs.kept_bytes import RECOMPUTE_MODES
 from ..costs.seconds import Groups, group_blocks, objective_weights, seconds_of_passes
 from ..plan import Recompute
 from ..requests.features import MODES
-from ..stage.assembly import Solution, StageOptions, StageProblem, constant_bytes, context_bytes
 from ..stage.recompute_policy import NO_RECOMPUTE, Ints
 from ..stage.stage_cost import StageCost, StageTable
 from ..stage.stage_model import CostRow, StageModel
+from ..stage.stage_problem import (
+    Solution,
+    StageOptions,
+    StageProblem,
+    constant_bytes,
+    context_bytes,
+)
 from ..stage.structure import Run
 from ..stage.terms import HELD_STATES, KEPT, RECEIVED, SECONDS, UNRECOMPUTED, ZEROS
 from .elimination import Floats

@@ -42,11 +42,11 @@ from ..search.candidates import (
 )
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
-from ..stage.assembly import Solution, StageProblem
 from ..stage.branches import stage_depths
 from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from ..stage.stage_cost import TRANSIENT, StageCost, StageTable, combine_bytes
 from ..stage.stage_model import StageModel
+from ..stage.stage_problem import Solution, StageProblem
 from .balanced import balanced, block_flops, rebalance
 from .rank_memory import RankStage, recomputed_to_fit
 

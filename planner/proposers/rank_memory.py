@@ -18,9 +18,9 @@ import numpy as np
 
 from ..plan import Recompute
 from ..schedules.held import HalfPairs, held_bytes, most_held
-from ..stage.assembly import StageOptions
 from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, uniform_policy
 from ..stage.stage_cost import PolicyCosts, StageCost, StageTable
+from ..stage.stage_problem import StageOptions
 from ..stage.structure import Run
 from ..stage.terms import Floats
 

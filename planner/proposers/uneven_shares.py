@@ -26,10 +26,10 @@ from ..search.candidates import Candidate, build_simulated, reindex_solution
 from ..search.context import SearchContext
 from ..search.pool import CandidatePool
 from ..search.report_plan import stage_layouts
-from ..stage.assembly import Solution, StageOptions, StageProblem
 from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy, policies
 from ..stage.stage_cost import StageCost, StageTable
 from ..stage.stage_model import StageModel
+from ..stage.stage_problem import Solution, StageOptions, StageProblem
 from ..stage.structure import Run
 from ..variants.shares import best_shares, coordinate_ranks, slowest_cost, why_not
 

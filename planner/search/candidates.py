@@ -21,11 +21,11 @@ from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..schedules.held import HalfPairs, is_split, most_held, splits
 from ..schedules.orders import round_size
 from ..schedules.schedules import can_have, find_schedule, parts_of_ranks
-from ..stage.assembly import Solution, StageOptions
 from ..stage.branches import StagePlacement, WeightedEdges, stage_depths, stage_edges
 from ..stage.decisions import Decision
 from ..stage.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..stage.stage_model import StageModel
+from ..stage.stage_problem import Solution, StageOptions
 from ..stage.weight_versions import num_versions, with_versions
 from ..summary import RankSummary, schedule_text, summary_text
 from ..variants.slice_costs import SliceShares

@@ -27,7 +27,6 @@ from ..inter_op.cuts import Cuts
 from ..inter_op.inter_op import StageChoice
 from ..intra_op.intra_op import IntraOp, StageAnswer
 from ..requests.goal import Budget
-from ..stage.assembly import context_bytes
 from ..stage.range_classes import (
     NO_RUN,
     Floats,
@@ -38,6 +37,7 @@ from ..stage.range_classes import (
     chord_bounds,
     sampled_lengths,
 )
+from ..stage.stage_problem import context_bytes
 from ..stage.structure import Run, Structure
 from .least_bytes import LeastBytes
 

@@ -28,11 +28,11 @@ from ..intra_op.pulp_solver import MICROSECONDS, NamedProgram, named_program
 from ..plan import Plan, StagePlan
 from ..requests.request import Forced
 from ..schedules.held import most_held
-from ..stage.assembly import StageOptions, StageProblem
 from ..stage.branches import stage_starts
 from ..stage.recompute_policy import NO_RECOMPUTE, RecomputePolicy
 from ..stage.stage_cost import TRANSIENT
 from ..stage.stage_model import StageModel
+from ..stage.stage_problem import StageOptions, StageProblem
 from ..stage.structure import Run, Structure
 
 Minimized = Literal["time", "unlimited", "memory"]

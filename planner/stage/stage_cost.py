@@ -29,7 +29,6 @@ from ..costs.seconds import (
 )
 from ..plan import Recompute
 from ..schedules.held import held_bytes
-from .assembly import StageOptions, StageProblem, constant_bytes, context_bytes
 from .kind_model import RowCost
 from .recompute_policy import (
     MOST_POLICIES,
@@ -40,6 +39,7 @@ from .recompute_policy import (
     policies,
 )
 from .stage_model import CostRow, StageModel
+from .stage_problem import StageOptions, StageProblem, constant_bytes, context_bytes
 from .structure import Run
 from .terms import BLOCK_MODES, KEPT, RECEIVED, SECONDS, Floats, total
 

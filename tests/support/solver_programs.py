@@ -32,9 +32,9 @@ from autoparallel.planner.integer_programs.ilp import (
     memory_bytes,
     optimize,
 )
-from autoparallel.planner.stage.assembly import StageOptions, StageProblem
 from autoparallel.planner.stage.recompute_policy import NO_RECOMPUTE, uniform_policy
 from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Structure
 
 MODELS = Models(

@@ -25,10 +25,10 @@ from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced, Request
 from autoparallel.planner.search.candidates import Candidate
 from autoparallel.planner.search.report_plan import make_plan
-from autoparallel.planner.stage.assembly import StageOptions, StageProblem
 from autoparallel.planner.stage.recompute_policy import RecomputePolicy, policies
 from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Run, Structure
 
 MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))

@@ -22,7 +22,7 @@ from autoparallel.planner.integer_programs.ilp import (
     memory_bytes,
     optimize,
 )
-from autoparallel.planner.stage.assembly import StageOptions, StageProblem
+from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.terms import merge_classes
 
 

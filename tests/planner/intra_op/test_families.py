@@ -17,10 +17,10 @@ from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.integer_programs.ilp import cost, memory_bytes, optimize
 from autoparallel.planner.intra_op.families import Family
 from autoparallel.planner.intra_op.kind_tables import KindTables, Rates
-from autoparallel.planner.stage.assembly import StageOptions, StageProblem
 from autoparallel.planner.stage.recompute_policy import uniform_policy
 from autoparallel.planner.stage.stage_cost import StageTable
 from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.stage_problem import StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Structure
 from autoparallel.planner.stage.terms import BLOCK_MODES, ZEROS
 

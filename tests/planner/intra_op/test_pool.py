@@ -13,8 +13,8 @@ from autoparallel.planner.costs.choices import Restriction
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.intra_op.pool import Pool
-from autoparallel.planner.stage.assembly import Solution, StageOptions, StageProblem
 from autoparallel.planner.stage.stage_model import StageModel
+from autoparallel.planner.stage.stage_problem import Solution, StageOptions, StageProblem
 from autoparallel.planner.stage.structure import Run, Structure
 from autoparallel.planner.stage.terms import HELD_STATES, KEPT, ZEROS
 

@@ -17,7 +17,7 @@ from autoparallel.planner.find_plan import run_proposers
 from autoparallel.planner.intra_op.intra_op import IntraOp
 from autoparallel.planner.search.context import SearchContext
 from autoparallel.planner.search.least_bytes import LeastBytes
-from autoparallel.planner.stage.assembly import context_bytes
+from autoparallel.planner.stage.stage_problem import context_bytes
 from autoparallel.planner.stage.structure import Run
 
 
