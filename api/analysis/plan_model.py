@@ -47,7 +47,7 @@ from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.requests.goal import Budget
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planner.search.report_plan import stage_layouts
-from autoparallel.planner.search.stage_program import assembly_of
+from autoparallel.planner.search.stage_program import stage_problem_of
 from autoparallel.planner.stage.branches import stage_starts
 from autoparallel.planner.stage.stage_model import StageModel
 from autoparallel.planner.stage.structure import Run, Structure
@@ -177,10 +177,10 @@ class PlanModel:
         """Return the limits on layouts of stage ``index`` (which dimensions each mesh axis may or
         must shard) that held in the search for the plan."""
         stage = self.plan.stages[index]
-        assembly, _ = assembly_of(
+        stage_problem, _ = stage_problem_of(
             self.structure, self.run(index), stage, self.plan, default_rules, self.basis
         )
-        return assembly.model.restriction
+        return stage_problem.model.restriction
 
     def solved(
         self, index: int, stage: StagePlan, limited: Restriction

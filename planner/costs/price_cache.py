@@ -26,7 +26,7 @@ from .seconds import Priced
 if TYPE_CHECKING:
     from ..intra_op.elimination import Order
     from ..intra_op.kind_tables import KindTables
-    from ..stage.kind_model import KindModel, Storages
+    from ..stage.kind_model import KindModel, OpStorages
     from ..stage.outline import Choice, DecisionSpace
     from ..stage.stage_model import Options, Targets
     from ..stage.terms import PlacedTerm, Term
@@ -116,7 +116,7 @@ class PriceCache:
     held_choices: dict[tuple[str, tuple[Layout, ...]], tuple[Choice, ...]] = field(
         default_factory=dict
     )
-    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], Storages]] = field(
+    held: dict[tuple[int, tuple[int, ...]], dict[tuple[object, ...], OpStorages]] = field(
         default_factory=dict
     )
     kinds: ByIdentity[KindModel] = field(default_factory=ByIdentity)

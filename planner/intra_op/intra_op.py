@@ -437,13 +437,13 @@ class IntraOp:
         if self.budget.left_seconds <= 0:
             return None
         with self.budget.timed("costs"):
-            assembly = StageProblem(self.model, run)
-            problem = assembly.problem(setting)
+            stage = StageProblem(self.model, run)
+            problem = stage.linearized(setting)
         try:
             left = self.budget.left_seconds
             if np.isfinite(cutoff):
                 left = min(left, closing.PROGRAM_SECONDS)
-            known = () if start is None else assembly.choices(start)
+            known = () if start is None else stage.choices(start)
             with self.budget.timed("ilp"):
                 answer = ilp.optimize(
                     problem,
@@ -457,7 +457,7 @@ class IntraOp:
             return None
         finally:
             self.budget.num_problems += 1
-        self._pool(run).add(assembly.solution(answer.choices))
+        self._pool(run).add(stage.solution(answer.choices))
         return answer
 
     def _solve_programs(self, runs: Sequence[Run], rates: Rates) -> None:

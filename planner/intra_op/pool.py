@@ -102,14 +102,14 @@ class Pool:
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
     @cached_property
-    def _assembly(self) -> StageProblem:
+    def _problem(self) -> StageProblem:
         return StageProblem(self.model, self.run)
 
     def add(self, solution: Solution) -> Entry:
         """Add a solution unless the pool has it; return its entry."""
-        choices = self._assembly.choices(solution)
+        choices = self._problem.choices(solution)
         if choices not in self.entries:
-            table = StageTable(self._assembly, choices)
+            table = StageTable(self._problem, choices)
             self.entries[choices] = Entry(table, solution)
             self._transient_bytes.append(table.transient_bytes)
             self._per_byte.append(table.seconds_per_byte(self._recomputing))

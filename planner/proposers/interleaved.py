@@ -169,20 +169,20 @@ class ChunkPricing:
         run = self.context.tables.at(base.rows).run(start, stop)
         key = id(model), run.family
         if key not in self._tables:
-            assembly = StageProblem(model, run)
-            solution = self._solution(model, assembly)
+            problem = StageProblem(model, run)
+            solution = self._solution(model, problem)
             table = None
             if solution is not None:
-                table = StageTable(assembly, assembly.choices(solution))
+                table = StageTable(problem, problem.choices(solution))
             self._tables[key] = table
         known, zero = self._tables[key], base.answers[rank][1].setting.zero
         if known is None:
             return None
         return RankStage(known, run, zero, ((1, 0),), base.num_microbatches, splits=False)
 
-    def _solution(self, model: StageModel, assembly: StageProblem) -> Solution | None:
+    def _solution(self, model: StageModel, problem: StageProblem) -> Solution | None:
         found: dict[str, tuple[int, ...]] = {}
-        for owner in assembly.start:
+        for owner in problem.start:
             if owner not in self.layouts:
                 return None
             source, choices = self.layouts[owner]
@@ -334,7 +334,7 @@ def _answered(
 ) -> tuple[StageModel, StageAnswer]:
     """Return (model of the mesh, solution) of a stage under a recomputation policy."""
     table, setting = stage.table, stage.setting(policy)
-    solution = table.assembly.solution(table.choices)
+    solution = table.problem.solution(table.choices)
     objective = stage.cost(policy).objective(stage.num_microbatches)
     answer = StageAnswer(stage.run, table, solution, setting, objective, gap)
     return table.model, answer

@@ -268,6 +268,6 @@ class _Shared:
             self._tables[key] = None
             own = reindex_solution(base, model, solution)
             if own is not None:
-                assembly = StageProblem(model, self.run(coordinate, rows))
-                self._tables[key] = StageTable(assembly, assembly.choices(own))
+                problem = StageProblem(model, self.run(coordinate, rows))
+                self._tables[key] = StageTable(problem, problem.choices(own))
         return self._tables[key]

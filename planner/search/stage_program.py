@@ -83,14 +83,14 @@ def stage_program(
         held,
         None if minimized == "unlimited" else limit - _beside(plan, index),
     )
-    assembly, planned = assembly_of(structure, run, stage, plan, rules, basis)
-    problem = assembly.problem(setting)
+    stage_problem, planned = stage_problem_of(structure, run, stage, plan, rules, basis)
+    problem = stage_problem.linearized(setting)
     if minimized == "memory":
         problem = _of_memory(problem)
     title = f"stage_{index}_{minimized}"
     unit = "MB" if minimized == "memory" else "us"
     return StageProgram(
-        named_program(title, problem, assembly.decisions),
+        named_program(title, problem, stage_problem.decisions),
         unit,
         None if planned is None else _objective(problem, planned),
     )
@@ -140,7 +140,7 @@ def _policy(run: Run, stage: StagePlan) -> RecomputePolicy:
     return RecomputePolicy(full, selective) if any((*full, *selective)) else NO_RECOMPUTE
 
 
-def assembly_of(
+def stage_problem_of(
     structure: Structure,
     run: Run,
     stage: StagePlan,
@@ -171,11 +171,11 @@ def assembly_of(
 
 
 def _planned_choices(
-    assembly: StageProblem, layouts: Mapping[str, NodeLayout]
+    stage_problem: StageProblem, layouts: Mapping[str, NodeLayout]
 ) -> tuple[int, ...] | None:
     """Return the choices that have the plan's layouts; None if a decision lacks such a choice."""
     found = []
-    for decision in assembly.decisions:
+    for decision in stage_problem.decisions:
         own = (
             number
             for number, choice in enumerate(decision.choices)

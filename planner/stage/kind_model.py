@@ -10,12 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
-from ..costs.kept_bytes import RECOMPUTE_MODES, Part
+from ..costs.kept_bytes import (
+    RECOMPUTE_MODES,
+    Part,
+    kept_parts,
+    read_parts,
+    saved_parts,
+    working_bytes,
+)
+from ..costs.prices import Prices
 from ..costs.seconds import HELD, Resource, State
+from ..graph.graph import Graph, Node
+from ..graph.layout import NodeLayout
+from ..kernels.recompute import Replay
 from ..plan import Recompute
 from .decisions import Decision
 from .structure import Edge
@@ -92,27 +102,40 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 """Kept tensors as (storage, bytes), by decision and choice."""
 
 
-class Storages(Protocol):
-    """Bytes per rank that ops with given layouts use, on demand. Storages (memory of a tensor and
-    its views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective
-    recomputation, ``read`` from the batch; ``working_bytes``: inputs and outputs of the largest
-    op."""
+@dataclass(frozen=True)
+class OpStorages:
+    """Bytes per rank that an op with a layout uses, on demand. Storages (memory of a tensor and its
+    views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation,
+    ``read`` from the batch; ``working_bytes``: its inputs and outputs."""
 
-    @property
-    def saved(self) -> tuple[Part, ...]: ...
-    @property
-    def selected(self) -> tuple[Part, ...]: ...
-    @property
-    def read(self) -> tuple[Part, ...]: ...
-    @property
-    def working_bytes(self) -> int: ...
+    node: Node
+    layout: NodeLayout
+    graph: Graph
+    prices: Prices
+    again: Replay
+
+    @cached_property
+    def saved(self) -> tuple[Part, ...]:
+        return saved_parts(self.node, self.layout, self.graph, self.prices)
+
+    @cached_property
+    def selected(self) -> tuple[Part, ...]:
+        return kept_parts(self.node, self.layout, self.graph, self.prices, of=self.again)
+
+    @cached_property
+    def read(self) -> tuple[Part, ...]:
+        return read_parts(self.node, self.layout, self.graph, self.prices)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        return working_bytes(self.node, self.layout, self.graph, self.prices)
 
 
 @dataclass(frozen=True)
 class ChoiceStorages:
-    """``Storages`` of all ops of a choice."""
+    """``OpStorages`` of all ops of a choice together; ``working_bytes`` of the largest."""
 
-    ops: tuple[Storages, ...]
+    ops: tuple[OpStorages, ...]
 
     @cached_property
     def saved(self) -> tuple[Part, ...]:
@@ -129,6 +152,9 @@ class ChoiceStorages:
     @cached_property
     def working_bytes(self) -> int:
         return max((each.working_bytes for each in self.ops), default=0)
+
+
+Storages = OpStorages | ChoiceStorages
 
 
 def _distinct(parts: Iterable[tuple[Part, ...]]) -> tuple[Part, ...]:

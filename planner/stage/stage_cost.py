@@ -223,11 +223,11 @@ class StageTable:
     ``choices``: for each decision (nodes laid out together), its choice.
     """
 
-    def __init__(self, assembly: StageProblem, choices: tuple[int, ...]) -> None:
-        self.model: StageModel = assembly.model
-        self.assembly = assembly
+    def __init__(self, problem: StageProblem, choices: tuple[int, ...]) -> None:
+        self.model: StageModel = problem.model
+        self.problem = problem
         self.choices = choices
-        self.kinds = {kind: self._kind(kind) for kind in assembly.run.counts}
+        self.kinds = {kind: self._kind(kind) for kind in problem.run.counts}
         self.rows: dict[CostRow, RowCost] = {}
         self._policy_costs: dict[int, PolicyCosts] = {}
         self._weight_grads: dict[str, tuple[Floats, float]] = {}
@@ -244,16 +244,16 @@ class StageTable:
         if isinstance(row, str):
             own = self.kinds.get(row)
             return own or RowCost(self.model.shared(row).amounts.total((self.choice(row),)))
-        terms = [term.placed(self.assembly.position) for term in self.model.terms(row)]
+        terms = [term.placed(self.problem.position) for term in self.model.terms(row)]
         return RowCost(total(terms, self.choices)[None])
 
     def choice(self, name: str) -> int:
         """Return the choice of the decision that lays out node ``name``."""
-        return self.choices[self.assembly.position(name)]
+        return self.choices[self.problem.position(name)]
 
     def _kind(self, kind: str) -> RowCost:
         model = self.model.kind(kind)
-        choices = self.choices[self.assembly.start[kind] :][: len(model.decisions)]
+        choices = self.choices[self.problem.start[kind] :][: len(model.decisions)]
         if choices not in model.costs:
             model.costs[choices] = self._kind_cost(kind, choices)
         return model.costs[choices]
@@ -406,7 +406,7 @@ class StageTable:
     def _weight_grads_of(self, kind: str) -> tuple[Floats, float]:
         """Return (device, host) seconds of a block's weight gradients, and bytes kept for them."""
         if kind not in self._weight_grads:
-            start, number = self.assembly.start[kind], len(self.model.kind(kind).decisions)
+            start, number = self.problem.start[kind], len(self.model.kind(kind).decisions)
             choices = enumerate(self.choices[start : start + number])
             found = [self.model.weight_grads(kind, at, choice) for at, choice in choices]
             parts = {part for _, _, own in found for part in own}

@@ -20,23 +20,18 @@ from ..costs.conversions import conversion_seconds
 from ..costs.kept_bytes import (
     RECOMPUTE_MODES,
     Part,
-    kept_parts,
-    read_parts,
     replay,
-    saved_parts,
     weight_grad_parts,
     weight_grad_seconds,
-    working_bytes,
 )
 from ..costs.price_cache import ByIdentity, PriceCache
 from ..costs.prices import Prices
 from ..costs.seconds import Resource, wait_weights
-from ..graph.graph import Block, Graph, Node, Ref, TensorSpec
+from ..graph.graph import Block, Node, Ref, TensorSpec
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, splits
 from ..integer_programs.program import classes_of
-from ..kernels.recompute import Replay
 from .decisions import Choice, Decision, decide, parameter_decision
-from .kind_model import ChoiceStorages, Storages
+from .kind_model import ChoiceStorages, OpStorages, Storages
 from .kind_model import Kept as Kept
 from .kind_model import KindModel as KindModel
 from .recompute_policy import RecomputePolicy
@@ -217,16 +212,16 @@ class StageModel:
         graph, prices = self.structure.graph, self.prices
         again = replay(self.structure.blocks.kinds[kind], graph, prices)
         by_choice: dict[tuple[int, int], Storages] = {}
-        by_layout: dict[tuple[str, int], Storages] = {}
+        by_layout: dict[tuple[str, int], OpStorages] = {}
         by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
 
-        def of_layout(node: Node, layout: NodeLayout) -> Storages:
+        def of_layout(node: Node, layout: NodeLayout) -> OpStorages:
             key = (node.name, id(layout))  # by identity: hashing a layout takes longer
             found = by_layout.get(key)
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = _OpStorages(node, layout, graph, prices, again)
+                    by_split[own] = OpStorages(node, layout, graph, prices, again)
                 found = by_layout[key] = by_split[own]
             return found
 
@@ -472,33 +467,6 @@ def maker_of(edge: Edge) -> str:
     """Return the node whose layouts decide how an edge's value arrives: the node that makes it, or
     the first use of a value that the stage receives."""
     return edge.name if edge.first is None else edge.first.node
-
-
-@dataclass(frozen=True)
-class _OpStorages:
-    """``Storages`` of an op with a layout."""
-
-    node: Node
-    layout: NodeLayout
-    graph: Graph
-    prices: Prices
-    again: Replay
-
-    @cached_property
-    def saved(self) -> tuple[Part, ...]:
-        return saved_parts(self.node, self.layout, self.graph, self.prices)
-
-    @cached_property
-    def selected(self) -> tuple[Part, ...]:
-        return kept_parts(self.node, self.layout, self.graph, self.prices, of=self.again)
-
-    @cached_property
-    def read(self) -> tuple[Part, ...]:
-        return read_parts(self.node, self.layout, self.graph, self.prices)
-
-    @cached_property
-    def working_bytes(self) -> int:
-        return working_bytes(self.node, self.layout, self.graph, self.prices)
 
 
 def loss_layout(layout: Layout) -> Layout:

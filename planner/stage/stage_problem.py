@@ -1,9 +1,9 @@
-"""Assembly of a run of blocks into an integer program, and of its answer into layouts.
+"""Problem of choosing the layouts of a stage: its decisions, and its terms as an integer program.
 
-In: the tables of a mesh, a run, its recomputation, the micro-batches in flight, a memory limit.
-Out: an ``ilp.Problem`` whose objective is the seconds per micro-batch, that is, a step's seconds
-divided by its micro-batches. Equal blocks share their variables, weighted by their number; every
-distinct edge between kinds is kept.
+In: the terms of a mesh, a run of blocks, its recomputation, the micro-batches in flight, a memory
+limit. Out: the decisions in one list, and an ``ilp.Problem`` whose objective is the seconds per
+micro-batch, that is, a step's seconds divided by its micro-batches. Equal blocks share their
+decisions; a term counts as often as it occurs.
 
 Recomputed blocks run their forward twice and keep only the values they read from outside; selective
 recomputation keeps some further values.
@@ -80,7 +80,7 @@ class StageProblem:
         owner, _ = self.model.home(name)
         return self.start[owner] + self.model.kind(owner).where[name]
 
-    def problem(self, setting: StageOptions) -> Problem:
+    def linearized(self, setting: StageOptions) -> Problem:
         """Build the integer program that chooses the layouts of these blocks under ``setting``: the
         linearization of the terms of the stage's cost."""
         seconds = objective_weights(setting.num_microbatches)

@@ -4,7 +4,7 @@ In: priced choices of layouts, priced conversions of values between layouts. Out
 cost is the sum of its terms, each times its occurrences in blocks that are not, fully and
 selectively recomputed. All solvers read the same terms: variable elimination minimizes their
 weighted sum (``intra_op.elimination``), the integer program has a column for each entry
-(``assembly``), and a price is their value at given choices (``stage_cost``).
+(``stage_problem``), and a price is their value at given choices (``stage_cost``).
 
 The amounts of an entry are the ``NUM_AMOUNTS`` columns named here: seconds of each resource, bytes
 of states, bytes kept from forward to backward by recomputation mode, and the forward seconds that

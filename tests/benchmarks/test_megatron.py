@@ -54,7 +54,7 @@ def layer_collectives(
     (solver,) = priced.solvers.values()
     (answer,) = (answer for answer in solver.answers.values() if answer is not None)
     model, table = solver.model, answer.table
-    edges = [*model.kind("layers").edges, *table.assembly.run.edges_of[2]]
+    edges = [*model.kind("layers").edges, *table.problem.run.edges_of[2]]
     forward: Counter[tuple[str, int]] = Counter()
     backward: Counter[tuple[str, int]] = Counter()
     for edge in edges:

@@ -79,7 +79,7 @@ def tightened(problem: Problem, share: float) -> Problem:
     return replace(problem, memory=replace(problem.memory, limit=least + share * (fastest - least)))
 
 
-def assembly(
+def stage_problem(
     graph: Graph, blocks: Blocks, mesh: Mesh, on: Cluster, *, merge: bool = True
 ) -> StageProblem:
     prices = Prices(mesh, on, tuple(range(mesh.size)), "fp32", "adamw", rules)
@@ -175,11 +175,11 @@ def _of_graph(seed: int, graph: Graph, blocks: Blocks, meshes: tuple[Mesh, ...] 
     rng = random.Random(seed)
     mesh = rng.choice(meshes)
     on = cluster(4, bytes_per_second=rng.choice((1e8, 1e9)), flops=rng.choice((1e10, 1e11)))
-    own = assembly(graph, blocks, mesh, on)
+    own = stage_problem(graph, blocks, mesh, on)
     policy = rng.choice((NO_RECOMPUTE, uniform_policy("full", own.run.class_counts[0])))
     zero = rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0
     setting = StageOptions(rng.choice((1, 4)), zero, policy, rng.choice((1, 3)), limit_bytes=np.inf)
-    return own.problem(setting)
+    return own.linearized(setting)
 
 
 QUICK = 4

@@ -49,19 +49,19 @@ def random_stage(
     structure = Structure(graph, blocks)
     model = StageModel(structure, prices, Restriction(), on.hosts[0].link)
     run = structure.run(0, len(blocks.blocks))
-    assembly = StageProblem(model, run)
+    stage_problem = StageProblem(model, run)
     setting = StageOptions(
         num_microbatches=rng.choice((1, 4)),
         zero=rng.randrange(4) if mesh.axes[0] == "dp" else 0,
         policy=random_policy(run, rng),
         limit_bytes=1e12,
     )
-    problem = assembly.problem(setting)
+    problem = stage_problem.linearized(setting)
     choices = tuple(rng.randrange(len(own)) for own in problem.costs)
     assert problem.memory is not None
-    table = StageTable(assembly, choices)
+    table = StageTable(stage_problem, choices)
     answer = StageAnswer(
-        run, table, assembly.solution(choices), setting, cost(problem, choices), 0.0
+        run, table, stage_problem.solution(choices), setting, cost(problem, choices), 0.0
     )
     count = setting.num_microbatches
     whole = Candidate(

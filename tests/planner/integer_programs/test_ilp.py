@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from random_suites import seeds
 from small_graphs import cluster, mlp, random_graph
-from solver_programs import assembly, random_problem
+from solver_programs import random_problem, stage_problem
 
 from autoparallel.planner.graph.layout import Mesh, NodeLayout, format_layout
 from autoparallel.planner.integer_programs.ilp import (
@@ -55,8 +55,8 @@ def test_megatron_is_found_for_an_mlp() -> None:
     values. So the weights are split S(0) for up and S(1) for down.
     """
     graph, blocks = mlp(1, rows=64, width=256, inner=1024)
-    found = assembly(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
-    answer = optimize(found.problem(StageOptions()))
+    found = stage_problem(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
+    answer = optimize(found.linearized(StageOptions()))
     layouts = chosen(found, answer.choices)
     text = {
         name: [format_layout(each) for each in layout.outputs] for name, layout in layouts.items()
@@ -77,8 +77,8 @@ def test_rows_are_split_where_the_batch_is_large() -> None:
     than summing that.
     """
     graph, blocks = mlp(1, rows=16384, width=16, inner=64)
-    found = assembly(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
-    layouts = chosen(found, optimize(found.problem(StageOptions())).choices)
+    found = stage_problem(graph, blocks, Mesh(("tp",), (2,)), cluster(flops=1e11))
+    layouts = chosen(found, optimize(found.linearized(StageOptions())).choices)
     assert format_layout(layouts["layers.0.up"].outputs[0]) == "S(0)"
     assert format_layout(layouts["layers.0.up"].inputs[1]) == "R"
 
@@ -92,11 +92,11 @@ def test_it_equals_every_assignment_of_a_random_graph(seed: int) -> None:
     num_ops = 1 if is_plane else rng.choice((2, 3, 4))
     while True:
         graph, blocks = random_graph(seed, num_ops, num_blocks=rng.choice((1, 2)))
-        found = assembly(graph, blocks, mesh, on, merge=rng.random() < 0.5)
+        found = stage_problem(graph, blocks, mesh, on, merge=rng.random() < 0.5)
         setting = StageOptions(
             rng.choice((1, 4)), rng.choice((0, 1, 3)) if "dp" in mesh.axes else 0
         )
-        problem = found.problem(setting)
+        problem = found.linearized(setting)
         if prod(len(own) for own in problem.costs) <= 20_000 or num_ops == 1:
             break
         num_ops -= 1
@@ -126,9 +126,11 @@ def test_merged_nodes_are_fewer_and_cost_the_same_here() -> None:
     for seed in range(60):
         graph, blocks = random_graph(seed, 5)
         on = cluster(4, flops=1e8, bytes_per_second=1e8)
-        merged = assembly(graph, blocks, Mesh(("tp",), (2,)), on)
-        apart = assembly(graph, blocks, Mesh(("tp",), (2,)), on, merge=False)
-        objectives = [optimize(each.problem(StageOptions())).objective for each in (merged, apart)]
+        merged = stage_problem(graph, blocks, Mesh(("tp",), (2,)), on)
+        apart = stage_problem(graph, blocks, Mesh(("tp",), (2,)), on, merge=False)
+        objectives = [
+            optimize(each.linearized(StageOptions())).objective for each in (merged, apart)
+        ]
         assert objectives[0] == pytest.approx(objectives[1], rel=1e-9)
         fewer += len(merged.decisions) < len(apart.decisions)
     assert fewer >= 5
@@ -137,7 +139,9 @@ def test_merged_nodes_are_fewer_and_cost_the_same_here() -> None:
 def test_the_same_arguments_give_the_same_choices() -> None:
     graph, blocks = mlp(2)
     answers = [
-        optimize(assembly(graph, blocks, Mesh(("tp",), (2,)), cluster()).problem(StageOptions()))
+        optimize(
+            stage_problem(graph, blocks, Mesh(("tp",), (2,)), cluster()).linearized(StageOptions())
+        )
         for _ in range(2)
     ]
     assert answers[0].choices == answers[1].choices

@@ -74,7 +74,7 @@ def test_elimination_program_and_price_agree(seed: int) -> None:
         policy = uniform_policy(mode, problem.run.class_counts[0])
         for zero in ZEROS:
             setting = StageOptions(COUNT, zero, policy, in_flight=3, limit_bytes=np.inf)
-            program = problem.problem(setting)
+            program = problem.linearized(setting)
             answer = optimize(replace(program, memory=None))
             assert answer.objective == pytest.approx(least[zero], rel=1e-9)
             choices = tuple(rng.randrange(len(each)) for each in program.costs)

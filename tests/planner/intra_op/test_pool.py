@@ -23,9 +23,9 @@ MESHES = (Mesh(("dp",), (2,)), Mesh(("tp",), (2,)), Mesh(("dp", "tp"), (2, 2)))
 
 
 def a_solution(model: StageModel, run: Run, rng: random.Random) -> Solution:
-    assembly = StageProblem(model, run)
-    choices = tuple(rng.randrange(len(each.choices)) for each in assembly.decisions)
-    return assembly.solution(choices)
+    problem = StageProblem(model, run)
+    choices = tuple(rng.randrange(len(each.choices)) for each in problem.decisions)
+    return problem.solution(choices)
 
 
 @pytest.mark.parametrize("seed", seeds(6))
