@@ -25,7 +25,7 @@ from ...planner.ops.catalog import spec_of
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
-from ..ops.experts import split_experts
+from ..ops.experts import sent_experts, split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
@@ -217,7 +217,10 @@ def _experts(op: LocalOp) -> Call:
     names = ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")
     options = {"activation": op["activation"], "transposed": op["transposed"]}
     options["axes"] = op.axes("up", 0)
-    return Call(op.rank.bound(split_experts), tuple(op[name] for name in names), options)
+    sent = tuple(axis for axis in op.axes("x", 0) if axis in options["axes"])
+    if sent:
+        return op.by_rank(sent_experts, *(op[name] for name in names), **options, sent=sent)
+    return op.by_rank(split_experts, *(op[name] for name in names), **options)
 
 
 def _batch_norm(op: LocalOp) -> Call:

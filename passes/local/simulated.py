@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Mesh
+from ..ops.collectives import Parts
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60.0
@@ -27,13 +28,20 @@ class _Group:
         """Contribute ``tensor`` as the rank at ``position`` of the group; return the tensors of all
         its ranks. Raises AssertionError if ranks differ in ``what`` (the collective) or in tensors'
         shapes."""
-        self.slots[position] = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
-        self.barrier.wait()
-        found = list(self.slots)
-        self.barrier.wait()
+        own = (what, tensor.shape, tensor.dtype, tensor.detach().clone())
+        found = self.exchange_any(position, own)
         if any(slot[:3] != found[0][:3] for slot in found):
             raise AssertionError(f"ranks disagree: {[slot[:3] for slot in found]}")
         return [slot[3] for slot in found]
+
+    def exchange_any(self, position: int, value: Any) -> list[Any]:
+        """Contribute ``value`` as the rank at ``position`` of the group; return the values
+        of all its ranks."""
+        self.slots[position] = value
+        self.barrier.wait()
+        found = list(self.slots)
+        self.barrier.wait()
+        return found
 
 
 class ThreadCommunicator:
@@ -72,6 +80,17 @@ class ThreadCommunicator:
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return self._exchange(axis, ("swap",), tensor)[self.size(axis) - 1 - self.coordinate(axis)]
+
+    def parts(self, counts: Tensor, axis: int) -> Parts:
+        sent = self._exchange(axis, ("parts",), counts.contiguous())
+        own = tuple(counts.tolist())
+        return Parts(own, tuple(int(each[self.coordinate(axis)]) for each in sent))
+
+    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+        self.calls.append(("exchange", axis))
+        group, mine = self.groups[axis], self.coordinates[axis]
+        every = group.exchange_any(mine, list(rows.detach().clone().split(list(parts.sent))))
+        return torch.cat([each[mine] for each in every])
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:

@@ -30,6 +30,7 @@ from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage, is_sharded
+from ..ops.collectives import Parts
 from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
@@ -113,6 +114,12 @@ class FakeRanks:
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return torch.empty_like(tensor)
+
+    def parts(self, counts: Tensor, axis: int) -> Parts:
+        return Parts((), ())  # unknown; as many rows are received as are sent
+
+    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+        return torch.empty_like(rows)
 
 
 def run_microbatch(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ from torch import Tensor
 from ...planner.graph.layout import Kind, Mesh, Placement, Step, parse_placement
 from ...planner.variants.shares import RowShare
 from .random_ops import Draws
+
+
+class Parts(NamedTuple):
+    """Numbers of rows that a rank sends to each rank along a mesh axis, and receives from each."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def back(self) -> Parts:
+        """Return the numbers of rows of the exchange that returns all rows."""
+        return Parts(self.received, self.sent)
 
 
 class Communicator(Protocol):
@@ -60,6 +71,16 @@ class Communicator(Protocol):
         for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
+    def parts(self, counts: Tensor, axis: int) -> Parts:
+        """Tell each rank along mesh axis ``axis`` how many rows it will get: ``counts[i]`` for rank
+        i. The host reads the numbers, so it waits for the device."""
+        ...
+
+    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+        """Send the first ``parts.sent[0]`` rows to the first rank along mesh axis ``axis``, the
+        next to the second, and so on; return the received rows in rank order."""
+        ...
+
 
 class Alone:
     """Communicator of a mesh of one rank, which never sends anything."""
@@ -84,6 +105,12 @@ class Alone:
 
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
+
+    def parts(self, counts: Tensor, axis: int) -> Parts:
+        return Parts((), ())
+
+    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+        return rows.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +251,27 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
     for axis in axes:
         tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, parts: Parts, axis: int, communicator: Communicator
+    ) -> Tensor:
+        ctx.parts, ctx.axis, ctx.communicator = parts, axis, communicator
+        return communicator.exchange(rows.contiguous(), parts, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        own = gradients[0].contiguous()
+        return ctx.communicator.exchange(own, ctx.parts.back(), ctx.axis), None, None, None
+
+
+def exchange(rows: Tensor, parts: Parts, axis: int, communicator: Communicator) -> Tensor:
+    """Send rows to the ranks along mesh axis ``axis`` (``Communicator.exchange``),
+    differentiably."""
+    made: Tensor = _Exchange.apply(rows, parts, axis, communicator)  # type: ignore[no-untyped-call]
+    return made
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:

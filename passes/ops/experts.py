@@ -7,7 +7,9 @@ their results, weighted by ``scores``:
 
 Tokens do not meet, so the op is split by tokens; and it is a sum over experts, so it is split by
 experts: each rank computes the addition of its own experts, a partial sum. An id outside of these
-adds nothing. Rows are sorted by expert and multiplied in groups (Gale et al. 2022, MegaBlocks), so
+adds nothing. On an axis that splits both, a row for each (token, expert) is sent to the rank of its
+expert and the result is sent back (Lepikhin et al. 2020, GShard, section 3.3); no expert weight
+moves. Rows are sorted by expert and multiplied in groups (Gale et al. 2022, MegaBlocks), so
 no expert computes a row that is not its own.
 
 ``activation`` is a function of rows as text (``activation.py``). ``transposed`` weights are
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activation import activate
-from .collectives import Rank
+from .collectives import Parts, Rank, exchange
 from .local_loss import part_of
 
 SCHEMA = (
@@ -36,16 +38,16 @@ SCHEMA = (
 def run_experts(
     x: Tensor,
     ids: Tensor,
-    scores: Tensor,
+    scores: Tensor | None,
     *weights: Tensor | None,
     activation: str,
     transposed: bool,
     first: int = 0,
 ) -> Tensor:
-    """Return for each of T tokens the sum of its experts' outputs, weighted by ``scores``; only
-    experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and ``scores``
-    are (T, k), the result is (T, out). ``weights`` are up (E, in, width), down (E, width, out) and
-    their biases or None."""
+    """Return for each of T tokens the sum of its experts' outputs, weighted by ``scores`` (1 if
+    None); only experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and
+    ``scores`` are (T, k), the result is (T, out). ``weights`` are up (E, in, width), down (E,
+    width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
     assert up is not None
     assert down is not None
@@ -58,9 +60,10 @@ def run_experts(
     groups = _Groups.of(of_row, count)
     rows = x[places // chosen].masked_fill_(groups.absent, 0)
     rows = groups.product(activate(activation, groups.product(rows, up, up_bias)), down, down_bias)
-    rows = rows * scores.reshape(-1)[places].unsqueeze(-1)
+    if scores is not None:
+        rows = rows * scores.reshape(-1)[places].unsqueeze(-1)
     spread = torch.empty_like(rows).index_copy(0, places, rows)
-    return spread.view(tokens, chosen, -1).sum(1).to(x.dtype)
+    return spread.view(tokens, chosen, rows.shape[-1]).sum(1).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,44 @@ def split_experts(
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)
+
+
+def sent_experts(
+    rank: Rank,
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    *weights: Tensor | None,
+    axes: tuple[int, ...],
+    sent: tuple[int, ...],
+    **options: Any,
+) -> Tensor:
+    """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
+    split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
+    their experts; over the others the results are partial sums."""
+    assert weights[0] is not None
+    communicator, count = rank.communicator, weights[0].shape[0]
+    (tokens, chosen), width = ids.shape, x.shape[-1]
+    rows = x.unsqueeze(1).expand(tokens, chosen, width).reshape(tokens * chosen, width)
+    wanted, route = ids.reshape(-1), list[tuple[int, Parts, Tensor]]()
+    for axis in sent:
+        size, inner = communicator.size(axis), count
+        for other in axes[axes.index(axis) + 1 :]:
+            inner = inner * communicator.size(other)
+        places, order = (wanted // inner % size).sort(stable=True)
+        every = torch.arange(size + 1, device=places.device, dtype=places.dtype)
+        counts = torch.searchsorted(places, every).diff()
+        parts = communicator.parts(counts, axis)
+        rows = exchange(rows[order], parts, axis, communicator)
+        wanted = communicator.exchange(wanted[order], parts, axis)
+        route.append((axis, parts, order))
+    first, _ = part_of(rank, count, axes)
+    made = run_experts(rows, wanted.unsqueeze(-1), None, *weights, first=first, **options)
+    for axis, parts, order in reversed(route):
+        made = exchange(made, parts.back(), axis, communicator)
+        made = torch.empty_like(made).index_copy(0, order, made)
+    weighted = made.view(tokens, chosen, made.shape[-1]) * scores.unsqueeze(-1)
+    return weighted.sum(1).to(x.dtype)
 
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)

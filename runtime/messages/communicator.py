@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...passes.ops.collectives import Parts
+
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -149,6 +151,27 @@ class ProcessCommunicator:
             received, given, counts, counts, group=self.device_mesh.get_group(axis)
         )
         return received.view(tensor.dtype).view(tensor.shape)
+
+    def parts(self, counts: Tensor, axis: int) -> Parts:
+        """Return the numbers of rows to send to, and to receive from, each rank of ``axis``, given
+        the numbers to send on the device; the host waits for the device."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.device_mesh.get_group(axis))
+        sent, own = torch.stack((counts, received)).tolist()
+        return Parts(tuple(sent), tuple(own))
+
+    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+        """Send consecutive rows to the ranks of ``axis``, as many to each as ``parts`` says; return
+        the received rows, in rank order."""
+        received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
+        dist.all_to_all_single(
+            as_bytes(received),
+            as_bytes(rows.detach().contiguous()),
+            list(parts.received),
+            list(parts.sent),
+            group=self.device_mesh.get_group(axis),
+        )
+        return received
 
 
 def _stacked_chunks(tensor: Tensor, size: int, dim: int) -> Tensor:

@@ -12,9 +12,11 @@ from capture_models import hf_batch
 from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.simulated import ThreadCommunicator, run_ranks
 from autoparallel.passes.ops.activation import activate, describe
-from autoparallel.passes.ops.experts import run_experts, split_experts
+from autoparallel.passes.ops.experts import run_experts, sent_experts, split_experts
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.ops import axis_strategies
 
 SMALL: dict[str, Any] = {
@@ -85,6 +87,50 @@ def test_the_experts_of_ranks_on_two_axes_add_up_to_all() -> None:
         rank: Any = SimpleNamespace(communicator=own)
         total += split_experts(rank, x, ids, scores, up[part], down[part], axes=(0, 1), **options)
     torch.testing.assert_close(total, run_experts(x, ids, scores, up, down, **options))
+
+
+@pytest.mark.parametrize("sent", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("hit", [8, 1], ids=["all experts", "one expert"])
+def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: int) -> None:
+    """On 2 x 2 ranks with two of eight experts each: values and gradients are those of one rank,
+    where tokens are split; over the other axis the results add up."""
+    torch.manual_seed(0)
+    mesh, options = (
+        Mesh(("dp", "tp"), (2, 2)),
+        {
+            "activation": describe(nn.Module(), torch.relu),
+            "transposed": False,
+        },
+    )
+    whole = [torch.randn(8, 4), torch.rand(8, 2), torch.randn(8, 6, 4), torch.randn(8, 4, 6)]
+    x, scores, up, down = (each.double().requires_grad_() for each in whole)
+    ids = torch.rand(8, hit).argsort(-1)[:, :2].expand(8, 2)
+    expected = run_experts(x, ids, scores, up, down, **options)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+
+    def on_rank(communicator: ThreadCommunicator) -> tuple[Tensor, ...]:
+        place = communicator.coordinates
+        at = sum(place[axis] * (2 if sent == (0, 1) and axis == 0 else 1) for axis in sent)
+        tokens = slice(8 // 2 ** len(sent) * at, 8 // 2 ** len(sent) * (at + 1))
+        number = 2 * place[0] + place[1]
+        own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
+        held = [each.detach()[2 * number : 2 * number + 2].requires_grad_() for each in (up, down)]
+        rank: Any = SimpleNamespace(communicator=communicator)
+        made = sent_experts(
+            rank, own[0], ids[tokens], own[1], *held, axes=(0, 1), sent=sent, **options
+        )
+        made.backward(gradient[tokens])
+        return made.detach(), *(each.grad for each in (*own, *held))
+
+    found = run_ranks(mesh, on_rank)
+    left = [axis for axis in (0, 1) if axis not in sent]
+    for place, want in enumerate((expected.detach(), x.grad, scores.grad)):
+        made = torch.stack([each[place] for each in found]).view(2, 2, -1, *want.shape[1:])
+        made = made.sum(left) if left else made
+        torch.testing.assert_close(made.reshape(want.shape), want)
+    for place, want in enumerate((up.grad, down.grad), 3):
+        torch.testing.assert_close(torch.cat([each[place] for each in found]), want)
 
 
 def program_of(name: str, **settings: Any) -> Program:
