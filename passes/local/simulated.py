@@ -89,7 +89,7 @@ class ThreadCommunicator:
     def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
         self.calls.append(("exchange", axis))
         group, mine = self.groups[axis], self.coordinates[axis]
-        every = group.exchange_any(mine, list(rows.detach().clone().split(list(parts.sent))))
+        every = group.exchange_any(mine, torch.split(rows.detach().clone(), list(parts.sent)))
         return torch.cat([each[mine] for each in every])
 
 

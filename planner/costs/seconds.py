@@ -122,29 +122,23 @@ COLLECTIVES_OF_STATES = (
 """Collectives that overlap compute, each with the time that this compute loses."""
 
 
-def objective_weights(
-    num_microbatches: int, *, exposed: float = 0.0, shares_links: bool = True
-) -> Floats:
+def objective_weights(num_microbatches: int) -> Floats:
     """Return the weight of a second of each resource in the solvers' objective, seconds per
     micro-batch.
 
-    Collectives that take S seconds beside C seconds of compute, and slow this compute by s seconds,
-    add at least max(s, S - C) to the objective. The weights count (1 - e)·s + e·(S - C) for them,
-    where e is ``exposed``: a lower bound for any e from 0 to 1.
+    Collectives of states overlap compute; they count by the seconds by which they slow it, a lower
+    bound of what they add.
 
     >>> weights = objective_weights(4)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()
     [1.0, 0.0, 0.25]
     """
     weights = np.zeros(len(Resource))
-    weights[MICROBATCH] = 1 - exposed
-    if shares_links:
-        weights[[Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION]] = 1.0
+    weights[MICROBATCH] = 1.0
     weights[Resource.OPTIMIZER] = 1 / num_microbatches
     for collective, slowed in COLLECTIVES_OF_STATES:
-        share = _times_per_microbatch(collective, num_microbatches)
-        weights[collective] = share * exposed
-        weights[slowed] = share * (1 - exposed)
+        weights[collective] = 0.0
+        weights[slowed] = _times_per_microbatch(collective, num_microbatches)
     return weights
 
 

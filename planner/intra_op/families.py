@@ -167,7 +167,7 @@ class Family:
         and waits for collectives."""
         least_wait, count = self.model.least_wait, rates.num_microbatches
         waits = [[least_wait(run, zero, count) for zero in rates.zeros] for run in runs]
-        found: Floats = np.array(waits) * (1 - rates.exposed)
+        found: Floats = np.array(waits)
         for kind in self.kinds:
             counts = np.array([run.counts[kind] for run in runs], dtype=np.float64)
             constant = self.model.kind(kind).constant[list(rates.zeros)]

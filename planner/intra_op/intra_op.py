@@ -41,9 +41,6 @@ from .kind_tables import KindTables, Rates, TooWideError
 from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 
-EXPOSED = (1.0, 0.5)
-"""Fractions of ZeRO gathers and gradient sums to try as not overlapped by compute."""
-
 PRICES = (0.3, 3.0, 100.0)
 """Prices λ of a byte to solve stages for, in multiples of a stage's seconds / a device's bytes."""
 
@@ -88,7 +85,6 @@ class IntraOp:
     _bounded: dict[int, list[_Bounded]] = field(default_factory=dict, repr=False)
     _refined: dict[object, int] = field(default_factory=dict, repr=False)
     _proven: dict[object, dict[int, float]] = field(default_factory=dict, repr=False)
-    _exposed: set[object] = field(default_factory=set, repr=False)
     _thrifty: set[object] = field(default_factory=set, repr=False)
     _noted: dict[object, float] = field(default_factory=dict, repr=False)
 
@@ -213,9 +209,11 @@ class IntraOp:
         """Return the pool's cheapest solution, after adding more while its gap is too large."""
         pool, limit = self._pool(run), self.limits.memory_bytes
         found = pool.cheapest(run, num_microbatches, in_flight, limit)
-        for widen in (self._add_exposed, self._add_fitting, self._save_bytes):
+        for prices in (PRICES, HIGH_PRICES):
             is_wanting = self._gap(run, num_microbatches, found) > self.limits.gap
-            if is_wanting and widen(run, num_microbatches, in_flight, found is None):
+            if not is_wanting or (found is not None and prices is HIGH_PRICES):
+                break
+            if self._add_priced(run, num_microbatches, in_flight, prices, found is None):
                 found = pool.cheapest(run, num_microbatches, in_flight, limit)
         return self._stage_answer(run, num_microbatches, found)
 
@@ -234,52 +232,6 @@ class IntraOp:
         table, solution = best.entry.table, best.entry.solution
         return StageAnswer(run, table, solution, best.setting, best.objective, gap)
 
-    def _add_exposed(
-        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
-    ) -> bool:
-        """Add solutions to the pool for stages whose ZeRO gathers and gradient sums take longer
-        than the compute beside them; return whether any is new. Runs once per family of stages and
-        number of blocks rounded to a power of two."""
-        del in_flight, nothing_fits
-        key = (run.family, num_microbatches, run.num_blocks.bit_length())
-        if key in self._exposed or self.budget.left_seconds <= 0:
-            return False
-        self._exposed.add(key)
-        pool, bounds = self._pool(run), self._bounds
-        before = len(pool.entries)
-        for exposed in EXPOSED:
-            rates = replace(
-                self._plain(num_microbatches),
-                exposed=exposed,
-                shares_links=self.model.prices.shares_links,
-            )
-            solved = self._solve((run,), rates)
-            if solved is not None:
-                self._take(pool, solved)
-                known, least = (run.key, num_microbatches), float(solved.least.min())
-                bounds[known] = max(bounds.get(known, 0.0), least)
-        return len(pool.entries) > before
-
-    def _add_fitting(
-        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
-    ) -> bool:
-        """Add solutions to the pool for a stage near its memory limit; return whether any is new.
-
-        The solutions are the best at each price of a byte, with the least and with the most
-        recomputation in all blocks. Runs once per family and numbers of blocks and micro-batches in
-        flight, rounded to powers of two.
-        """
-        in_flight = 1 << (in_flight.bit_length() - 1)
-        return self._add_priced(run, num_microbatches, in_flight, PRICES, nothing_fits)
-
-    def _save_bytes(
-        self, run: Run, num_microbatches: int, in_flight: int, nothing_fits: bool
-    ) -> bool:
-        """Add solutions of few bytes to the pool if nothing fits; return whether any is new."""
-        if not nothing_fits:
-            return False
-        return self._add_priced(run, num_microbatches, in_flight, HIGH_PRICES, nothing_fits)
-
     def _add_priced(
         self,
         run: Run,
@@ -288,7 +240,13 @@ class IntraOp:
         prices: tuple[float, ...],
         nothing_fits: bool,
     ) -> bool:
-        """Add the best solutions at ``prices`` per byte to the pool; return whether any is new."""
+        """Add the best solutions at ``prices`` per byte to the pool; return whether any is new.
+
+        The prices are in multiples of ``_price_unit``; solutions with the least and with the most
+        recomputation in all blocks are added. Runs once per family and numbers of blocks and
+        micro-batches in flight, rounded to powers of two.
+        """
+        in_flight = 1 << (in_flight.bit_length() - 1)
         key = (run.family, num_microbatches, in_flight, run.num_blocks.bit_length(), prices)
         if key in self._thrifty or self.budget.left_seconds <= 0:
             return False
@@ -385,7 +343,9 @@ class IntraOp:
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
         hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
-            most = min(most, closing.MOST_PROGRAMS)  # exposed seconds are not in the programs
+            most = min(
+                most, closing.MOST_PROGRAMS
+            )  # seconds that no compute hides are not in the programs
         listed = closing.allowed_policies(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)

@@ -53,9 +53,7 @@ class Rates:
 
     ``state_prices``: seconds per byte of states; ``saved_prices``: per byte that one micro-batch
     keeps for its backward (times micro-batches in flight). All blocks use recomputation ``mode``.
-    ``exposed``: fraction of gathers and gradient sums that compute does not hide; ``shares_links``:
-    whether they slow other collectives. With ``any_zero`` each decision takes its own best ZeRO
-    stage, and the problems form one row.
+    With ``any_zero`` each decision takes its own best ZeRO stage, and the problems form one row.
     """
 
     num_microbatches: int
@@ -64,15 +62,11 @@ class Rates:
     state_prices: tuple[float, ...] = ()
     saved_prices: tuple[float, ...] = ()
     any_zero: bool = False
-    exposed: float = 0.0
-    shares_links: bool = True
 
-    @cached_property
+    @property
     def seconds(self) -> Floats:
         """Return the weight of a second of each ``Resource`` in the seconds per micro-batch."""
-        return objective_weights(
-            self.num_microbatches, exposed=self.exposed, shares_links=self.shares_links
-        )
+        return objective_weights(self.num_microbatches)
 
     @cached_property
     def weights(self) -> Floats:

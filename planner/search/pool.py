@@ -46,24 +46,12 @@ class CandidatePool:
 
     @property
     def allowed(self) -> list[Candidate]:
-        """Return the candidates that may win: with no idle mesh axis, if there are any."""
-        allowed = [each for each in self.known if self.is_allowed(each)]
-        return [each for each in allowed if not self._leaves_axis_idle(each)] or allowed
+        """Return the candidates that may win."""
+        return [each for each in self.known if self.is_allowed(each)]
 
     def is_allowed(self, candidate: Candidate) -> bool:
         """Return whether the request allows a candidate as a plan."""
         return self.context.request.allows_one_stage or not candidate.is_pipeline
-
-    def _leaves_axis_idle(self, candidate: Candidate) -> bool:
-        """Return whether a stage's mesh has an axis that shards nothing and that was not forced.
-
-        With a tolerance of 0 the fastest plan is wanted, whatever its axes do.
-        """
-        request = self.context.request
-        forced = request.forced
-        if not request.tolerance or any((forced.dp, forced.tp, forced.cp, forced.ep)):
-            return False
-        return candidate.has_idle_axis
 
     def add(self, candidate: Candidate) -> None:
         """Add a candidate to the fitting or the rejected candidates."""

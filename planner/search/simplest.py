@@ -38,6 +38,7 @@ MOST_TOLERANCE = 0.1
 class Shape(NamedTuple):
     """Measures of a plan's complexity, the most important measure first."""
 
+    idle_axis: bool
     stages_per_rank: int
     pipeline_stages: int
     schedule: int
@@ -50,6 +51,7 @@ def shape_of(candidate: Candidate) -> Shape:
     """Return the complexity of a candidate."""
     settings = [answer.setting for _, answer in candidate.answers]
     return Shape(
+        candidate.has_idle_axis,
         candidate.num_chunks,
         len(candidate.stages) // candidate.num_chunks,
         _schedule_number(candidate.schedule) if len(candidate.stages) > 1 else 0,

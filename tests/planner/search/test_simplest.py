@@ -32,12 +32,13 @@ def planned(tolerance: float, forced: Forced | None = None) -> Plan:
 
 
 def test_shapes_are_compared_by_their_weightiest_difference() -> None:
-    looped, pipeline, plain = (
-        Shape(2, 2, 5, 0, 0, 0),
-        Shape(1, 2, 0, 0, 0, 0),
-        Shape(1, 1, 0, 1, 3, 4),
+    looped, pipeline, plain, idle = (
+        Shape(False, 2, 2, 5, 0, 0, 0),
+        Shape(False, 1, 2, 0, 0, 0, 0),
+        Shape(False, 1, 1, 0, 1, 3, 4),
+        Shape(True, 1, 1, 0, 0, 0, 0),
     )
-    assert sorted([looped, pipeline, plain]) == [plain, pipeline, looped]
+    assert sorted([idle, looped, pipeline, plain]) == [plain, pipeline, looped, idle]
 
 
 @cache
