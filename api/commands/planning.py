@@ -185,7 +185,7 @@ def simulate(
         str | None,
         typer.Option(
             "--dispatcher",
-            help="how tokens come to experts that ep splits: gather, as run does, alltoall (NCCL), "
+            help="how tokens come to experts that ep splits: alltoall (NCCL), as run does, gather, "
             "deepep or hybridep (once to each host)",
         ),
     ] = None,

@@ -34,14 +34,14 @@ FAULTS = (
     Fault(
         "bound-too-high",
         "planner/search/bound.py",
-        "found += number * np.minimum",
-        "found += (number + 1) * np.minimum",
+        "(number * self._block_seconds(kind, prices)",
+        "((number + 1) * self._block_seconds(kind, prices)",
         "tests/planner/search/test_search_bound.py",
     ),
     # ZeRO 3 holds one gathered block instead of two
     Fault(
         "gathered-blocks",
-        "planner/stage/stage_problem.py",
+        "planner/stage/kind_model.py",
         "GATHERED_BLOCKS = 2",
         "GATHERED_BLOCKS = 1",
         "tests/planner/search/test_brute_force.py",

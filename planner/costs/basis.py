@@ -156,7 +156,8 @@ class CostAssumptions:
     experts are 8-bit, too. ``expert_kernels``: kernels of experts
     (``planner.ops.experts``); unless separate, experts keep only inputs of products and
     activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
-    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
+    fullest rank of experts divided by the mean. ``folds_experts``: ranks that split positions or
+    weights send tokens to each other's experts too. ``routing``: experts that a token may visit.
     ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
     ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
@@ -173,6 +174,7 @@ class CostAssumptions:
     expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
+    folds_experts: bool = False
     routing: Routing = "any"
     copies_states: bool = True
     attention: AttentionKernel = "flash"
@@ -192,7 +194,7 @@ class CostAssumptions:
         return self.dispatcher != "gather"
 
 
-RUNTIME = CostAssumptions()
+RUNTIME = CostAssumptions(dispatcher="alltoall")
 """Assumptions that hold for this package's own runtime."""
 
 
@@ -237,7 +239,9 @@ class System:
     assumptions: CostAssumptions
 
 
-_SHARED = CostAssumptions(joint_states=True, expert_kernels="activation", dispatcher="alltoall")
+_SHARED = CostAssumptions(
+    joint_states=True, expert_kernels="activation", dispatcher="alltoall", folds_experts=True
+)
 
 _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),

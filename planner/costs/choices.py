@@ -215,14 +215,15 @@ def inner_collectives(node: Node, graph: Graph, prices: Prices, layout: NodeLayo
 
 def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
     """Return every strategy of an op on an axis of ``size`` ranks. Cached for equal ops."""
-    form, sends = _form(node, graph, prices), prices.assumptions.sends_tokens
-    limit = group_limit(node, graph) if sends else (1, 1)
+    form, own = _form(node, graph, prices), prices.assumptions
+    limit = group_limit(node, graph) if own.sends_tokens else (1, 1)
 
     def make() -> tuple[AxisStrategy, ...]:
         found = prices.rules.axis_strategies(node, graph, size)
-        if not sends:
+        if not own.sends_tokens:
             return found
-        return (*sent_strategies(node, input_specs(node, graph), size, limit), *found)
+        sent = sent_strategies(node, input_specs(node, graph), size, limit)
+        return (*(each for each in sent if own.folds_experts or each.label == SENT), *found)
 
     return find(prices.cache.strategies, (form, size, limit), make)
 
@@ -256,7 +257,7 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
-    if prices.assumptions.sends_tokens:
+    if prices.assumptions.folds_experts:
         if axis in restriction.tokens and node.name in tokens_of(graph, prices):
             return _tokens_split(node, graph, axis, prices, restriction)
         strategies = tuple(each for each in strategies if each.label not in (SLICED, TOKENS))
@@ -330,7 +331,7 @@ def _by_strategies(
             tuple((each.label, each.inputs, each.outputs) for each in found)
             for found in (strategies_of(graph[name], graph, size, prices) for name in names)
         )
-        tokens = tokens_of(graph, prices) if prices.assumptions.sends_tokens else None
+        tokens = tokens_of(graph, prices) if prices.assumptions.folds_experts else None
         return number_of(prices.cache.numbers, (tokens, offered))
 
     number = prices.cache.offers.find((size,), (graph,), find_number)
@@ -341,7 +342,7 @@ def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[Ax
     """Return the strategies that show which output dimension an op's dimension of positions
     becomes. Views that join rows and positions count only around expert layers."""
     strategies = strategies_of(node, graph, size, prices)
-    if not prices.assumptions.sends_tokens or node.name in tokens_of(graph, prices):
+    if not prices.assumptions.folds_experts or node.name in tokens_of(graph, prices):
         return strategies
     return tuple(each for each in strategies if each.label != TOKENS)
 

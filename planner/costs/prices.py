@@ -34,7 +34,7 @@ from ..graph.layout import (
     local_shape,
 )
 from ..ops import Rules as Rules
-from ..ops.experts import as_run, expert_traffic
+from ..ops.experts import as_run, expert_traffic, num_senders
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
 from .op_case import op_case
@@ -103,6 +103,7 @@ class Prices(MeshPrices):
             self.speed,
             self.profile,
             balanced_axes(layout),
+            num_senders(node, layout, sizes),
             tuple(
                 [
                     local_shape(spec.shape, each, sizes)

@@ -126,7 +126,7 @@ def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
     >>> is_join((2, 3, 4), (6, 4)), is_join((2, 3, 4), (2, 12))
     (True, False)
     """
-    return len(apart) == len(joined) + 1 and apart[0] * apart[1] == joined[0]
+    return len(apart) == len(joined) + 1 > 1 and apart[0] * apart[1] == joined[0]
 
 
 def is_view(node: Node) -> bool:

@@ -21,6 +21,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from math import prod
 from typing import Any, Literal
 
 from ...cost_model.collectives.dispatch import GroupLimit
@@ -131,15 +132,19 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
     each rank that shares its experts. The returned node has the rank's own number of tokens; its
     argument for the number of all experts is reduced so that the number of pairs is right.
     """
-    parts = 1
-    for tokens, weight, size in zip(
-        layout.inputs[0], layout.inputs[FIRST_WEIGHT], mesh_shape, strict=True
-    ):
-        parts *= size if tokens.is_shard and weight.is_shard else 1
+    parts = num_senders(node, layout, mesh_shape)
     if parts == 1:
         return node
     count = Fraction(argument(node, 8, "num_experts"), parts)
     return replace(node, kwargs={**node.kwargs, "num_experts": count})
+
+
+def num_senders(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> int:
+    """Return the number of ranks that send tokens to each other's experts; 1 for other nodes."""
+    if not is_expert_layer(node):
+        return 1
+    pairs = zip(layout.inputs[0], layout.inputs[FIRST_WEIGHT], mesh_shape, strict=True)
+    return prod(size for tokens, weight, size in pairs if tokens.is_shard and weight.is_shard)
 
 
 def as_run(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> Node:

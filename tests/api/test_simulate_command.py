@@ -184,8 +184,8 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
         ("pp=2,chunks=2,microbatches=4", (), "AP153", "runs one chunk per rank"),
         ("pp=2,chunks=two", (), "AP112", "chunks=two"),
         ("dp=8", ("--kernels", "fuse"), "AP112", "'fuse' is not one of eager, compiled, fused"),
-        ("tp=2,etp=2", (), "AP112", "etp=2 beside tp=2 and --dispatcher gather"),
-        ("tp=2,etp=4", ("--dispatcher", "deepep"), "AP112", "etp=4 beside tp=2"),
+        ("tp=2,etp=2", (), "AP112", "etp=2 beside tp=2"),
+        ("tp=2,etp=4", ("--as", "megatron"), "AP112", "etp=4 beside tp=2"),
         ("dp=2,tp=2,cp=2,ep=8", (), "AP127", "ep=8 spreads experts over cp=2 ranks too"),
         ("pp=2,pipe=2", (), "AP112", "'pipe' is not one of"),
         ("pp=2,schedule=bfs,schedule=bfs", (), "AP112", "given twice"),
@@ -257,7 +257,7 @@ def test_kernels_that_fuse_products_keep_and_move_no_scores(
 def test_experts_are_spread_over_tensor_and_context_parallel_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    more = ("--seq", "32", "--dispatcher", "alltoall")
+    more = ("--seq", "32", "--as", "megatron")
     assert simulate("hf:tests/models/mixtral", "dp=2,tp=2,cp=2,ep=4", *more) == 0
     folded = capsys.readouterr().out
     assert "experts on ep=4 ranks of tp, cp, dp" in folded.replace("\n", " ")

@@ -50,7 +50,7 @@ def expert_bytes() -> int:
 
 
 GATHER = CostAssumptions()
-SENT = CostAssumptions(dispatcher="alltoall")
+SENT = CostAssumptions(dispatcher="alltoall", folds_experts=True)
 
 
 @pytest.mark.parametrize("assumptions", [GATHER, SENT])
