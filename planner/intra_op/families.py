@@ -17,9 +17,18 @@ import numpy as np
 from ..stage.stage_model import CostRow, StageModel
 from ..stage.stage_problem import Solution
 from ..stage.structure import Run
-from ..stage.terms import BLOCK_MODES, Side, byte_weights, time_weights
+from ..stage.terms import (
+    BLOCK_MODES,
+    MOST_CELLS,
+    Axis,
+    PlacedTerm,
+    Side,
+    TooWideError,
+    byte_weights,
+    time_weights,
+)
 from .elimination import BATCH_AXES, Eliminated, Factor, Floats, Ints, Order, eliminate, find_order
-from .kind_tables import MOST_CELLS, STATE_BYTES, Axis, KindTables, Link, Rates, TooWideError
+from .kind_tables import STATE_BYTES, KindTables, Rates
 
 
 @dataclass
@@ -34,7 +43,7 @@ class Family:
     place: dict[tuple[str, int], tuple[int, Ints]]
     first: dict[str, int]
     shared: tuple[str, ...]
-    _links: dict[CostRow, tuple[Link, ...]] = field(default_factory=dict)
+    _terms: dict[CostRow, tuple[PlacedTerm, ...]] = field(default_factory=dict)
     _orders: dict[object, Order] = field(default_factory=dict)
 
     @staticmethod
@@ -70,12 +79,11 @@ class Family:
         variable, choices = self._place(side.node)
         return variable, side.classes[choices]
 
-    def _links_of(self, row: CostRow) -> tuple[Link, ...]:
-        """Return the terms of an edge or boundary as tables over the family's variables."""
-        if row not in self._links:
-            terms = self.model.terms(row)
-            self._links[row] = tuple(Link.of(term, self._axis) for term in terms)
-        return self._links[row]
+    def _terms_of(self, row: CostRow) -> tuple[PlacedTerm, ...]:
+        """Return the terms of an edge or boundary over the family's variables."""
+        if row not in self._terms:
+            self._terms[row] = tuple(term.placed(self._axis) for term in self.model.terms(row))
+        return self._terms[row]
 
     def solve(self, runs: Sequence[Run], rates: Rates) -> Solved:
         """Return, for each of ``runs`` (stages of this family), the least seconds per micro-batch
@@ -122,15 +130,14 @@ class Family:
         saved = rates.prices(saved=True)
         kept = [float(mode == rates.mode) for mode in BLOCK_MODES]
         for row, counts in self._counts(runs).items():
-            for link in self._links_of(row):
+            for term in self._terms_of(row):
                 for weights, prices in ((rates.weights, None), (byte_weights(kept, 1), saved)):
-                    factor = link.factor(weights)
-                    table = factor.table
+                    table = term.table(weights)[None, None]
                     if not table.any() or (prices is not None and not prices.any()):
                         continue
                     if prices is not None:
                         table = table * _column(prices, table.ndim - 1)
-                    factors.append(Factor(factor.scope, table * _column(counts, table.ndim)))
+                    factors.append(Factor(term.scope, table * _column(counts, table.ndim)))
         factors += self._shared_parameters(rates)
         return factors
 

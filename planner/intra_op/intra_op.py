@@ -35,9 +35,10 @@ from ..stage.recompute_policy import MOST_POLICIES, num_policies, uniform_policy
 from ..stage.stage_model import StageModel
 from ..stage.stage_problem import Solution, StageOptions, StageProblem, fixed_bytes
 from ..stage.structure import Run
+from ..stage.terms import TooWideError
 from . import closing
 from .families import Family, Solved
-from .kind_tables import KindTables, Rates, TooWideError
+from .kind_tables import KindTables, Rates
 from .pool import SAME, Pool, PooledSolution, gap_between
 from .pool import StageAnswer as StageAnswer
 

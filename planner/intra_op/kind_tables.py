@@ -13,10 +13,9 @@ most the memory of the block, so the least cost is a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,17 @@ from ..costs.seconds import HELD, STEP, objective_weights
 from ..integer_programs.program import classes_of
 from ..plan import Recompute
 from ..stage.stage_model import KindModel, StageModel
-from ..stage.terms import BLOCK_MODES, Side, Term, byte_weights, time_weights
+from ..stage.terms import (
+    BLOCK_MODES,
+    MOST_CELLS,
+    Axis,
+    PlacedTerm,
+    Side,
+    TooWideError,
+    byte_weights,
+    time_weights,
+)
 from .elimination import Eliminated, Factor, Floats, Ints, Memo, Order, eliminate, find_order
-
-MOST_CELLS = 4_000_000
-"""Maximum elements of a cost table; the integer program solves problems with larger tables."""
-
 
 MOST_SOLVED = 12
 """Maximum weights (``Rates``) for which a kind's solutions are cached, as their tables are
@@ -40,10 +44,6 @@ large."""
 
 STATE_BYTES = byte_weights((1.0, 0.0, 0.0), 0)
 """Weights of the bytes of states among the amounts of a block."""
-
-
-class TooWideError(Exception):
-    """Signal that cost tables would be too large; always caught inside the planner."""
 
 
 @dataclass(frozen=True)
@@ -104,76 +104,6 @@ class End:
     firsts: Ints
 
 
-def term_table(
-    matrix: Floats, source: Axis | None, uses: Sequence[Axis]
-) -> tuple[tuple[int, ...], Floats]:
-    """Return (variables, table over them): the cost of a term of a stage's cost.
-
-    ``matrix[maker's class, use's class]`` has the costs of a value in these classes of layouts.
-    ``source`` (None if the first class is meant) and ``uses``: a variable, and the class that each
-    of its values means. Equal uses count once; a variable that occurs several times has one axis.
-    Raises ``TooWideError`` if the table would be too large.
-
-    >>> one, both = np.array([0]), np.arange(2)
-    >>> term_table(np.array([[1.0, 4.0]]), (0, one), ((1, both), (2, both)))[1].tolist()
-    [[[1.0, 5.0], [5.0, 4.0]]]
-    """
-    axes = uses if source is None else (source, *uses)
-    sizes = {variable: len(classes) for variable, classes in axes}
-    if prod(sizes.values()) > MOST_CELLS:
-        raise TooWideError
-    scope = tuple(sizes)
-
-    def along(axis: Axis) -> Ints:
-        shape = [1] * len(scope)
-        shape[scope.index(axis[0])] = len(axis[1])
-        return axis[1].reshape(shape)
-
-    made = 0 if source is None else along(source)
-    wanted = list(map(along, uses))
-    total: Floats = matrix[made, wanted[0]]
-    for number, use in enumerate(wanted[1:], start=1):
-        own = matrix[made, use]
-        for earlier in wanted[:number]:
-            own = own * (earlier != use)
-        total = total + own
-    return scope, total
-
-
-Axis = tuple[int, Ints]
-"""A variable of an elimination, and the class of layouts that each of its values means."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """Term of a stage's cost as a table over variables of an elimination: the maker's, if it has
-    one, and the uses'."""
-
-    term: Term
-    source: Axis | None
-    uses: tuple[Axis, ...]
-    _factors: dict[bytes, Factor] = field(default_factory=dict, repr=False)
-
-    @staticmethod
-    def of(term: Term, axis: Callable[[Side], Axis]) -> Link:
-        """Return the table of ``term``, whose sides are decided by the variables ``axis(side)``."""
-        source = None if term.maker is None else axis(term.maker)
-        return Link(term, source, tuple(map(axis, term.uses)))
-
-    @property
-    def scope(self) -> tuple[int, ...]:
-        axes = self.uses if self.source is None else (self.source, *self.uses)
-        return tuple(dict.fromkeys(variable for variable, _ in axes))
-
-    def factor(self, weights: Floats) -> Factor:
-        """Return the amounts of the term, times ``weights``, as a term of the sum to minimize."""
-        key = (self.term.columns @ weights).tobytes()
-        if key not in self._factors:
-            scope, table = term_table(self.term.weighted(weights), self.source, self.uses)
-            self._factors[key] = Factor(scope, table[None, None])
-        return self._factors[key]
-
-
 @dataclass
 class KindTables:
     """Cost tables of a kind of block on a mesh. ``solve`` minimizes over all choices but the
@@ -183,17 +113,18 @@ class KindTables:
     kind: str
     sizes: list[int] = field(default_factory=list)
     fixed: list[Factor] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    terms: list[PlacedTerm] = field(default_factory=list)
     _variables: dict[tuple[int, bytes], int] = field(default_factory=dict)
     _solved: dict[Rates, Eliminated] = field(default_factory=dict)
     _kept_bytes: dict[Recompute, Floats] = field(default_factory=dict)
     _alike: dict[tuple[int, bytes], Factor] = field(default_factory=dict)
     _of_weights: dict[bytes, list[Factor]] = field(default_factory=dict)
+    _factors: dict[int, Factor] = field(default_factory=dict)
     _memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self.sizes = [len(decision.choices) for decision in self.tables.decisions]
-        self.links = [Link.of(term, self._axis) for term in self.model.terms(self.kind)]
+        self.terms = [term.placed(self._axis) for term in self.model.terms(self.kind)]
         self.kept = tuple(self._variable(end.decision, end.classes) for end in self.ends)
 
     @staticmethod
@@ -252,7 +183,7 @@ class KindTables:
     def order(self) -> Order:
         """Return the order in which to eliminate the block's variables. Raises ``TooWideError`` if
         this makes too large tables."""
-        scopes = [factor.scope for factor in self.fixed] + [link.scope for link in self.links]
+        scopes = [factor.scope for factor in self.fixed] + [term.scope for term in self.terms]
         scopes += [(number,) for number in range(len(self.tables.decisions))]
         key = (tuple(self.sizes), tuple(scopes), self.kept)
         found = find(
@@ -294,8 +225,16 @@ class KindTables:
         """Return the costs of layout conversions as terms of the sum to minimize. Cached."""
         key = weights.tobytes()
         if key not in self._of_weights:
-            self._of_weights[key] = [self._memo.note(each.factor(weights)) for each in self.links]
+            self._of_weights[key] = [self._factor_of(term, weights) for term in self.terms]
         return self._of_weights[key]
+
+    def _factor_of(self, term: PlacedTerm, weights: Floats) -> Factor:
+        table = term.table(weights)
+        return find(
+            self._factors,
+            id(table),
+            lambda: self._memo.note(Factor(term.scope, table[None, None])),
+        )
 
     def _own(self, rates: Rates) -> list[Factor]:
         """Return, for each decision (nodes laid out together), the cost of each choice without

@@ -37,9 +37,10 @@ from ..inter_op.heterogeneous import is_mixed
 from ..inter_op.sweep import Tiling
 from ..intra_op.elimination import Floats
 from ..intra_op.intra_op import IntraOp
-from ..intra_op.kind_tables import KindTables, Rates, TooWideError
+from ..intra_op.kind_tables import KindTables, Rates
 from ..stage.branches import find_sections
 from ..stage.stage_problem import context_bytes
+from ..stage.terms import TooWideError
 from .context import SearchContext
 from .space import mixed_tiling, uniform_tiling
 

@@ -244,7 +244,10 @@ class StageTable:
         if isinstance(row, str):
             own = self.kinds.get(row)
             return own or RowCost(self.model.shared(row).amounts.total((self.choice(row),)))
-        terms = [term.placed(self.problem.position) for term in self.model.terms(row)]
+        terms = [
+            term.placed(lambda side: (self.problem.position(side.node), side.classes))
+            for term in self.model.terms(row)
+        ]
         return RowCost(total(terms, self.choices)[None])
 
     def choice(self, name: str) -> int:

@@ -357,7 +357,10 @@ class StageModel:
         return self.common(
             self.prices.cache.placed_terms,
             (kind,),
-            lambda: tuple(term.placed(where.__getitem__) for term in self.terms(kind)),
+            lambda: tuple(
+                term.placed(lambda side: (where[side.node], side.classes))
+                for term in self.terms(kind)
+            ),
         )
 
     def _make_terms(self, row: Row) -> tuple[Term, ...]:

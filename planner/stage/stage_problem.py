@@ -111,7 +111,11 @@ class StageProblem:
         return Problem(tuple(costs), tuple(couplings), memory, setting.memory_weight, constant)
 
     def _coupling(self, term: Term, cost: Floats) -> Coupling:
-        maker, *uses = (DecisionSide(self.position(side.node), side.classes) for side in term.sides)
+        assert term.maker is not None
+        maker, *uses = (
+            DecisionSide(self.position(side.node), side.classes)
+            for side in (term.maker, *term.uses)
+        )
         return Coupling(maker, tuple(uses), cost)
 
     def solution(self, choices: tuple[int, ...]) -> Solution:

@@ -14,9 +14,9 @@ each recomputation mode reruns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import NamedTuple
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ from ..plan import Recompute
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+MOST_CELLS = 4_000_000
+"""Maximum elements of a cost table; the integer program solves problems with larger tables."""
 
 ZEROS = (0, 1, 2, 3)
 
@@ -66,6 +69,10 @@ NUM_AMOUNTS = RERUN.stop
 
 CONVERTED = (Resource.FORWARD_COMMUNICATION, Resource.BACKWARD_COMMUNICATION)
 """Resources of a layout conversion."""
+
+
+class TooWideError(Exception):
+    """Signal that cost tables would be too large; always caught inside the planner."""
 
 
 def time_weights(seconds: Floats, occurrences: Sequence[float]) -> Floats:
@@ -167,53 +174,94 @@ class Term:
     entries: Floats
     columns: Floats
 
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """Return the maker, if there is one, then the uses."""
-        return self.uses if self.maker is None else (self.maker, *self.uses)
-
     def weighted(self, weights: Floats) -> Floats:
         """Return ``[maker's class, use's class]``: the entries' amounts times ``weights``."""
         found: Floats = self.entries @ (self.columns @ weights)
         return found
 
-    def placed(self, position: Callable[[str], int]) -> PlacedTerm:
-        """Return the term for decisions whose indices are ``position(node)``."""
-        maker, *uses = [(position(side.node), side.classes) for side in self.sides]
-        if self.maker is None:
-            maker, uses = (maker[0], np.zeros_like(maker[1])), [maker]
-        return PlacedTerm(maker, tuple(uses), self.entries, self.columns)
+    def placed(self, axis: Callable[[Side], Axis]) -> PlacedTerm:
+        """Return the term over variables; ``axis(side)`` decides the class of a side."""
+        maker = None if self.maker is None else axis(self.maker)
+        return PlacedTerm(self, maker, tuple(map(axis, self.uses)))
 
 
-class PlacedTerm(NamedTuple):
-    """A ``Term`` whose maker and uses are (index of a decision, class by choice)."""
+Axis = tuple[int, Ints]
+"""A variable (a decision, or a class of its choices), and the class that each value means."""
 
-    maker: tuple[int, Ints]
-    uses: tuple[tuple[int, Ints], ...]
-    entries: Floats
-    columns: Floats
 
-    def at(self, choices: Sequence[int]) -> Floats:
-        """Return the sum of the entries at the choice of each decision."""
-        decision, classes = self.maker
-        row = self.entries[classes[choices[decision]]]
+@dataclass(frozen=True, eq=False)
+class PlacedTerm:
+    """A ``Term`` over variables: that of its maker, if it has one, and those of its uses."""
+
+    term: Term
+    maker: Axis | None
+    uses: tuple[Axis, ...]
+    _tables: dict[bytes, Floats] = field(default_factory=dict, repr=False)
+
+    @property
+    def scope(self) -> tuple[int, ...]:
+        """Return the variables, without duplicates."""
+        return tuple(self._sizes)
+
+    @cached_property
+    def _sizes(self) -> dict[int, int]:
+        axes = self.uses if self.maker is None else (self.maker, *self.uses)
+        return {variable: len(classes) for variable, classes in axes}
+
+    def table(self, weights: Floats) -> Floats:
+        """Return the amounts times ``weights`` as a table over ``scope``; equal weights give the
+        same object. Raises ``TooWideError`` if it would be too large.
+
+        >>> one, both = np.array([0]), np.arange(2)
+        >>> term = Term(None, (), np.array([[[1.0], [4.0]]]), np.eye(1))
+        >>> PlacedTerm(term, (0, one), ((1, both), (2, both))).table(np.ones(1)).tolist()
+        [[[1.0, 5.0], [5.0, 4.0]]]
+        """
+        key = (self.term.columns @ weights).tobytes()
+        if key not in self._tables:
+            if prod(self._sizes.values()) > MOST_CELLS:
+                raise TooWideError
+            self._tables[key] = self._table(self.term.weighted(weights))
+        return self._tables[key]
+
+    def _table(self, matrix: Floats) -> Floats:
+        made = 0 if self.maker is None else self._along(self.maker)
+        wanted = list(map(self._along, self.uses))
+        total: Floats = matrix[made, wanted[0]]
+        for number, use in enumerate(wanted[1:], start=1):
+            own = matrix[made, use]
+            for earlier in wanted[:number]:
+                own = own * (earlier != use)
+            total = total + own
+        return total
+
+    def _along(self, axis: Axis) -> Ints:
+        variable, classes = axis
+        return classes.reshape([-1 if other == variable else 1 for other in self.scope])
+
+    def at(self, values: Sequence[int]) -> Floats:
+        """Return the sum of the entries at the value of each variable."""
+        row = self.term.entries[0 if self.maker is None else _class(self.maker, values)]
         if len(self.uses) == 1:
-            decision, classes = self.uses[0]
-            only: Floats = row[classes[choices[decision]]]
+            only: Floats = row[_class(self.uses[0], values)]
             return only
-        wanted = {int(classes[choices[decision]]) for decision, classes in self.uses}
-        found: Floats = row[sorted(wanted)].sum(axis=0)
+        found: Floats = row[sorted({_class(use, values) for use in self.uses})].sum(axis=0)
         return found
+
+
+def _class(axis: Axis, values: Sequence[int]) -> int:
+    variable, classes = axis
+    return int(classes[values[variable]])
 
 
 def total(terms: Iterable[PlacedTerm], choices: Sequence[int]) -> Floats:
     """Return the sum of the amounts of ``terms`` at the choice of each decision."""
     entries: dict[int, tuple[Floats, Floats]] = {}
     for term in terms:
-        key = id(term.columns)
+        key = id(term.term.columns)
         known = entries.get(key)
         own = term.at(choices)
-        entries[key] = (term.columns, own if known is None else known[1] + own)
+        entries[key] = (term.term.columns, own if known is None else known[1] + own)
     return sum((own @ columns for columns, own in entries.values()), np.zeros(NUM_AMOUNTS))
 
 

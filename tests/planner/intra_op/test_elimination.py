@@ -19,8 +19,9 @@ from autoparallel.planner.intra_op.elimination import (
     eliminate,
     find_order,
 )
-from autoparallel.planner.intra_op.kind_tables import KindTables, Rates, term_table
+from autoparallel.planner.intra_op.kind_tables import KindTables, Rates
 from autoparallel.planner.search.context import SearchContext
+from autoparallel.planner.stage.terms import PlacedTerm, Term
 
 SIZES = (2, 3, 2, 4, 2)
 SCOPES = ((0, 1), (1, 2), (3, 1), (2, 4), (0,), (3,), (4, 2, 0))
@@ -82,10 +83,10 @@ def test_several_uses_cost_each_distinct_target_once() -> None:
     classes = [generator.integers(0, 4, 5) for _ in range(3)]
     source = np.array([2, 0, 1])
     # the first and the last use are of one variable
-    scope, table = term_table(
-        matrix, (7, source), ((3, classes[0]), (5, classes[1]), (3, classes[2]))
-    )
-    assert scope == (7, 3, 5)
+    term = Term(None, (), matrix[..., None], np.eye(1))
+    placed = PlacedTerm(term, (7, source), ((3, classes[0]), (5, classes[1]), (3, classes[2])))
+    assert placed.scope == (7, 3, 5)
+    table = placed.table(np.ones(1))
     for at, first, second in np.ndindex(table.shape):
         wanted = {classes[0][first], classes[1][second], classes[2][first]}
         assert table[at, first, second] == pytest.approx(
