@@ -57,15 +57,12 @@ SUMS = 2
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Experts of a graph. ``number``: greatest common divisor of the layers' numbers of experts,
-    which an axis "ep" must divide. ``gradients``: bytes of the gradients of all expert weights.
-
-    Bytes of tokens per sample and direction: ``gathered`` by expert layers that are a single op,
-    ``exchanged`` by other expert layers.
+    which an axis "ep" must divide. ``gradients``: bytes of the gradients of all expert weights;
+    ``exchanged``: bytes of tokens per sample and direction that are sent to experts.
     """
 
     number: int
     gradients: float
-    gathered: float
     exchanged: float
 
 
@@ -88,19 +85,20 @@ def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> 
     found = expert_dims(graph, strategies)
     if not found.weights:
         return None
-    gathered = exchanged = 0.0
+    exchanged = 0.0
     for node in graph:
         if node.kind != "op" or not any(ref in found.views for ref in node.inputs):
             continue
         if is_expert_layer(node):
-            gathered += graph.spec(node.inputs[0]).num_bytes
+            tokens, ids = graph.spec(node.inputs[0]), graph.spec(node.inputs[1])
+            exchanged += tokens.num_bytes * ids.shape[1]
         elif not any(ref in found.dims and ref not in found.views for ref in node.inputs):
             data = (ref for ref in node.inputs if ref not in found.views)
             exchanged += sum(graph.spec(ref).num_bytes for ref in data)
     rows = graph.batch_size
     numel = sum(graph[name].spec.numel for name in found.weights)
     number = gcd(*found.weights.values())
-    return Experts(number, float(numel * gradient_bytes), gathered / rows, exchanged / rows)
+    return Experts(number, float(numel * gradient_bytes), exchanged / rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +158,7 @@ class Proposals:
     def _saves(self, experts: Experts, dp: int, ep: int, tp: int) -> bool:
         """Return whether splitting experts over "ep" sends fewer bytes per step: the tokens
         exchanged are fewer bytes than the gradients that need no all-reduce."""
-        rows = self.request.global_batch / dp
-        tokens = rows * (experts.gathered + experts.exchanged / ep)
+        tokens = self.request.global_batch / (dp * ep) * experts.exchanged
         return EXCHANGES * tokens < SUMS * experts.gradients / tp * (1 - 1 / ep)
 
 

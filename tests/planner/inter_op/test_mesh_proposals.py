@@ -200,7 +200,7 @@ def test_experts_of_which_tokens_are_more_bytes_than_gradients_get_no_axis() -> 
 
 def test_what_is_forced_is_not_proposed_again() -> None:
     request = Request(2, forced=Forced(cp=1))
-    own = Proposals(1 << 15, Experts(4, 1e12, 1.0, 0.0), HOSTS, request)
+    own = Proposals(1 << 15, Experts(4, 1e12, 1.0), HOSTS, request)
     assert all("cp" not in mesh.axes for mesh in own.meshes(8, 2, 8))
     assert any("ep" in mesh.axes for mesh in own.meshes(8, 2, 8))
     none = replace(own, request=replace(request, forced=Forced(cp=1, ep=1)))
