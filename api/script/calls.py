@@ -28,6 +28,9 @@ from autoparallel.script.expressions import (
 from autoparallel.script.parts import can_copy
 from autoparallel.script.writer import MOVES, Writer, unwritable
 
+NAMED_AXES = ("axes", "balanced", "row_axes", "sent")
+"""Arguments of this package's functions that are mesh axes."""
+
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
     """Return the call of an op of this package as Python text; the script's ``mesh`` takes the
@@ -50,7 +53,9 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
     if "activation" in kwargs:
         kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
     named = {
-        name: _axis_names(value, axes) if name in ("axes", "balanced", "row_axes") else value
+        name: _axis_names(value, axes)
+        if name in ("axes", "balanced", "row_axes", "sent")
+        else value
         for name, value in kwargs.items()
     }
     return call_of(function.__name__, [Expression("mesh"), *args], named)

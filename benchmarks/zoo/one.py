@@ -34,7 +34,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.errors import AutoparallelError
-from autoparallel.planner.ops.strategies import has_rule
+from autoparallel.planner.ops import has_rule
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
 from autoparallel.planning.capture import capture_program, record_target

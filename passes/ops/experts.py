@@ -165,25 +165,25 @@ def sent_experts(
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
     their experts; over the others the results are partial sums."""
     assert weights[0] is not None
-    communicator, count = rank.communicator, weights[0].shape[0]
+    count = weights[0].shape[0]
     (tokens, chosen), width = ids.shape, x.shape[-1]
     rows = x.unsqueeze(1).expand(tokens, chosen, width).reshape(tokens * chosen, width)
     wanted, route = ids.reshape(-1), list[tuple[int, Parts, Tensor]]()
     for axis in sent:
-        size, inner = communicator.size(axis), count
+        size, inner = rank.communicator.size(axis), count
         for other in axes[axes.index(axis) + 1 :]:
-            inner = inner * communicator.size(other)
+            inner = inner * rank.communicator.size(other)
         places, order = (wanted // inner % size).sort(stable=True)
         every = torch.arange(size + 1, device=places.device, dtype=places.dtype)
         counts = torch.searchsorted(places, every).diff()
-        parts = communicator.parts(counts, axis)
-        rows = exchange(rows[order], parts, axis, communicator)
-        wanted = communicator.exchange(wanted[order], parts, axis)
+        parts = rank.communicator.parts(counts, axis)
+        rows = exchange(rows[order], parts, axis, rank.communicator)
+        wanted = rank.communicator.exchange(wanted[order], parts, axis)
         route.append((axis, parts, order))
     first, _ = part_of(rank, count, axes)
     made = run_experts(rows, wanted.unsqueeze(-1), None, *weights, first=first, **options)
     for axis, parts, order in reversed(route):
-        made = exchange(made, parts.back(), axis, communicator)
+        made = exchange(made, parts.back(), axis, rank.communicator)
         made = torch.empty_like(made).index_copy(0, order, made)
     weighted = made.view(tokens, chosen, made.shape[-1]) * scores.unsqueeze(-1)
     return weighted.sum(1).to(x.dtype)

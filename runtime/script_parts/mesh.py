@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+
+class Parts(NamedTuple):
+    """Numbers of rows that a rank sends to each rank of an axis, and receives from each."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def back(self) -> Parts:
+        """Return the numbers of rows of the exchange that returns all rows."""
+        return Parts(self.received, self.sent)
 
 
 class Mesh:
@@ -64,6 +75,20 @@ class Mesh:
         """Exchange tensors with the other end of the axis: rank i gets the tensor of n - 1 - i."""
         every = self.all_gather(tensor.detach()[None], axis, 0)
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
+
+    def parts(self, counts: Tensor, axis: str) -> Parts:
+        """Tell each rank of the axis how many rows it will get: ``counts[i]`` for rank i."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.groups[axis])
+        sent, own = torch.stack((counts, received)).tolist()
+        return Parts(tuple(sent), tuple(own))
+
+    def exchange(self, rows: Tensor, parts: Parts, axis: str) -> Tensor:
+        """Send consecutive rows to the ranks of the axis; return the received rows by rank."""
+        received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
+        sizes = list(parts.received), list(parts.sent)
+        dist.all_to_all_single(received, rows.detach(), *sizes, group=self.groups[axis])
+        return received
 
     def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
         """Cut this rank's part along ``dim`` from a tensor that all ranks of the axis hold."""
@@ -170,6 +195,18 @@ def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, *, dim: int) -> Tensor:
 def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
     """Reshard ``x`` from a split along ``concat_dim`` to a split along ``split_dim``."""
     return change(x, axis, mesh.all_to_all, mesh.all_to_all, split_dim, concat_dim)
+
+
+def exchange(rows: Tensor, parts: Parts, axis: str, mesh: Mesh) -> Tensor:
+    """Send rows to the ranks of the axis; gradients are sent back."""
+
+    def there(tensor: Tensor, axis: str) -> Tensor:
+        return mesh.exchange(tensor.contiguous(), parts, axis)
+
+    def back(tensor: Tensor, axis: str) -> Tensor:
+        return mesh.exchange(tensor.contiguous(), parts.back(), axis)
+
+    return change(rows, axis, there, back)
 
 
 def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:

@@ -163,6 +163,8 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/gpt2", "dp=2,tp=2"),
         ("tests/models/mixtral", "dp=2,microbatches=2"),
         ("tests/models/mixtral", "tp=2"),
+        ("tests/models/mixtral", "dp=2,ep=2"),
+        ("tests/models/mixtral", "dp=2,ep=2,tp=2,zero=2"),
         ("tests/models/gpt_dropout.py", "dp=2,microbatches=2,recompute=full"),
         ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2,schedule=1f1b"),
         ("tests/models/long_skip.py", "pp=2,microbatches=2,schedule=1f1b"),
