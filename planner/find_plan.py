@@ -42,8 +42,12 @@ from .search.pool import CandidatePool
 from .search.problem import SharedTables
 from .search.report_plan import make_plan
 from .search.simplest import simplest_of, tolerance_of
-from .stage.weight_versions import is_asynchronous
-from .variants.asynchronous import check_asynchronous, check_forced, with_limits_of_schedule
+from .variants.asynchronous import (
+    check_asynchronous,
+    check_forced,
+    is_asynchronous,
+    with_limits_of_schedule,
+)
 from .variants.parameter_servers import (
     check_forced_servers,
     check_served_memory,

@@ -25,7 +25,7 @@ from autoparallel.planner.errors import PlanError
 from autoparallel.planner.graph.graph import Graph, map_refs
 from autoparallel.planner.graph.layout import Layout
 from autoparallel.planner.plan import Plan, StagePlan
-from autoparallel.planner.stage.weight_versions import is_asynchronous
+from autoparallel.planner.variants.asynchronous import is_asynchronous
 from autoparallel.planner.variants.replicas import placed_stages
 from autoparallel.runtime.data.variants import Variant, stage_programs, variant_of
 from autoparallel.target.lora import parse_lora

@@ -18,7 +18,7 @@ from autoparallel.options.results import say, say_json
 from autoparallel.options.run_options import RunOptions, Sources, absolute, checked_init
 from autoparallel.planner.errors import UsageError, VerificationError
 from autoparallel.planner.plan import Plan
-from autoparallel.planner.stage.weight_versions import is_asynchronous
+from autoparallel.planner.variants.asynchronous import is_asynchronous
 from autoparallel.planning.plan_files import load_plan
 from autoparallel.runtime.checkpoint.weight_files import open_weights
 from autoparallel.runtime.launch.agent import launch_on_hosts

@@ -32,7 +32,7 @@ from ...planner.graph.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan, StagePlan
 from ...planner.schedules.held import MessageBytes, sends_kept
 from ...planner.stage.stage_cost import TRANSIENT, combine_bytes
-from ...planner.stage.weight_versions import version_bytes
+from ...planner.variants.asynchronous import version_bytes
 from ...planner.variants.replicas import stages_of_ranks
 from ...planner.variants.slice_costs import carried_bytes
 from ..local.stage_cut import Boundary, boundaries, op_layout, stage_ranges, with_replicas

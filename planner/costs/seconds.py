@@ -127,7 +127,7 @@ def objective_weights(num_microbatches: int) -> Floats:
     micro-batch.
 
     Collectives of states overlap compute; they count by the seconds by which they slow it, a lower
-    bound of what they add.
+    bound of the seconds that they add.
 
     >>> weights = objective_weights(4)
     >>> weights[[Resource.FORWARD_COMPUTE, Resource.GRADIENT_SYNC, Resource.SYNC_SLOWED]].tolist()

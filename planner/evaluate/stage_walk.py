@@ -25,7 +25,7 @@ from ..plan import Plan, Recompute
 from ..schedules.held import HalfPairs, held_bytes, splits
 from ..stage.stage_cost import StageCost
 from ..stage.structure import Structure, leaf_bytes
-from ..stage.weight_versions import version_bytes
+from ..variants.asynchronous import version_bytes
 from .block_walk import BlockCost, BlockForms, Layouts, Reads, StageFacts, block_cost
 
 

@@ -26,8 +26,8 @@ from ..stage.decisions import Decision
 from ..stage.stage_cost import TRANSIENT, StageCost, combine_bytes
 from ..stage.stage_model import StageModel
 from ..stage.stage_problem import Solution, StageOptions
-from ..stage.weight_versions import num_versions, with_versions
 from ..summary import RankSummary, schedule_text, summary_text
+from ..variants.asynchronous import num_versions, with_versions
 from ..variants.slice_costs import SliceShares
 from .branch_and_bound import PipelineProposal
 from .context import SearchContext

@@ -59,7 +59,7 @@ class RowCost:
 
     @cached_property
     def seconds(self) -> Floats:
-        """Return ``[mode, zero, Resource]``; what a block reruns counts with its backward."""
+        """Return ``[mode, zero, Resource]``; rerun seconds count with the backward."""
         found = np.repeat(self.amounts[None, :, SECONDS], len(BLOCK_MODES), axis=0)
         shape = (len(self.amounts), len(RECOMPUTE_MODES), len(RECOMPUTED))
         rerun = self.amounts[:, RERUN].reshape(shape).swapaxes(0, 1)

@@ -77,8 +77,8 @@ class TooWideError(Exception):
 
 def time_weights(seconds: Floats, occurrences: Sequence[float]) -> Floats:
     """Return the weight of each amount in seconds per micro-batch, for a term with ``occurrences``
-    in blocks of each of ``BLOCK_MODES``; ``seconds``: weight of each ``Resource``. What a block
-    reruns counts as its backward."""
+    in blocks of each of ``BLOCK_MODES``; ``seconds``: weight of each ``Resource``. Rerun
+    seconds count as the backward's."""
     found = np.zeros(NUM_AMOUNTS)
     found[SECONDS] = sum(occurrences) * seconds
     found[RECEIVED] = sum(occurrences)
@@ -90,7 +90,7 @@ def time_weights(seconds: Floats, occurrences: Sequence[float]) -> Floats:
 
 def byte_weights(occurrences: Sequence[float], in_flight: int) -> Floats:
     """Return the weight of each amount in the bytes per device that a term takes all the time: its
-    states, and what ``in_flight`` micro-batches keep."""
+    states, and the bytes that ``in_flight`` micro-batches keep."""
     found = np.zeros(NUM_AMOUNTS)
     found[HELD_STATES] = sum(occurrences)
     found[KEPT] = np.multiply(occurrences, in_flight)

@@ -4,7 +4,7 @@ are only used when forced, as their steps differ from one device's.
 In: a request that forces such a schedule, or a plan with it. Out: the limits it sets on a plan, a
 description of its updates, and errors for plans it cannot run. The search treats them as it does
 other schedules: they order forwards and backwards as 1F1B does, and stages hold older versions of
-their weights (``stage.weight_versions``).
+their weights: ``num_versions``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from ...cost_model.ops.memory import PrecisionPolicy, policy
+from ...cost_model.simulator.actions import versions_held
 from ..errors import UsageError
 from ..graph.graph import Blocks, Graph
 from ..graph.layout import Layout
 from ..ops.saved import saved_inputs
 from ..plan import Plan, StagePlan
-from ..requests.request import Forced, Request
+from ..requests.request import ASYNCHRONOUS, Forced, Request
 from ..schedules.schedules import build_schedule
-from ..stage.weight_versions import is_asynchronous
+from ..stage.stage_cost import StageCost
 
 RULES = {
     "pipedream": "at the weights that a stage had in the forward, up to "
@@ -28,6 +30,52 @@ RULES = {
     "ampnet": "backwards with newer weights than their forwards",
 }
 """Description, by schedule, of the weights at which gradients are computed."""
+
+
+def is_asynchronous(schedule: str | None) -> bool:
+    """Return whether a schedule updates weights in the middle of a step's micro-batches.
+
+    >>> is_asynchronous("pipedream"), is_asynchronous("1f1b")
+    (True, False)
+    """
+    return schedule in ASYNCHRONOUS
+
+
+def num_versions(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the maximum number of weight versions on each stage; 1 in synchronous schedules.
+
+    >>> num_versions("pipedream", 3, 6), num_versions("1f1b", 3, 6)
+    ((3, 2, 1), (1, 1, 1))
+    """
+    if not is_asynchronous(name):
+        return (1,) * num_stages
+    schedule = build_schedule(name, num_stages, num_microbatches)
+    return tuple(versions_held(schedule, stage) for stage in range(num_stages))
+
+
+def version_bytes(plan: Plan, stage: int, parameters: float) -> float:
+    """Return the bytes per device of a stage's older weight versions. ``parameters``: bytes of its
+    parameters in all copies (master and compute format)."""
+    rules = policy(plan.model.precision, plan.model.optimizer, plan.states)
+    held = num_versions(plan.schedule, len(plan.stages), plan.num_microbatches)
+    return (held[stage] - 1) * parameters * _version_share(rules)
+
+
+def with_versions(cost: StageCost, versions: int, rules: PrecisionPolicy) -> StageCost:
+    """Return the cost of a stage, changed by the memory of ``versions`` versions of its weights."""
+    if versions == 1:
+        return cost
+    older = (versions - 1) * cost.memory_bytes["parameters"] * _version_share(rules)
+    return replace(cost, memory_bytes={**cost.memory_bytes, "versions": older})
+
+
+def _version_share(rules: PrecisionPolicy) -> float:
+    """Return the bytes of one version of the weights, divided by the bytes of all their copies.
+
+    Versions are in the compute format: in mixed precision they have no master copy.
+    """
+    copies = rules.gathered_bytes + (rules.parameter_bytes if rules.is_mixed else 0)
+    return rules.gathered_bytes / copies
 
 
 def describe_updates(plan: Plan) -> str:

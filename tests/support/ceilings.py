@@ -29,6 +29,8 @@ STATED = (
     "doctor, records of ops that are shared"
 )
 
+SENT = "tokens that are sent to their experts, in runtime and scripts; one set of terms for all solvers"
+
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -37,27 +39,27 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 31082, STATED),
+    ("planner: lines", 31250, SENT),
     ("planner: files", 138, SYSTEMS),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 16304, STATED),
+    ("passes: lines", 16440, SENT),
     ("passes: files", 94, STATED),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19124, STATED),
+    ("runtime: lines", 19190, SENT),
     ("runtime: files", 87, FOLDERS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 32342, STATED),
+    ("api: lines", 32350, SENT),
     ("api: files", 189, STATED),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 107612, STATED),
+    ("all packages: lines", 107990, SENT),
     ("all packages: files", 554, STATED),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
@@ -75,8 +77,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27961, STATED),
     ("words of CHANGELOG.md", 302, STATED),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 71691, STATED),
-    ("tests: files", 459, STATED),
+    ("tests: lines", 71860, STATED),
+    ("tests: files", 460, STATED),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
