@@ -29,7 +29,10 @@ STATED = (
     "doctor, records of ops that are shared"
 )
 
-SENT = "tokens that are sent to their experts, in runtime and scripts; one set of terms for all solvers"
+SENT = (
+    "tokens that are sent to their experts, in runtime and scripts; one set of terms for all "
+    "solvers"
+)
 
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
