@@ -53,9 +53,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
     if "activation" in kwargs:
         kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
     named = {
-        name: _axis_names(value, axes)
-        if name in ("axes", "balanced", "row_axes", "sent")
-        else value
+        name: _axis_names(value, axes) if name in NAMED_AXES else value
         for name, value in kwargs.items()
     }
     return call_of(function.__name__, [Expression("mesh"), *args], named)

@@ -24,6 +24,7 @@ MODULES = (
     "autoparallel.passes.ops.lower_right",
     "autoparallel.passes.ops.local_loss",
     "autoparallel.passes.ops.batch_norm",
+    "autoparallel.passes.ops.collectives",
     "autoparallel.passes.ops.experts",
     "autoparallel.passes.local.local_indexing",
     "autoparallel.passes.local.local_functions",

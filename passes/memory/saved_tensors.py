@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ...cost_model.ops.memory import policy
@@ -122,6 +123,18 @@ class FakeRanks:
         return torch.empty_like(rows)
 
 
+class GroupedProducts(TorchFunctionMode):
+    """Stand-in for grouped products of float32, which torch does not define for fake tensors: a
+    product with the first group's matrix has the same shape and keeps as much."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch._grouped_mm and args[0].dtype == torch.float32:
+            return args[0] @ args[1][0]
+        return func(*args, **(kwargs or {}))
+
+
 def run_microbatch(
     graph: Graph,
     blocks: Blocks,
@@ -138,7 +151,7 @@ def run_microbatch(
     most = stage.shares.index(max(stage.shares)) if stage.shares else 0
     first = (most, *(0,) * (len(stage.mesh.shape) - 1))
     library: Library = "nccl" if plan.cluster.device(stage.devices[0]).kind == "cuda" else "gloo"
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts():
         program = build_stage(
             graph,
             blocks,

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from .activation import activate
@@ -91,7 +90,7 @@ class _Groups:
         """Multiply each row of ``rows`` (N, in) by its expert's ``weight`` (E, in, out) and add its
         expert's bias; return (N, out)."""
         if _has_kernel(rows, weight):
-            made = _grouped(rows, weight, self.ends)
+            made = functional.grouped_mm(rows, weight, offs=self.ends)
         else:
             made = self._product_of_blocks(rows, weight)
         if bias is not None:
@@ -116,14 +115,6 @@ class _Groups:
         of_block = torch.searchsorted(block_ends, every, right=True).clamp(max=count - 1)
         made = blocks[:-1].view(num_blocks, size, -1) @ weight[of_block]
         return made.flatten(0, 1)[places.clamp(max=num_blocks * size - 1)]
-
-
-def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return torch's grouped product. Fake tensors of float32, for which it is not defined, get a
-    result of the same shape that keeps as much for the backward."""
-    if rows.dtype == torch.float32 and isinstance(rows, FakeTensor):
-        return rows @ weight[0]
-    return functional.grouped_mm(rows, weight, offs=ends)
 
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:

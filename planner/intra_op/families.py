@@ -127,17 +127,15 @@ class Family:
         self, runs: Sequence[Run], rates: Rates, tables: Mapping[str, Floats]
     ) -> list[Factor]:
         factors = [self._weighted(kind, table, runs) for kind, table in tables.items()]
-        saved = rates.prices(saved=True)
-        kept = [float(mode == rates.mode) for mode in BLOCK_MODES]
+        kept = byte_weights([float(mode == rates.mode) for mode in BLOCK_MODES], 1)
+        priced = ((rates.weights, np.ones(1)), (kept, rates.prices(saved=True)))
         for row, counts in self._counts(runs).items():
             for term in self._terms_of(row):
-                for weights, prices in ((rates.weights, None), (byte_weights(kept, 1), saved)):
-                    table = term.table(weights)[None, None]
-                    if not table.any() or (prices is not None and not prices.any()):
-                        continue
-                    if prices is not None:
-                        table = table * _column(prices, table.ndim - 1)
-                    factors.append(Factor(term.scope, table * _column(counts, table.ndim)))
+                for weights, prices in priced:
+                    table = term.table(weights)
+                    if table.any() and prices.any():
+                        each = (table * _column(prices, table.ndim + 1))[None]
+                        factors.append(Factor(term.scope, each * _column(counts, each.ndim)))
         factors += self._shared_parameters(rates)
         return factors
 

@@ -344,9 +344,8 @@ class IntraOp:
         hidden = float(np.array(found.cost.seconds) @ weights) + sum(found.cost.receive_seconds)
         hidden += self.model.least_wait(run, base.zero, count)
         if hidden < found.objective * (1 - gap):
-            most = min(
-                most, closing.MOST_PROGRAMS
-            )  # seconds that no compute hides are not in the programs
+            # seconds that no compute hides are not in the programs
+            most = min(most, closing.MOST_PROGRAMS)
         listed = closing.allowed_policies(run, self.limits.recompute, self.limits.modes)
         prices = [0.0, *(self._price_unit(run, count) * np.geomspace(1e-2, 1e2, 9)).tolist()]
         free = self.limits.memory_bytes - fixed_bytes(self.model, run)

@@ -194,10 +194,8 @@ class Pool:
         Cached."""
         known = self._rows.get(row, np.zeros((0, len(ZEROS), UNRECOMPUTED.stop)))
         if len(known) < len(self.entries):
-            new = [
-                np.broadcast_to(own.table.row(row).amounts[:, UNRECOMPUTED], known.shape[1:])
-                for own in self._listed[len(known) :]
-            ]
+            listed = self._listed[len(known) :]
+            new = [own.table.row(row).amounts[:, UNRECOMPUTED] for own in listed]
             known = self._rows[row] = np.concatenate([known, new])
         return known
 

@@ -197,27 +197,15 @@ class _Relaxation:
         )
 
     def _block_seconds(self, kind: str, prices: Floats) -> Floats:
-        """Return, by price of a byte, the least device seconds of a block over all meshes, as a
-        share of all devices.
-
-        On a mesh the block takes at least its seconds without a price, plus its least bytes of
-        states; meshes on which this is too much are not solved again.
-        """
+        """Return, by price of a byte, the least seconds of a block over all meshes, each times the
+        share of all devices that the mesh has."""
         count, number = self.context.num_microbatches(self.rows), self.context.cluster.num_devices
-        least, bounds = np.full(len(prices), np.inf), []
-        for solver in self._solvers:
-            share = solver.model.prices.mesh.size / number
-            unpriced = block_seconds(solver, kind, count, np.zeros(1))
-            bounds.append((share * (unpriced + prices * self._bytes(solver, kind)), share, solver))
-        for bound, share, solver in sorted(bounds, key=lambda each: float(each[0].sum())):
-            if (bound < least).any():
-                least = np.minimum(least, share * block_seconds(solver, kind, count, prices))
-        return least
-
-    def _bytes(self, solver: IntraOp, kind: str) -> float:
-        """Return the least bytes of a block's states on the solver's mesh."""
-        model = solver.model.kind(kind)
-        return min(model.least_states(zero)[0] for zero in solver.zeros)
+        every = [
+            solver.model.prices.mesh.size / number * block_seconds(solver, kind, count, prices)
+            for solver in self._solvers
+        ]
+        found: Floats = np.minimum.reduce(every)
+        return found
 
 
 def block_seconds(solver: IntraOp, kind: str, count: int, prices: Floats) -> Floats:

@@ -43,8 +43,8 @@ class _BlockSizes:
     ops: tuple[tuple[int, ...], ...]
 
     def on(self, num_devices: int) -> tuple[float, float, float, float]:
-        """Return bytes per device: states, activations held all the time, activations held only in
-        the block's backward, used by its largest op."""
+        """Return four numbers of bytes per device: states, activations that are held all the time,
+        activations that are held only in the block's backward, tensors of the largest op."""
         saved = sum(n // num_devices for n in self.saved)
         read = min(sum(n // num_devices for n in own) for own in self.read)
         states = sum(numel // num_devices * size for numel, size in self.states)
@@ -68,31 +68,25 @@ class LeastBytes:
         """Return the lower bounds by class of runs, without bytes that hold no tensor."""
         key = (num_devices, prices.policy)
         if key not in self._found:
-            self._found[key] = self._least(num_devices, prices)
+            own = self._by_kind(num_devices, prices)
+            self._found[key] = self._by_class(num_devices, own)
         return self._found[key]
 
     def on_mesh(self, model: StageModel, zeros: Sequence[int]) -> Floats:
-        """Return the lower bounds on the mesh of ``model`` under one of the ZeRO stages ``zeros``,
-        by class of runs, without bytes that hold no tensor."""
+        """Return the lower bounds on the mesh of ``model``, whichever of the ZeRO stages ``zeros``
+        is used, by class of runs, without bytes that hold no tensor."""
         num_devices, kinds = model.prices.mesh.size, self.structure.blocks.kinds
         own = self._by_kind(num_devices, model.prices)
         every = []
         for zero in zeros:
-            least = {kind: model.kind(kind).least_states(zero) for kind in kinds}
-            every.append(
-                self._by_class(
-                    num_devices,
-                    {
-                        kind: (states, own[kind][1], own[kind][2] + gathered, own[kind][3])
-                        for kind, (states, gathered) in least.items()
-                    },
-                )
-            )
+            by_kind = {}
+            for kind in kinds:
+                states, gathered = model.kind(kind).least_states(zero)
+                _, held, backward, largest = own[kind]
+                by_kind[kind] = states, held, backward + gathered, largest
+            every.append(self._by_class(num_devices, by_kind))
         found: Floats = np.minimum.reduce(every)
         return found
-
-    def _least(self, num_devices: int, prices: Prices) -> Floats:
-        return self._by_class(num_devices, self._by_kind(num_devices, prices))
 
     def _by_kind(self, num_devices: int, prices: Prices) -> dict[str, tuple[float, ...]]:
         """Return the bytes per device of each kind of block (``_BlockSizes.on``)."""

@@ -48,7 +48,7 @@ class RowCost:
     """Cost of one occurrence of a row of a stage's cost: a block, a shared parameter, an edge
     (value that a block reads) or a boundary, with given layouts.
 
-    ``amounts[zero, amount]``: see ``terms``; without a dependence on the ZeRO stage it has one row.
+    ``amounts[zero, amount]``: see ``terms``.
     ``made_again[mode]``: bytes of the values that a recomputed block holds while its backward runs;
     ``working_bytes``: memory of the largest op.
     """
@@ -191,13 +191,13 @@ class KindModel:
         sizes = [len(decision.choices) for decision in self.decisions]
         return tuple(np.cumsum([0, *sizes[:-1]]).tolist())
 
-    def split(self, values: Floats, axis: int = -1) -> list[Floats]:
-        """Split values of all choices into an array for each decision."""
-        return np.split(values, self.starts[1:], axis=axis)
+    def split(self, values: Floats) -> list[Floats]:
+        """Split values of all choices (the last axis) into an array for each decision."""
+        return np.split(values, self.starts[1:], axis=-1)
 
     def least_states(self, zero: int) -> tuple[float, float]:
-        """Return, under a ZeRO stage, the least bytes of a block's states, and the least bytes that
-        gathering its parameters adds to them while it runs."""
+        """Return two numbers of bytes under a ZeRO stage: the least states of a block, and by how
+        much more they are, at least, while its parameters are gathered."""
         states = self.amounts.states[zero]
         held = states[:, HELD].sum(axis=1)
         both = held + GATHERED_BLOCKS * states[:, State.GATHERED]

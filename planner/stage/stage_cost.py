@@ -41,7 +41,7 @@ from .recompute_policy import (
 from .stage_model import CostRow, StageModel
 from .stage_problem import StageOptions, StageProblem, constant_bytes, context_bytes
 from .structure import Run
-from .terms import BLOCK_MODES, KEPT, RECEIVED, SECONDS, Floats, total
+from .terms import BLOCK_MODES, KEPT, NUM_AMOUNTS, RECEIVED, SECONDS, ZEROS, Floats, total
 
 N = TypeVar("N", int, float)
 
@@ -248,7 +248,8 @@ class StageTable:
             term.placed(lambda side: (self.problem.position(side.node), side.classes))
             for term in self.model.terms(row)
         ]
-        return RowCost(total(terms, self.choices)[None])
+        amounts = total(terms, self.choices)
+        return RowCost(np.broadcast_to(amounts, (len(ZEROS), NUM_AMOUNTS)))
 
     def choice(self, name: str) -> int:
         """Return the choice of the decision that lays out node ``name``."""
@@ -349,15 +350,14 @@ class StageTable:
         received = np.zeros(2)
         for row, occurrences in self.model.rows(run, setting.policy):
             cost, weights = self.row(row), np.array(occurrences, dtype=np.float64)
-            zero = setting.zero if len(cost.amounts) > 1 else 0
-            of_modes = cost.seconds[:, zero]
+            of_modes = cost.seconds[:, setting.zero]
             if row in self.kinds:
                 of_modes = self._issued(str(row), of_modes, splits=bool(setting.halves))
                 of_kind[str(row)] = of_modes
             seconds += weights @ of_modes
-            states += sum(occurrences) * cost.states[zero]
+            states += sum(occurrences) * cost.states[setting.zero]
             kept += float(weights @ cost.kept_bytes)
-            received += sum(occurrences) * cost.amounts[zero, RECEIVED]
+            received += sum(occurrences) * cost.amounts[setting.zero, RECEIVED]
         forced = Policies.of(setting.policy, len(run.block_classes))
         transient = self._transient_bytes(forced, self._recompute_costs(run))
         memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}

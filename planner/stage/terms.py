@@ -175,7 +175,8 @@ class Term:
     columns: Floats
 
     def weighted(self, weights: Floats) -> Floats:
-        """Return ``[maker's class, use's class]``: the entries' amounts times ``weights``."""
+        """Return the sum of each entry's amounts times ``weights``, by the class of the maker and
+        that of a use."""
         found: Floats = self.entries @ (self.columns @ weights)
         return found
 

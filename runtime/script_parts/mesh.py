@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-
-class Parts(NamedTuple):
-    """Numbers of rows that a rank sends to each rank of an axis, and receives from each."""
-
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-    def back(self) -> Parts:
-        """Return the numbers of rows of the exchange that returns all rows."""
-        return Parts(self.received, self.sent)
+from ...passes.ops.collectives import Parts
 
 
 class Mesh:

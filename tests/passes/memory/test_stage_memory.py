@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from autoparallel.cost_model.ops.memory import communicator_bytes
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import plain_build
+from autoparallel.passes.memory import saved_tensors
 from autoparallel.passes.memory.saved_tensors import Moment, StageActivations, run_microbatch
 from autoparallel.passes.memory.stage_memory import (
     check_host_memory,
@@ -28,7 +30,6 @@ from autoparallel.passes.memory.stage_memory import (
     with_stage_memory,
 )
 from autoparallel.passes.memory.storages import LiveBytes
-from autoparallel.passes.ops import experts
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.planner import ops as rules
@@ -309,11 +310,7 @@ def test_a_program_with_an_op_that_takes_no_fake_tensors_has_the_figures_of_the_
     plan = plan_program(program, target, parse_cluster("cpu:1"), options)
     by_rules = stage_memory(plan, program.graph, program.blocks, runs=False)
     assert stage_memory(plan, program.graph, program.blocks) != by_rules
-    monkeypatch.setattr(
-        experts,
-        "_grouped",
-        lambda rows, weight, ends: functional.grouped_mm(rows, weight, offs=ends),
-    )
+    monkeypatch.setattr(saved_tensors, "GroupedProducts", nullcontext)
     assert stage_memory(plan, program.graph, program.blocks) == by_rules
     assert by_rules[0]["working"] > 0
 
