@@ -20,6 +20,7 @@ from ..graph_passes.hoist import Hoist
 from ..graph_passes.masks import SimplifyMasks
 from ..graph_passes.rows import AlignRows
 from ..graph_passes.runner import Pass, check, run_passes
+from ..graph_passes.tokens import SplitTokens
 from ..graph_passes.unfold import Unfold
 from ..initialization.deferred_init import gc_paused
 from ..programs.batch import Batch, Example
@@ -41,7 +42,14 @@ other layers removed, then with all layers complete."""
 NO_LOSS = ("AP203", "AP204")
 """Error codes for a model that returns no scalar loss, whatever the number of rows."""
 
-PASSES: tuple[Pass, ...] = (Hoist(), AlignRows(), SimplifyMasks(), SplitFused(), Unfold())
+PASSES: tuple[Pass, ...] = (
+    Hoist(),
+    AlignRows(),
+    SimplifyMasks(),
+    SplitFused(),
+    Unfold(),
+    SplitTokens(),
+)
 """Graph passes of a capture, in order; ``Autocast``, if requested, comes before them."""
 
 

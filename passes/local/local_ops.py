@@ -217,7 +217,8 @@ def _experts(op: LocalOp) -> Call:
     names = ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")
     options = {"activation": op["activation"], "transposed": op["transposed"]}
     options["axes"] = op.axes("up", 0)
-    sent = tuple(axis for axis in op.axes("x", 0) if axis in options["axes"])
+    tokens = op.input_layout("x")
+    sent = tuple(axis for axis in options["axes"] if tokens[axis].is_shard)
     if sent:
         return op.by_rank(sent_experts, *(op[name] for name in names), **options, sent=sent)
     return op.by_rank(split_experts, *(op[name] for name in names), **options)

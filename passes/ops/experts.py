@@ -1,6 +1,6 @@
 """A layer of experts as one op: ``autoparallel::experts``.
 
-Each of T tokens goes through the k experts that ``ids`` names and comes back as the sum of
+Each token t goes through the k experts that ``ids`` names and comes back as the sum of
 their results, weighted by ``scores``:
 
     y_t = Σ_j scores_tj · (act(x_t · up_e + b_e) · down_e + c_e)   with e = ids_tj
@@ -44,26 +44,26 @@ def run_experts(
     transposed: bool,
     first: int = 0,
 ) -> Tensor:
-    """Return for each of T tokens the sum of its experts' outputs, weighted by ``scores`` (1 if
-    None); only experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and
-    ``scores`` are (T, k), the result is (T, out). ``weights`` are up (E, in, width), down (E,
-    width, out) and their biases or None."""
+    """Return for each of the tokens T the sum of its experts' outputs, weighted by ``scores`` (1 if
+    None); only experts ``first`` … ``first`` + E − 1 count. T is one or several dimensions. ``x``
+    is (T, in), ``ids`` (experts) and ``scores`` are (T, k), the result is (T, out). ``weights`` are
+    up (E, in, width), down (E, width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
     assert up is not None
     assert down is not None
     if not transposed:
         up, down = up.transpose(-2, -1), down.transpose(-2, -1)
-    count, (tokens, chosen) = up.shape[0], ids.shape
+    count, chosen = up.shape[0], ids.shape[-1]
     own = ids.reshape(-1) - first
     own = torch.where((own >= 0) & (own < count), own, count)
     of_row, places = own.sort(stable=True)
     groups = _Groups.of(of_row, count)
-    rows = x[places // chosen].masked_fill_(groups.absent, 0)
+    rows = x.reshape(-1, x.shape[-1])[places // chosen].masked_fill_(groups.absent, 0)
     rows = groups.product(activate(activation, groups.product(rows, up, up_bias)), down, down_bias)
     if scores is not None:
         rows = rows * scores.reshape(-1)[places].unsqueeze(-1)
     spread = torch.empty_like(rows).index_copy(0, places, rows)
-    return spread.view(tokens, chosen, rows.shape[-1]).sum(1).to(x.dtype)
+    return spread.view(*ids.shape, rows.shape[-1]).sum(-2).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,8 @@ def sent_experts(
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
     their experts; over the others the results are partial sums."""
     assert weights[0] is not None
-    count = weights[0].shape[0]
-    (tokens, chosen), width = ids.shape, x.shape[-1]
-    rows = x.unsqueeze(1).expand(tokens, chosen, width).reshape(tokens * chosen, width)
+    count, width = weights[0].shape[0], x.shape[-1]
+    rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)
     wanted, route = ids.reshape(-1), list[tuple[int, Parts, Tensor]]()
     for axis in sent:
         size, inner = rank.communicator.size(axis), count
@@ -176,8 +175,8 @@ def sent_experts(
     for axis, parts, order in reversed(route):
         made = exchange(made, parts.back(), axis, rank.communicator)
         made = torch.empty_like(made).index_copy(0, order, made)
-    weighted = made.view(tokens, chosen, made.shape[-1]) * scores.unsqueeze(-1)
-    return weighted.sum(1).to(x.dtype)
+    weighted = made.view(*ids.shape, made.shape[-1]) * scores.unsqueeze(-1)
+    return weighted.sum(-2).to(x.dtype)
 
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)
@@ -195,7 +194,7 @@ def experts(  # noqa: PLR0913 - the schema
     transposed: bool = False,
 ) -> Tensor:
     """Compute a mixture-of-experts layer on whole tensors: for each token of ``x`` (T, in) the
-    outputs of experts ``ids`` (T, k), weighted by ``scores`` (T, k)."""
+    outputs of experts ``ids`` (T, k), weighted by ``scores`` (T, k). T: one or more dimensions."""
     return run_experts(
         x, ids, scores, up, down, up_bias, down_bias, activation=activation, transposed=transposed
     )

@@ -313,12 +313,12 @@ class ConfigurationPricer:
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
         names = ("cp", "tp") if own.sequence_parallel else ("cp",)
 
-        def numbers(chosen: Sequence[str]) -> tuple[int, ...]:
+        def numbers(*chosen: str) -> tuple[int, ...]:
             return tuple(axes[name] for name in chosen if name in axes and name in names)
 
         sliced = () if "tp" in own.folded or own.etp == 1 else ("tp",)
         return replace(
-            given, tokens=numbers(names), folded=numbers(own.folded), sliced=numbers(sliced)
+            given, tokens=numbers("tp"), folded=numbers(*own.folded), sliced=numbers(*sliced)
         )
 
     def _structure(self, own: Configuration, rows: int) -> Structure:

@@ -15,7 +15,13 @@ from itertools import product
 from typing import TypeVar
 
 from ..dims.batch import rows_apart
-from ..graph.expert_dims import ExpertDims, by_experts, expert_dims, token_nodes
+from ..graph.expert_dims import (
+    ExpertDims,
+    by_experts,
+    expert_dims,
+    is_expert_layer,
+    router_nodes,
+)
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
@@ -34,7 +40,7 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
-from ..ops.experts import SENT, SLICED, TOKENS, group_limit, sent_strategies
+from ..ops.experts import SENT, SLICED, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
@@ -70,8 +76,9 @@ class Restriction:
     experts are split by expert, all else as in ``split_batch``. ``pins``: layouts that the user
     requires, by node; ``features``: allowed features. ``gathers``: a parameter used whole may be
     stored split along its first dimension, and gathered. ``tokens``: each rank has its own tokens
-    at expert layers, with different experts if the axis is in ``folded``, with slices of the same
-    experts if in ``sliced``.
+    in routers. ``folded``: axes other than those of ``split_experts`` on which ranks hold different
+    experts and send their tokens to them (None: the solver decides); ``sliced``: on which ranks
+    hold slices of the same experts.
     """
 
     split_batch: tuple[int, ...] = ()
@@ -83,7 +90,7 @@ class Restriction:
     split_experts: tuple[int, ...] = ()
     gathers: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    folded: tuple[int, ...] = ()
+    folded: tuple[int, ...] | None = None
     sliced: tuple[int, ...] = ()
 
     @property
@@ -222,8 +229,7 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
         found = prices.rules.axis_strategies(node, graph, size)
         if not own.sends_tokens:
             return found
-        sent = sent_strategies(node, input_specs(node, graph), size, limit)
-        return (*(each for each in sent if own.folds_experts or each.label == SENT), *found)
+        return (*sent_strategies(node, input_specs(node, graph), size, limit), *found)
 
     return find(prices.cache.strategies, (form, size, limit), make)
 
@@ -257,10 +263,12 @@ def _axis_strategies(
         num_inputs, num_outputs = len(node.inputs), len(node.outputs)
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
-    if prices.assumptions.folds_experts:
-        if axis in restriction.tokens and node.name in tokens_of(graph, prices):
-            return _tokens_split(node, graph, axis, prices, restriction)
-        strategies = tuple(each for each in strategies if each.label not in (SLICED, TOKENS))
+    if is_expert_layer(node):
+        strategies = _sending(strategies, axis, restriction)
+    if axis in restriction.tokens and node.name in routers_of(graph, prices):
+        return positions_split(
+            node, batch_whole(node, graph, strategies), dims_on(graph, size, prices)
+        )
     if axis not in restriction.given:
         dims = partial(dims_on, graph, size, prices)
         strategies = allowed(node, graph, strategies, dims, restriction.features)
@@ -281,21 +289,20 @@ def _axis_strategies(
     return strategies
 
 
-def _tokens_split(
-    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
+def _sending(
+    strategies: tuple[AxisStrategy, ...], axis: int, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an op that split tokens on an axis. Those of an expert layer give
-    each rank whole experts, or slices of the same experts, as the restriction says."""
-    strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
+    """Return the strategies of an expert layer that may send tokens as the restriction says."""
+    if restriction.folded is None or axis in restriction.split_experts:
+        return tuple(each for each in strategies if each.label != SLICED)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
-    own = tuple(each for each in strategies if each.label in (label, TOKENS))
-    rest = tuple(each for each in strategies if each.label not in (SENT, SLICED))
-    return own or batch_split(node, batch_dims(graph, prices), rest)
+    own = tuple(each for each in strategies if each.label == label)
+    return own or tuple(each for each in strategies if each.label not in (SENT, SLICED))
 
 
-def tokens_of(graph: Graph, prices: Prices) -> frozenset[str]:
-    """Return the names of ops on tokens (rows and positions joined to one dimension). Cached."""
-    return find(prices.cache.token_nodes, graph.batch_size, lambda: token_nodes(graph))
+def routers_of(graph: Graph, prices: Prices) -> frozenset[str]:
+    """Return the names of the ops and parameters of routers (``router_nodes``). Cached."""
+    return find(prices.cache.routers, graph.batch_size, lambda: router_nodes(graph))
 
 
 def batch_dims(graph: Graph, prices: Prices) -> Mapping[str, tuple[int | None, ...]]:
@@ -310,7 +317,7 @@ def dims_on(graph: Graph, size: int, prices: Prices) -> Dims:
     axis of ``size`` ranks. Cached."""
 
     def make() -> Dims:
-        return position_dims(graph, lambda node: _descending(node, graph, size, prices))
+        return position_dims(graph, lambda node: strategies_of(node, graph, size, prices))
 
     return _by_strategies(prices.cache.position_dims, graph, size, prices, make)
 
@@ -319,7 +326,7 @@ def _by_strategies(
     cache: ByIdentity[T], graph: Graph, size: int, prices: Prices, make: Callable[[], T]
 ) -> T:
     """Return the result of ``make``, cached for all axis sizes and batch sizes at which every op of
-    the graph has the same strategies and works on the same tokens."""
+    the graph has the same strategies."""
     lines = (graph.users,)  # the same for all batch sizes of a graph
 
     def find_classes() -> list[str]:
@@ -331,20 +338,10 @@ def _by_strategies(
             tuple((each.label, each.inputs, each.outputs) for each in found)
             for found in (strategies_of(graph[name], graph, size, prices) for name in names)
         )
-        tokens = tokens_of(graph, prices) if prices.assumptions.folds_experts else None
-        return number_of(prices.cache.numbers, (tokens, offered))
+        return number_of(prices.cache.numbers, offered)
 
     number = prices.cache.offers.find((size,), (graph,), find_number)
     return cache.find((number,), lines, make)
-
-
-def _descending(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[AxisStrategy, ...]:
-    """Return the strategies that show which output dimension an op's dimension of positions
-    becomes. Views that join rows and positions count only around expert layers."""
-    strategies = strategies_of(node, graph, size, prices)
-    if not prices.assumptions.folds_experts or node.name in tokens_of(graph, prices):
-        return strategies
-    return tuple(each for each in strategies if each.label != TOKENS)
 
 
 def experts_on(graph: Graph, size: int, prices: Prices) -> ExpertDims:
@@ -405,7 +402,7 @@ def held_layouts(
         ]
         if node.name in experts:
             options.append([shard(0)])
-        elif axis in restriction.tokens and node.name in tokens_of(graph, prices):
+        elif axis in restriction.tokens and node.name in routers_of(graph, prices):
             options.append([REPLICATE])
         elif axis in restriction.gathers and size > 1:
             options.append([*(each for each in splits if each.dim == 0), REPLICATE])
@@ -426,7 +423,7 @@ def _split_weights(
 ) -> Mapping[str, int]:
     """Return the expert weights that an axis must split by expert, with numbers of experts."""
     size = prices.mesh.shape[axis]
-    is_split = axis in restriction.split_experts or axis in restriction.folded
+    is_split = axis in (*restriction.split_experts, *(restriction.folded or ()))
     if not is_split or axis in restriction.gathers or size == 1:
         return {}
     return experts_on(graph, size, prices).weights

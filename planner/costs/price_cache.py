@@ -87,7 +87,7 @@ class PriceCache:
     groups: dict[tuple[int, Mesh, tuple[int, ...], tuple[int, ...]], tuple[Cluster, Group]] = field(
         default_factory=dict
     )
-    token_nodes: dict[int, frozenset[str]] = field(default_factory=dict)
+    routers: dict[int, frozenset[str]] = field(default_factory=dict)
     ops: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     collectives: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     messages: dict[tuple[int, Group, Profile | None], Priced] = field(default_factory=dict)

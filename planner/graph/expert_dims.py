@@ -22,13 +22,6 @@ from .layout import AxisStrategy, Placement
 from .positions import Dims, Strategies
 
 PRODUCTS = ("aten.einsum.", "aten.bmm.", "aten.matmul.", "aten.baddbmm.", "aten._grouped_mm.")
-VIEWS = (
-    "aten.view.default",
-    "aten.reshape.",
-    "aten._unsafe_view.",
-    "aten.flatten.",
-    "aten.unflatten.",
-)
 LAYER = "autoparallel.experts"
 FIRST_WEIGHT = 3
 """Position of an expert layer's first weight among its inputs; all later inputs are weights."""
@@ -76,66 +69,24 @@ def experts_of_layers(graph: Graph) -> tuple[int, ...]:
     return tuple(sorted({graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] for node in layers}))
 
 
-def token_nodes(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes around expert layers in which rows and positions are joined to
-    one dimension of tokens: from the view that joins them to the view that splits them again.
-
-    Parameters that only such nodes read, such as a router's, are included; the weights of experts
-    are not.
-    """
-    layers = [node for node in graph if is_expert_layer(node)]
-    found = {node.name for node in layers}
-    waiting = [ref.name for node in layers for ref in node.inputs[:FIRST_WEIGHT]]
-    while waiting:
-        node = graph[waiting.pop()]
-        if node.name in found or node.kind != "op" or not _counts_rows(node, graph):
-            continue
-        found.add(node.name)
-        if not joins_tokens(node, graph):
-            waiting += [ref.name for ref in node.inputs]
-    waiting = [user for node in layers for user in graph.users[node.name]]
-    while waiting:
-        node = graph[waiting.pop()]
-        if node.name in found or not _counts_rows(node, graph):
-            continue
-        found.add(node.name)
-        if not parts_tokens(node, graph):
-            waiting += graph.users[node.name]
-    weights = {ref.name for node in layers for ref in node.inputs[FIRST_WEIGHT:]}
-    for node in reversed(graph.nodes):
-        is_own = node.kind in ("op", "parameter") and not _counts_rows(node, graph)
-        users = graph.users[node.name]
-        if is_own and users and node.name not in weights and found.issuperset(users):
-            found.add(node.name)
-    return frozenset(found)
-
-
-def joins_tokens(node: Node, graph: Graph) -> bool:
-    """Return whether a node is a view that joins the first two dimensions of its input."""
-    return is_view(node) and is_join(graph.spec(node.inputs[0]).shape, node.spec.shape)
-
-
-def parts_tokens(node: Node, graph: Graph) -> bool:
-    """Return whether a node is a view that splits the first dimension of its input in two."""
-    return is_view(node) and is_join(node.spec.shape, graph.spec(node.inputs[0]).shape)
-
-
-def is_join(apart: Sequence[int], joined: Sequence[int]) -> bool:
-    """Return whether shape ``joined`` is shape ``apart`` with its first two dimensions joined.
-
-    >>> is_join((2, 3, 4), (6, 4)), is_join((2, 3, 4), (2, 12))
-    (True, False)
-    """
-    return len(apart) == len(joined) + 1 > 1 and apart[0] * apart[1] == joined[0]
-
-
-def is_view(node: Node) -> bool:
-    """Return whether a node is a reshape of one value, which may join or split dimensions."""
-    return node.op.startswith(VIEWS) and len(node.inputs) == 1
-
-
-def _counts_rows(node: Node, graph: Graph) -> bool:
-    return any(dim is not None for dim in graph.batch_dims.get(node.name, ()))
+def router_nodes(graph: Graph) -> frozenset[str]:
+    """Return the names of the ops that choose experts and scores from the tokens of expert layers,
+    and of the parameters that only these ops read."""
+    places = {node.name: place for place, node in enumerate(graph.nodes)}
+    found = set[str]()
+    for layer in filter(is_expert_layer, graph):
+        chosen = {places[ref.name] for ref in layer.inputs[1:FIRST_WEIGHT]}
+        tokens = {places[layer.inputs[0].name]}
+        while chosen := chosen - tokens:
+            node = graph.nodes[max(chosen | tokens)]
+            of_tokens = places[node.name] in tokens
+            (tokens if of_tokens else chosen).remove(places[node.name])
+            if node.kind == "op":
+                (tokens if of_tokens else chosen).update(places[ref.name] for ref in node.inputs)
+                if not of_tokens:
+                    found.add(node.name)
+    own = (node.name for node in graph.parameters if found.issuperset(graph.users[node.name]))
+    return frozenset(found.union(own))
 
 
 def _views(graph: Graph, strategies: Strategies) -> dict[Ref, tuple[str, frozenset[int]]]:

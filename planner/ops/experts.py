@@ -1,13 +1,11 @@
-"""Layers of experts: strategies that send tokens, as other programs do, and memory traffic.
+"""Layers of experts: strategies that send tokens, and memory traffic.
 
-In: a layer of experts (``passes.ops.experts``) or a view of its tokens, an axis. Out: strategies in
-which each rank has its own tokens, and a rank's call of the layer with its received tokens.
+In: a layer of experts (``passes.ops.experts``), an axis. Out: strategies in which each rank has its
+own tokens, and a rank's call of the layer with its received tokens.
 
 In ``SENT`` each rank also has its own experts. Tokens are sent to their experts and results back,
 and so are their gradients. In ``SLICED`` each rank has a slice of each expert: the ranks of the
-axis gather the tokens that any of them received, and sum the results. ``TOKENS`` is for views that
-join rows and positions: a rank has some positions of each of its rows. Their order does not matter,
-as experts compute each token independently.
+axis gather the tokens that any of them received, and sum the results.
 
 Memory traffic, beside that of the products, of a layer at local shapes and its division into
 kernels: for each (token, expert) pair, a row as wide as the token is copied to the expert and the
@@ -25,7 +23,7 @@ from math import prod
 from typing import Any, Literal
 
 from ...cost_model.collectives.dispatch import GroupLimit
-from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer, is_join, is_view
+from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
@@ -33,6 +31,7 @@ from ..graph.layout import (
     AxisStrategy,
     InnerCollective,
     NodeLayout,
+    Placement,
     shard,
 )
 from .attention import BALANCED_ATTENTION
@@ -40,7 +39,7 @@ from .case import argument, packet
 from .catalog import spec_named
 from .products import expert_pairs
 
-SENT, SLICED, TOKENS = "sent", "sliced", "tokens"
+SENT, SLICED = "sent", "sliced"
 """Labels of the strategies of ``sent_strategies``."""
 
 ExpertKernels = Literal["separate", "activation", "one"]
@@ -53,18 +52,16 @@ activation."""
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies, with tokens sent to experts, of an expert layer or of a view that
-    joins or splits the first two dimensions; none for other nodes."""
-    if axis_size == 1 or not inputs:
+    """Return the strategies of an expert layer with tokens sent to experts; none for other
+    nodes."""
+    if axis_size == 1 or not is_expert_layer(node):
         return ()
-    if is_expert_layer(node):
-        return tuple(_of_experts(node, inputs, axis_size, limit))
-    source, made = inputs[0].shape, node.spec.shape
-    if is_view(node) and is_join(source, made) and source[1] % axis_size == 0:
-        return (AxisStrategy(TOKENS, (shard(1),), (shard(0),)),)
-    if is_view(node) and is_join(made, source) and made[1] % axis_size == 0:
-        return (AxisStrategy(TOKENS, (shard(0),), (shard(1),)),)
-    return ()
+    return tuple(
+        strategy
+        for dim, size in enumerate(inputs[0].shape[:-1])
+        if size % axis_size == 0
+        for strategy in _of_experts(node, inputs, axis_size, limit, shard(dim))
+    )
 
 
 def group_limit(node: Node, graph: Graph) -> GroupLimit:
@@ -72,7 +69,7 @@ def group_limit(node: Node, graph: Graph) -> GroupLimit:
     by their top scores first, as DeepSeek's do; (1, 1) for other nodes and routers."""
     if not is_expert_layer(node):
         return 1, 1
-    num_experts, num_tokens = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0], node.spec.shape[0]
+    num_experts, tokens = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0], node.spec.shape[:-1]
     pending, seen = [node.inputs[1].name], set[str]()
     while pending:
         name = pending.pop()
@@ -81,29 +78,32 @@ def group_limit(node: Node, graph: Graph) -> GroupLimit:
         seen.add(name)
         own = graph[name]
         if packet(own.op) == "topk":
-            scores, (rows, *chosen) = graph.spec(own.inputs[0]).shape, own.spec.shape
-            is_of_groups = len(scores) == 2 and rows == num_tokens and num_experts > scores[1]
-            if is_of_groups and chosen[0] < scores[1] and num_experts % scores[1] == 0:
-                return scores[1], chosen[0]
+            (*rows, groups), chosen = graph.spec(own.inputs[0]).shape, own.spec.shape[-1]
+            is_of_groups = tuple(rows) == tokens and groups < num_experts
+            if is_of_groups and chosen < groups and num_experts % groups == 0:
+                return groups, chosen
         pending += [ref.name for ref in own.inputs]
     return 1, 1
 
 
 def _of_experts(
-    node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit
+    node: Node,
+    inputs: Sequence[TensorSpec],
+    axis_size: int,
+    limit: GroupLimit,
+    own: Placement,
 ) -> Iterator[AxisStrategy]:
+    """Yield the strategies in which a rank's own tokens are split off as ``own``."""
     tokens, ids, weights = inputs[0], inputs[1], inputs[FIRST_WEIGHT:]
-    if tokens.shape[0] % axis_size:
-        return
     directions = (False, True) if tokens.requires_grad else (False,)
-    copies, own = ids.shape[1], (shard(0),) * FIRST_WEIGHT
+    copies, data = ids.shape[-1], (own,) * FIRST_WEIGHT
     if all(each.shape[0] % axis_size == 0 for each in weights):
         sent = tuple(
             InnerCollective("dispatch", spec.num_bytes, backward, copies=copies, limit=limit)
             for backward in directions
             for spec in (tokens, node.spec)
         )
-        yield AxisStrategy(SENT, (*own, *(shard(0) for _ in weights)), (shard(0),), sent)
+        yield AxisStrategy(SENT, (*data, *(shard(0) for _ in weights)), (own,), sent)
     parts = [_hidden(each, at, tokens.shape[-1]) for at, each in enumerate(weights)]
     if all(dim is None or weights[at].shape[dim] % axis_size == 0 for at, dim in enumerate(parts)):
         received, made = copies * tokens.num_bytes, copies * node.spec.num_bytes
@@ -114,7 +114,7 @@ def _of_experts(
                 InnerCollective("reduce_scatter", received, backward=True),
             ]
         held = (REPLICATE if dim is None else shard(dim) for dim in parts)
-        yield AxisStrategy(SLICED, (*own, *held), (shard(0),), tuple(moved))
+        yield AxisStrategy(SLICED, (*data, *held), (own,), tuple(moved))
 
 
 def _hidden(weight: TensorSpec, at: int, width: int) -> int | None:

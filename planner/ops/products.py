@@ -369,7 +369,7 @@ SPECS = (
     replace(
         UNKEPT,
         name="experts",
-        rule=annotated("t _, t _, t _, e _ _, e _ _, e _, e _ =>+ t _"),
+        rule=annotated("*t _, *t _, *t _, e _ _, e _ _, e _, e _ =>+ *t _"),
         flops=_flops(_expert_flops, (0, 3)),
         factors=(0, 3, 4),
         products=_expert_products,
