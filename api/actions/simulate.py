@@ -24,7 +24,7 @@ from autoparallel.options.progress import progress
 from autoparallel.options.results import say_json
 from autoparallel.planner.configured.configuration import Configuration
 from autoparallel.planner.configured.configuration_pricer import PricedStep
-from autoparallel.planner.costs.basis import CostAssumptions, system
+from autoparallel.planner.costs.basis import system
 from autoparallel.planner.costs.precision import check_precision
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import ModelInfo, Plan
@@ -78,7 +78,7 @@ def simulate(
         kernels=kernels,
         parts=recompute_parts,
     )
-    configuration = trained.configured(configured(options, own, found, layers, trained.assumptions))
+    configuration = trained.configured(configured(options, own, found, layers, trained))
     found = with_choice(found, options.tf32)
     with plan_cache() as cache, progress() as observe:
         program = capture_target(loaded, options, observe, cache.values)
@@ -139,12 +139,12 @@ def configured(
     own: dict[str, str],
     cluster: Cluster,
     layers: tuple[int, ...] | None,
-    assumptions: CostAssumptions,
+    trained: TrainedAs,
 ) -> Configuration:
     """Return the configuration (degrees, schedule, micro-batches, …) that the options ask for.
 
     ``own`` has the values of ``OWN_DEGREES`` by name, ``layers`` the number of layers per stage;
-    ``assumptions`` are about the training program. Raises UsageError for a conflict.
+    ``trained`` is about the training program. Raises UsageError for a conflict.
     """
     forced = options.forced
     if forced.servers is not None:
@@ -185,18 +185,19 @@ def configured(
         gradient_dtype=options.gradient_dtype,
     )
     tp = completed.tp
-    if etp is not None and (etp not in (1, tp) or not assumptions.folds_experts):
+    sends = trained.assumptions.sends_tokens
+    if etp is not None and (etp not in ((1,) if trained.name == "run" else (1, tp)) or not sends):
         raise UsageError(
             "AP112",
             f"--parallel: etp={etp} beside tp={tp}",
             where="--parallel",
-            why="whole experts are sent to, or each is shared by all tp ranks; run does neither",
-            fix=f"--as megatron with etp=1 or etp={tp}, or leave etp out",
+            why="tokens are sent to whole experts; other programs may share each by all tp ranks",
+            fix=f"etp=1, --as megatron with etp=1 or etp={tp}, or leave etp out",
         )
     degrees = {name: getattr(completed, name) for name in ("dp", "tp", "pp", "cp")}
     check_degrees(replace(forced, **degrees, ep=completed.data_ep), cluster)
     rows, count = microbatches(options, replace(forced, dp=completed.dp))
-    sends_split = assumptions.folds_experts and tp > 1 and completed.ep > 1
+    sends_split = sends and trained.name != "run" and tp > 1 and completed.ep > 1
     return replace(
         completed,
         sequence_parallel=True if sends_split else None,

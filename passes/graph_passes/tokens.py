@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.expert_dims import is_expert_layer
-from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, flat_form, map_refs
-from ...planner.graph.layout import REPLICATE, shard
+from ...planner.graph.graph import Graph, Node, NodeKind, Ref, TensorSpec, flat_form, map_refs
+from ...planner.graph.layout import shard
 from ...planner.ops import axis_strategies
 from ...planner.ops.catalog import spec_of
 from ..ops.torch_ops import resolve
@@ -59,14 +59,16 @@ def split_tokens(graph: Graph) -> Graph:
 class _Apart:
     """State of the pass. ``leads``: by value of joined tokens, its rows and positions; ``sources``:
     by flattened value, the value that was flattened; ``changed``: by node on tokens, the node on
-    rows and positions, with the values of the graph as it was as its arguments."""
+    rows and positions, with the values of the graph as it was as its arguments; ``others``: by such
+    a node, its inputs of tokens that no changed node makes, such as masks."""
 
     graph: Graph
     leads: dict[Ref, Lead] = field(default_factory=dict)
     sources: dict[Ref, Ref] = field(default_factory=dict)
     changed: dict[str, Node] = field(default_factory=dict)
-    known: dict[object, bool] = field(default_factory=dict)
-    """By op and arguments, whether its node may change."""
+    others: dict[str, tuple[Ref, ...]] = field(default_factory=dict)
+    known: dict[object, tuple[bool, ...] | None] = field(default_factory=dict)
+    """By op and arguments, which inputs are values of tokens; None if the node must stay."""
 
     def look(self, node: Node) -> None:
         """Find out whether a node joins rows and positions, or may compute on them apart."""
@@ -94,29 +96,32 @@ class _Apart:
             return None
         outputs = tuple(_with(lead, spec) for spec in node.outputs)
         made = replace(node, args=arguments[0], kwargs=arguments[1], outputs=outputs)
-        apart = {r: _with(lead, spec) if r in self.leads else spec for r, spec in whole.items()}
         parts: list[Any] = [node.op, lead]
         flat_form((node.args, dict(node.kwargs)), lambda r: (whole[r], r in self.leads), parts)
         key = tuple(map(str, parts))
         if key not in self.known:
-            self.known[key] = (
-                self._splits(node, whole, 0)
-                and all(self._splits(made, apart, dim) for dim in (0, 1))
-                and _shapes(made, apart) == [spec.shape for spec in outputs]
-            )
-        return made if self.known[key] else None
+            self.known[key] = self._split_inputs(node, made, whole, lead)
+        of_tokens = self.known[key]
+        if of_tokens is None:
+            return None
+        split = [ref for ref, is_split in zip(node.inputs, of_tokens, strict=True) if is_split]
+        self.others[node.name] = tuple(ref for ref in split if ref not in self.leads)
+        return made
 
-    def _splits(self, node: Node, specs: Mapping[Ref, TensorSpec], dim: int) -> bool:
-        """Return whether an op can be split along dimension ``dim`` of all values of tokens, and of
-        no other value."""
-        names = {ref: Ref(f"input {at}") for at, ref in enumerate(specs)}
-        leaves = [Node(names[ref].name, "input", outputs=(spec,)) for ref, spec in specs.items()]
-        args, kwargs = map_refs((node.args, dict(node.kwargs)), names.__getitem__)
-        alone = replace(node, args=args, kwargs=kwargs)
-        held = tuple(shard(dim) if ref in self.leads else REPLICATE for ref in node.inputs)
-        made = (shard(dim),) * len(node.outputs)
-        offered = axis_strategies(alone, Graph((*leaves, alone), Ref(node.name), 1), 1)
-        return any((each.inputs, each.outputs) == (held, made) for each in offered)
+    def _split_inputs(
+        self, node: Node, made: Node, whole: Mapping[Ref, TensorSpec], lead: Lead
+    ) -> tuple[bool, ...] | None:
+        """Return which inputs of ``node`` are values of tokens if the node may become ``made``,
+        else None."""
+        for found in _splits(node, whole, 0):
+            split = {ref for ref, is_split in zip(node.inputs, found, strict=True) if is_split}
+            if not split.issuperset(ref for ref in node.inputs if ref in self.leads):
+                continue
+            apart = {r: _with(lead, spec) if r in split else spec for r, spec in whole.items()}
+            fits = all(found in _splits(made, apart, dim) for dim in (0, 1))
+            if fits and _shapes(made, apart) == [spec.shape for spec in made.outputs]:
+                return found
+        return None
 
     def rewritten(self) -> Graph:
         """Return the graph in which layers of experts, and the ops on tokens around them, compute
@@ -126,7 +131,11 @@ class _Apart:
         joined: dict[Ref, Ref] = {}
         for node in self.graph.nodes:
             if node.name in needed:
-                nodes.append(_reading(self.changed[node.name], self.sources))
+                made = self.changed[node.name]
+                rows = {ref: self._apart_view(ref, made) for ref in self.others[node.name]}
+                nodes += [view for view in rows.values() if view not in nodes]
+                reads = {ref: Ref(view.name) for ref, view in rows.items()}
+                nodes.append(_reading(made, {**self.sources, **reads}))
                 for ref, spec in zip(_values(node), node.outputs, strict=True):
                     nodes.append(_joined(ref, spec))
                     joined[ref] = Ref(nodes[-1].name)
@@ -135,6 +144,15 @@ class _Apart:
         updates = {name: joined.get(ref, ref) for name, ref in self.graph.updates.items()}
         loss = joined.get(self.graph.loss, self.graph.loss)
         return replace(self.graph, nodes=tuple(nodes), updates=updates, loss=loss)
+
+    def _apart_view(self, ref: Ref, reader: Node) -> Node:
+        """Return the node that views value ``ref`` of tokens as ``reader`` reads it, on rows and
+        positions."""
+        before = self.graph.spec(ref)
+        spec = replace(before, shape=(*reader.spec.shape[:2], *before.shape[1:]))
+        kind: NodeKind = "constant" if self.graph[ref.name].kind == "constant" else "op"
+        name = f"{ref.name}_rows{ref.index or ''}"
+        return Node(name, kind, RESHAPES[1], (ref, list(spec.shape)), outputs=(spec,))
 
     def _needed(self) -> Collection[str]:
         """Return the names of the layers of experts that change, and of the changed nodes that lead
@@ -147,6 +165,22 @@ class _Apart:
             if name in found:
                 found.update(ref.name for ref in node.inputs if ref.name in self.changed)
         return found
+
+
+def _splits(node: Node, specs: Mapping[Ref, TensorSpec], dim: int) -> list[tuple[bool, ...]]:
+    """Return, for each way to split an op along dimension ``dim`` of all its outputs and of some of
+    its inputs, which inputs are split."""
+    names = {ref: Ref(f"input {at}") for at, ref in enumerate(specs)}
+    leaves = [Node(names[ref].name, "input", outputs=(spec,)) for ref, spec in specs.items()]
+    args, kwargs = map_refs((node.args, dict(node.kwargs)), names.__getitem__)
+    alone = replace(node, args=args, kwargs=kwargs)
+    offered = axis_strategies(alone, Graph((*leaves, alone), Ref(node.name), 1), 1)
+    return [
+        tuple(each.is_shard for each in strategy.inputs)
+        for strategy in offered
+        if all(each == shard(dim) or not each.is_shard for each in strategy.inputs)
+        and all(each == shard(dim) for each in strategy.outputs)
+    ]
 
 
 def _values(node: Node) -> list[Ref]:

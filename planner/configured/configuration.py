@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
 from ...cost_model.ops.memory import GradientDtype, StateOptions
@@ -22,7 +21,7 @@ from ..graph.layout import Mesh
 from ..inter_op.submesh import mesh_of
 from ..plan import Offload, Precision, Recompute
 from ..requests.pins import plain_kind
-from ..requests.request import Forced
+from ..requests.request import Forced, folded_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +106,13 @@ class Configuration:
 
     @property
     def folded(self) -> tuple[str, ...]:
-        """Return the axes other than "ep" on which ranks hold different experts.
-
-        Ranks are assigned in Megatron-LM's order: tensor-parallel neighbours, context-parallel,
-        data-parallel.
-        """
-        left, found = self.ep, []
-        for name, size in self._foldable:
-            if size > 1 and left % size == 0:
-                found.append(name)
-                left //= size
-        return tuple(found)
-
-    @property
-    def _foldable(self) -> tuple[tuple[str, int], ...]:
-        """Return the axes besides "dp" over which experts may be spread, with their sizes."""
-        if self.etp is None and self.dp % self.ep == 0:
-            return ()
-        others = (("cp", self.cp),)
-        return others if self.etp not in (None, 1) else (("tp", self.tp), *others)
+        """Return the axes besides "dp" on which ranks hold different experts."""
+        return folded_axes(self.ep, self.dp, self.tp, self.cp, self.etp)[0]
 
     @property
     def data_ep(self) -> int:
         """Return the number of data-parallel ranks that hold different experts."""
-        return self.ep // prod(size for name, size in self._foldable if name in self.folded)
+        return folded_axes(self.ep, self.dp, self.tp, self.cp, self.etp)[1]
 
     @property
     def mesh(self) -> Mesh:

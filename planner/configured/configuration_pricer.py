@@ -161,7 +161,7 @@ class ConfigurationPricer:
     def plan(self, cluster: Cluster, configuration: Configuration) -> Plan:
         """Return the plan of a configuration, with the best layouts but without predictions."""
         own = configuration
-        _check(own, cluster, self.graph, folds_experts=self.basis.assumptions.folds_experts)
+        _check(own, cluster, self.graph, sends_tokens=self.basis.assumptions.sends_tokens)
         structure = self._structure(own, own.microbatch_size)
         bounds = stage_bounds(self.blocks, own.layers, own.num_stages)
         stages = tuple(
@@ -308,17 +308,17 @@ class ConfigurationPricer:
     def _around_experts(self, own: Configuration, given: Restriction) -> Restriction:
         """Return ``given`` with the mesh axes over which tokens are sent to experts, if the priced
         program sends them."""
-        if not self.basis.assumptions.folds_experts or not experts_of_layers(self.graph):
+        if not self.basis.assumptions.sends_tokens or not experts_of_layers(self.graph):
             return given
         axes = {name: axis for axis, name in enumerate(own.mesh.axes)}
-        names = ("cp", "tp") if own.sequence_parallel else ("cp",)
 
         def numbers(*chosen: str) -> tuple[int, ...]:
-            return tuple(axes[name] for name in chosen if name in axes and name in names)
+            return tuple(axes[name] for name in chosen if name in axes)
 
-        sliced = () if "tp" in own.folded or own.etp == 1 else ("tp",)
+        tp = ("tp",) if own.sequence_parallel else ()
+        sliced = () if "tp" in own.folded or own.etp == 1 else tp
         return replace(
-            given, tokens=numbers("tp"), folded=numbers(*own.folded), sliced=numbers(*sliced)
+            given, tokens=numbers(*tp), folded=numbers(*own.folded), sliced=numbers(*sliced)
         )
 
     def _structure(self, own: Configuration, rows: int) -> Structure:
@@ -356,11 +356,11 @@ def _rank_of_stage(own: Configuration) -> tuple[int, ...]:
 
 
 def _check(
-    configuration: Configuration, cluster: Cluster, graph: Graph, *, folds_experts: bool
+    configuration: Configuration, cluster: Cluster, graph: Graph, *, sends_tokens: bool
 ) -> None:
     own, total = configuration, cluster.num_devices
-    sharing = own.dp * own.ep // own.data_ep
-    check_experts(sharing, own.ep, experts_of_layers(graph))
+    degrees = Forced(dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep)
+    check_experts(degrees, experts_of_layers(graph), own.etp)
     if own.num_devices != total:
         raise UsageError(
             "AP127",
@@ -380,12 +380,12 @@ def _check(
             f"this model can only be simulated with {graph.batch_size} samples, as captured",
             fix=f"micro-batches of {graph.batch_size} samples",
         )
-    if "cp" in own.folded and not folds_experts:
+    if "cp" in own.folded and not sends_tokens:
         raise UsageError(
             "AP127",
             f"ep={own.ep} spreads experts over cp={own.cp} ranks too",
-            why="this package spreads them over data- and tensor-parallel ranks alone",
-            fix=f"ep= a divisor of dp={own.dp}; --as megatron prices other programs",
+            why="with --dispatcher gather, experts are spread over data- and tensor-parallel ranks",
+            fix=f"ep= a divisor of dp={own.dp}, or --dispatcher alltoall",
         )
 
 

@@ -156,8 +156,7 @@ class CostAssumptions:
     experts are 8-bit, too. ``expert_kernels``: kernels of experts
     (``planner.ops.experts``); unless separate, experts keep only inputs of products and
     activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
-    fullest rank of experts divided by the mean. ``folds_experts``: ranks that split positions or
-    weights send tokens to each other's experts too. ``routing``: experts that a token may visit.
+    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
     ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
     ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
@@ -174,7 +173,6 @@ class CostAssumptions:
     expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
-    folds_experts: bool = False
     routing: Routing = "any"
     copies_states: bool = True
     attention: AttentionKernel = "flash"
@@ -239,9 +237,7 @@ class System:
     assumptions: CostAssumptions
 
 
-_SHARED = CostAssumptions(
-    joint_states=True, expert_kernels="activation", dispatcher="alltoall", folds_experts=True
-)
+_SHARED = CostAssumptions(joint_states=True, expert_kernels="activation", dispatcher="alltoall")
 
 _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),

@@ -32,7 +32,7 @@ from ..graph.layout import AxisStrategy, Mesh
 from ..graph.positions import Strategies
 from ..ops import Rules
 from ..requests.features import ATTENTION
-from ..requests.request import Forced, Request, divisors
+from ..requests.request import Forced, Request, divisors, folded_axes
 from .heterogeneous import run_sizes
 
 FEW_DEVICES = 4
@@ -205,13 +205,14 @@ def meshes(num_devices: int, host_size: int, forced: Forced) -> tuple[Mesh, ...]
     """
     found = []
     cp, ep = forced.cp or 1, forced.ep or 1
-    for tp in divisors(num_devices // (cp * ep)) if num_devices % (cp * ep) == 0 else ():
-        dp = num_devices // (tp * cp * ep)
-        if forced.dp not in (None, dp * ep) or forced.tp not in (None, tp):
+    for tp in divisors(num_devices // cp) if num_devices % cp == 0 else ():
+        dp = num_devices // (tp * cp)
+        data_ep = ep if forced.dp is None else folded_axes(ep, dp, tp, cp)[1]
+        if forced.dp not in (None, dp) or forced.tp not in (None, tp) or dp % data_ep:
             continue
         if host_size > 1 and host_size % tp and forced.tp is None and forced.dp is None:
             continue
-        found.append(mesh_of(dp, tp, cp, ep))
+        found.append(mesh_of(dp // data_ep, tp, cp, data_ep))
     return tuple(found)
 
 
@@ -237,6 +238,12 @@ def restriction(mesh: Mesh, forced: Forced) -> Restriction:
         return (of[name],) if name in of else ()
 
     cp, ep = axis_of("cp"), axis_of("ep")
+    folded: tuple[int, ...] | None = None
+    if forced.ep is not None:
+        sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        dp = sizes.get("dp", 1) * sizes.get("ep", 1)
+        names, _ = folded_axes(forced.ep, dp, sizes.get("tp", 1), sizes.get("cp", 1))
+        folded = tuple(of[name] for name in names)
     return Restriction(
         axis_of("dp"),
         () if forced.tp is None else tuple(i for i, n in enumerate(mesh.axes) if n == "tp"),
@@ -244,4 +251,5 @@ def restriction(mesh: Mesh, forced: Forced) -> Restriction:
         cp,
         split_experts=ep,
         gathers=(*ep, *cp),
+        folded=folded,
     )

@@ -21,13 +21,13 @@ from ..schedules.schedules import (
     find_schedule,
     registered_schedule,
 )
-from .request import CHUNKED_NAMES, Forced, Request, divisors
+from .request import CHUNKED_NAMES, Forced, Request, divisors, folded_axes
 
 
 def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) -> None:
     """Raise UsageError AP127 if the forced degrees of parallelism cannot use every device of the
     cluster exactly once, or ``ep`` does not divide the experts of a layer of ``graph``."""
-    check_experts(forced.dp, forced.ep, () if graph is None else experts_of_layers(graph))
+    check_experts(forced, () if graph is None else experts_of_layers(graph))
     degrees = {
         name: value
         for name in ("dp", "ep", "cp", "tp", "pp")
@@ -52,15 +52,21 @@ def check_degrees(forced: Forced, cluster: Cluster, graph: Graph | None = None) 
         )
 
 
-def check_experts(dp: int | None, ep: int | None, numbers: Sequence[int] = ()) -> None:
-    """Raise UsageError AP127 if ``ep`` does not divide ``dp`` or one of ``numbers``, the numbers of
-    experts of the layers."""
+def check_experts(forced: Forced, numbers: Sequence[int] = (), etp: int | None = None) -> None:
+    """Raise UsageError AP127 if ``ep`` ranks cannot hold different experts at the forced degrees
+    (``etp``: ranks that split each expert), or if ``ep`` does not divide one of ``numbers``, the
+    numbers of experts of the layers."""
+    dp, ep, tp, cp = forced.dp, forced.ep, forced.tp or 1, forced.cp or 1
     if ep is None:
         return
-    possible = divisors(gcd(dp or 0, *numbers) or ep)
+    possible = [
+        each
+        for each in divisors(gcd(*numbers) or ep)
+        if dp is None or dp % folded_axes(each, dp, tp, cp, etp)[1] == 0
+    ]
     fix = f"ep= one of {', '.join(map(str, possible))}"
-    if dp is not None and dp % ep:
-        why = "experts are spread over data-parallel ranks"
+    if dp is not None and dp % folded_axes(ep, dp, tp, cp, etp)[1]:
+        why = "experts are spread over data-parallel ranks, or over tp= and cp= ranks first"
         raise UsageError("AP127", f"ep={ep} does not divide dp={dp}", why=why, fix=fix)
     for number in numbers:
         if number % ep:

@@ -71,6 +71,30 @@ class Placer(Protocol):
 IntraOpMethod = Literal["elimination", "ilp"]
 
 
+def folded_axes(
+    ep: int, dp: int, tp: int, cp: int, etp: int | None = None
+) -> tuple[tuple[str, ...], int]:
+    """Return the mesh axes besides "dp" on which ranks hold different experts if ``ep`` ranks do,
+    and the number of data-parallel ranks that do.
+
+    Only data-parallel ranks do if ``dp`` is a multiple of ``ep`` and ``etp`` is not given. Else
+    ranks are assigned in Megatron-LM's order: tensor-parallel neighbours, unless each expert is
+    split over ``etp`` > 1 of them, context-parallel, data-parallel.
+
+    >>> folded_axes(8, 4, 2, 1), folded_axes(4, 8, 2, 1), folded_axes(8, 1, 2, 4)
+    ((('tp',), 4), ((), 4), (('tp', 'cp'), 1))
+    """
+    if etp is None and dp % ep == 0:
+        return (), ep
+    found = []
+    for name, size in (("tp", tp), ("cp", cp)):
+        is_split = name == "tp" and etp not in (None, 1)
+        if size > 1 and ep % size == 0 and not is_split:
+            found.append(name)
+            ep //= size
+    return tuple(found), ep
+
+
 @dataclass(frozen=True, slots=True)
 class Forced:
     """Choices of the user, which the search must keep; None leaves a choice to the search.
@@ -78,10 +102,11 @@ class Forced:
     ``dp=k``: k ranks split the batch and replicate parameters, except experts. ``tp=k``: a mesh
     axis "tp" of size k that splits no batch, but every parameter of two or more dimensions that k
     divides, and the compute with it. ``pp=k``: k pipeline ranks, each with ``chunks`` stages.
-    ``cp=k``: a mesh axis "cp" of size k that splits positions. ``ep=k``: k neighbouring
-    data-parallel ranks split the weights of experts by expert. ``sequence_parallel``: whether
-    values between the parameters split by "tp" are split along positions. ``slices``: number of
-    equal slices of sequences; with "auto", and with None under a sliced schedule, the planner
+    ``cp=k``: a mesh axis "cp" of size k that splits positions. ``ep=k``: k ranks split the
+    weights of experts by expert: neighbouring data-parallel ranks, or others too (``folded_axes``).
+    ``sequence_parallel``: whether values between the parameters split by "tp" are split along
+    positions. ``slices``: number of equal slices of sequences; with "auto", and with None under a
+    sliced schedule, the planner
     chooses their lengths. ``allreduce``: algorithm of every gradient sum (``ALL_REDUCES``);
     ``gradients``: order of the sums; both exclude ZeRO. ``offload``: see ``Plan``; with None,
     states are offloaded if nothing fits otherwise. ``servers``: number of parameter servers, whose

@@ -158,7 +158,7 @@ def test_experts_of_transformers_are_captured_as_one_op(
     for node in layers:
         assert graph.batch_dims[node.name] == (0,)
         offered = {s.label: s for s in axis_strategies(node, graph, 2)}
-        assert set(offered) == {"t", "e", "R", "I"}
+        assert set(offered) == {"t0", "t1", "e", "R", "I"}  # rows, positions, experts
         assert str(offered["e"].inputs[3]) == "S(0)"
         assert str(offered["e"].outputs[0]) == "P"
 

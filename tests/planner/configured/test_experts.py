@@ -18,12 +18,8 @@ from autoparallel.planner.costs.basis import Basis, CostAssumptions
 from autoparallel.planner.costs.choices import inner_collectives, input_specs
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.errors import UsageError
-from autoparallel.planner.graph.expert_dims import (
-    FIRST_WEIGHT,
-    is_expert_layer,
-    joins_tokens,
-    token_nodes,
-)
+from autoparallel.planner.graph.expert_dims import FIRST_WEIGHT, is_expert_layer, router_nodes
+from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
 from autoparallel.planner.ops.experts import as_received
 from autoparallel.planner.ops.products import expert_pairs
@@ -38,6 +34,11 @@ def program() -> Program:
     return capture_target(load_target("hf:tests/models/mixtral", {}), PlanOptions(ROWS, 32))
 
 
+def rows_graph() -> Graph:
+    """The graph at the rows of the micro-batches that are priced."""
+    return program().graph.with_batch_size(ROWS)
+
+
 def priced(assumptions: CostAssumptions, **options: Any) -> PricedStep:
     own = program()
     asked = Configuration(microbatch_size=ROWS, **{"dp": 4, "zero": 1, **options})
@@ -50,7 +51,7 @@ def expert_bytes() -> int:
 
 
 GATHER = CostAssumptions()
-SENT = CostAssumptions(dispatcher="alltoall", folds_experts=True)
+SENT = CostAssumptions(dispatcher="alltoall")
 
 
 @pytest.mark.parametrize("assumptions", [GATHER, SENT])
@@ -62,7 +63,7 @@ def test_each_rank_holds_its_own_experts(assumptions: CostAssumptions, ep: int) 
 
 
 def test_a_rank_computes_as_many_pairs_whether_tokens_are_sent_or_not() -> None:
-    graph = program().graph
+    graph = rows_graph()
     node = next(filter(is_expert_layer, graph.nodes))
     inputs = input_specs(node, graph)
     split, whole = (shard(0),), (INVARIANT,)
@@ -141,7 +142,7 @@ def test_folded_experts_are_held_and_computed_as_on_data_parallel_ranks(
     fold: dict[str, Any],
 ) -> None:
     """Of four ranks each has a quarter of the experts, or of each of a half of them."""
-    pricer = ConfigurationPricer(program().graph, program().blocks, Basis(assumptions=SENT))
+    pricer = ConfigurationPricer(rows_graph(), program().blocks, Basis(assumptions=SENT))
     pairs, weights = [], []
     for degrees in ({"dp": 4, "ep": 4}, fold):
         own = Configuration(microbatch_size=ROWS, **degrees)
@@ -161,13 +162,13 @@ def test_folded_experts_are_held_and_computed_as_on_data_parallel_ranks(
     assert weights[0] == weights[1]
 
 
-def test_what_joins_tokens_is_split_by_positions_where_data_is() -> None:
-    """The router sees a rank's own tokens with whole weights; attention is as ever."""
+def test_a_router_sees_a_ranks_own_tokens_with_whole_weights() -> None:
     graph = program().graph
-    found = token_nodes(graph)
+    found = router_nodes(graph)
     layer = next(filter(is_expert_layer, graph.nodes))
-    router = next(graph[ref.name] for ref in graph[layer.inputs[1].name].inputs)
-    assert {layer.name, router.name} <= found
+    topk = graph[layer.inputs[1].name]
+    assert topk.name in found
+    assert layer.name not in found
     assert not any("self_attn" in graph[name].module for name in found)
     assert not found.intersection(ref.name for ref in layer.inputs[FIRST_WEIGHT:])
     (gate,) = {name for name in found if graph[name].kind == "parameter" and "layers.0" in name}
@@ -176,17 +177,14 @@ def test_what_joins_tokens_is_split_by_positions_where_data_is() -> None:
     pricer = ConfigurationPricer(graph, program().blocks, Basis(assumptions=SENT))
     stage = pricer.plan(parse_cluster("1x4xH100"), own).stages[0]
     assert stage.layouts[gate].outputs[0][-1] == REPLICATE
-    joined = next(
-        name for name in stage.layouts if name in found and joins_tokens(graph[name], graph)
-    )
-    assert stage.layouts[joined].inputs[0][-1] == shard(1)
-    assert stage.layouts[joined].outputs[0][-1] == shard(0)
+    assert stage.layouts[topk.name].outputs[0][-1] == shard(1)
+    assert stage.layouts[layer.name].outputs[0] == (shard(0), shard(1))
 
 
 @pytest.mark.parametrize("fold", [FOLDS[0], FOLDS[2]])
 def test_tokens_are_sent_over_all_folded_axes_at_once(fold: dict[str, Any]) -> None:
     """One message over four ranks of a host, whatever the axes of the mesh."""
-    graph, cluster = program().graph, parse_cluster("1x4xH100")
+    graph, cluster = rows_graph(), parse_cluster("1x4xH100")
     pricer = ConfigurationPricer(graph, program().blocks, Basis(assumptions=SENT))
     node = next(filter(is_expert_layer, graph.nodes))
     sent = []
