@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 from typing import Any, Literal
 
 from ..cost_model.cluster.cluster import Cluster
@@ -12,7 +13,7 @@ from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
-from .graph.layout import INVARIANT, Layout, Mesh, NodeLayout
+from .graph.layout import INVARIANT, SENT, Layout, Mesh, NodeLayout
 
 SCHEMA = 6
 
@@ -102,6 +103,17 @@ class StagePlan:
     shares: tuple[int, ...] = ()
     gradient_sums: tuple[GradientSum, ...] = ()
 
+    @property
+    def expert_axes(self) -> tuple[int, ...]:
+        """Return the mesh axes over which experts are spread."""
+        sent = {axis for each in self.layouts.values() for axis in _sent_axes(each)}
+        return tuple(a for a, name in enumerate(self.mesh.axes) if name == "ep" or a in sent)
+
+    @property
+    def expert_degree(self) -> int:
+        """Return the number of ranks that hold different experts; 1 without experts."""
+        return prod(self.mesh.shape[axis] for axis in self.expert_axes)
+
     def layout_of(self, name: str, blocks: Blocks) -> NodeLayout | None:
         """Return the stage's layout of node ``name``, which may be in any block of its kind."""
         return blocks.entry(self.layouts, name)
@@ -110,6 +122,10 @@ class StagePlan:
         """Return the layout of a parameter, buffer or input; whole on every rank by default."""
         found = self.layout_of(name, blocks)
         return (INVARIANT,) * len(self.mesh.shape) if found is None else found.outputs[0]
+
+
+def _sent_axes(layout: NodeLayout) -> list[int]:
+    return [axis for axis, label in enumerate(layout.labels) if label == SENT]
 
 
 @dataclass(frozen=True, slots=True)

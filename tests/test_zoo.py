@@ -14,7 +14,7 @@ from commands import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = ROOT / "benchmarks" / "zoo" / "one.py"
-PLANS = ("dp=2", "tp=2", "pp=2", "own")
+NUM_PLANS = 4
 ALL = sorted(path.parent.name for path in (ROOT / "tests" / "zoo").glob("*/config.json"))
 
 
@@ -28,8 +28,8 @@ def run(names: tuple[str, ...]) -> dict[str, Any]:
 
 def check(result: dict[str, Any]) -> None:
     assert not result["error"]
-    for plan in PLANS:
-        outcome = result["plans"][plan]
+    assert len(result["plans"]) >= NUM_PLANS
+    for plan, outcome in result["plans"].items():
         assert outcome.get("passed"), (plan, outcome)
         assert outcome["num_compared"] > 20
 

@@ -28,20 +28,26 @@ NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "mean", "rsqrt", "pow")
 need no communication if positions are sharded."""
 
 
+EXPERTS = ".experts."
+"""Part of the names of experts' weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Parallel degrees: numbers of ranks that shard samples (``dp``), weights (``tp``), positions
-    (``cp``) and experts (``ep``). ``splits_norms``: sequence parallelism beside ``tp``."""
+    (``cp``) and experts (``ep``, ranks that are counted by the others). ``folds``: ranks of ``tp``
+    hold different experts. ``splits_norms``: sequence parallelism beside ``tp``."""
 
     dp: int = 1
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    folds: bool = False
     splits_norms: bool = False
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp * self.cp * self.ep
+        return self.dp * self.tp * self.cp
 
 
 def configuration_of(plan: Plan) -> Configuration:
@@ -56,11 +62,12 @@ def configuration_of(plan: Plan) -> Configuration:
     counts = tuple(len(layers_of(plan, stage)) for stage in plan.stages)
     size, count = _microbatches(plan, roles)
     return Configuration(
-        dp=roles.dp * roles.ep,
+        dp=roles.dp,
         tp=roles.tp,
         pp=pp,
         cp=roles.cp,
         ep=roles.ep,
+        etp=1 if roles.folds else None,
         zero=0 if plan.servers is not None else max(stage.zero for stage in plan.stages),
         recompute=recompute,
         recompute_share=_recomputed_share(plan),
@@ -106,15 +113,16 @@ def common_roles(plan: Plan, pp: int) -> Roles:
 
 def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
     """Return the parallel degrees of a stage, from the sizes and uses of its mesh axes."""
-    degrees = {"dp": 1, "tp": 1, "cp": 1, "ep": 1}
-    splits_norms = False
+    degrees = {"dp": 1, "tp": 1, "cp": 1}
+    splits_norms = folds = False
     for axis, (name, size) in enumerate(zip(stage.mesh.axes, stage.mesh.shape, strict=True)):
-        role = name if name in degrees else "tp"
+        role = {"ep": "dp"}.get(name, name)
         if name == "tp":
             role = _role_of_free_axis(plan, stage, axis)
             splits_norms = role == "tp" and _splits_norms(stage, axis)
+            folds = role == "tp" and axis in stage.expert_axes
         degrees[role] *= size
-    return Roles(**degrees, splits_norms=splits_norms)
+    return Roles(**degrees, ep=stage.expert_degree, folds=folds, splits_norms=splits_norms)
 
 
 def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:
@@ -142,7 +150,11 @@ def parameters(plan: Plan, stage: StagePlan) -> dict[str, NodeLayout]:
 
 
 def _role_of_free_axis(plan: Plan, stage: StagePlan, axis: int) -> str:
-    held = [each.outputs[0][axis] for each in parameters(plan, stage).values()]
+    held = [
+        each.outputs[0][axis]
+        for name, each in parameters(plan, stage).items()
+        if axis not in stage.expert_axes or EXPERTS not in name
+    ]
     if any(placement.is_shard for placement in held) or not held:
         return "tp"
     splits = Counter(
@@ -189,7 +201,7 @@ def _recomputes_ends(plan: Plan, recompute: Recompute) -> bool:
 
 def _microbatches(plan: Plan, roles: Roles) -> tuple[int, int]:
     """Return micro-batch size and count: the plan's, or the next lower that ``roles`` allow."""
-    batch, parts = plan.model.global_batch, roles.dp * roles.ep
+    batch, parts = plan.model.global_batch, roles.dp
     count = plan.num_microbatches
     while count > 1 and (batch % count or batch // count % parts):
         count -= 1

@@ -14,7 +14,7 @@ from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import SCHEDULE_TITLES, mesh_text, servers_text
 from autoparallel.planner.variants.replicas import stages_of_ranks
-from autoparallel.systems.degrees import Roles, axis_roles, layers_of, parameters
+from autoparallel.systems.degrees import EXPERTS, Roles, axis_roles, layers_of, parameters
 
 FEATURES = {
     "tp": "tensor parallelism",
@@ -220,7 +220,8 @@ def _odd_axes(plan: Plan, stage: StagePlan, roles: Roles, name: str) -> Iterator
     layout = stage.layouts[name].outputs[0]
     usual = usual_dim(name, is_hub=plan.model.target.startswith("hf:"))
     for axis, placement in enumerate(layout):
-        if stage.mesh.shape[axis] == 1 or stage.mesh.axes[axis] == "ep":
+        is_spread = axis in stage.expert_axes and EXPERTS in name
+        if stage.mesh.shape[axis] == 1 or stage.mesh.axes[axis] == "ep" or is_spread:
             continue
         is_tensor_axis = stage.mesh.axes[axis] == "tp" and roles.tp > 1
         if not is_tensor_axis and placement.is_shard:

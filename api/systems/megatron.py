@@ -129,6 +129,8 @@ def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
         yield ("--sequence-parallel",)
     if own.ep > 1:
         yield "--expert-model-parallel-size", str(own.ep)
+        if own.etp is not None:
+            yield "--expert-tensor-parallel-size", str(own.etp)
 
 
 def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:

@@ -34,6 +34,7 @@ from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.modes import promote_to_float64
 from autoparallel.planner.errors import AutoparallelError
+from autoparallel.planner.graph.expert_dims import experts_of_layers
 from autoparallel.planner.ops import has_rule
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.requests.request import Forced
@@ -47,6 +48,14 @@ from autoparallel.target.target import Target
 
 CONFIGS = Path(__file__).resolve().parents[2] / "tests" / "zoo"
 PLANS = ("dp=2", "tp=2", "pp=2", "own")
+EXPERT_PLANS = (
+    "dp=4,ep=4,zero=3",
+    "dp=2,ep=2,pp=2",
+    "dp=2,tp=2,ep=2",
+    "dp=2,tp=2,ep=4",
+    "dp=2,cp=2,ep=4",
+)
+"""Plans on four devices of models with layers of experts, in addition to ``PLANS``."""
 NUM_RANKS = 4
 GLOBAL_BATCH = 8
 SEQ = 16
@@ -71,7 +80,7 @@ class Result:
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def run_one(name: str, parallels: Sequence[str] = PLANS) -> Result:
+def run_one(name: str, parallels: Sequence[str] = ()) -> Result:
     """The result of one architecture; what fails is in it, and never raised."""
     result = Result(name)
     began = time.perf_counter()
@@ -94,7 +103,7 @@ def _run(result: Result, parallels: Sequence[str]) -> None:
     result.capture_seconds = time.perf_counter() - began
     _describe(result, program)
     plans = {}
-    for parallel in parallels:
+    for parallel in parallels or (*PLANS, *_expert_plans(program)):
         began = time.perf_counter()
         try:
             plans[parallel] = _plan(program, target, parallel, seq)
@@ -108,6 +117,13 @@ def _run(result: Result, parallels: Sequence[str]) -> None:
             target, deferred, global_batch=GLOBAL_BATCH, seq=seq, precision="fp64"
         )
         result.plans |= run_ranks(target, deferred, doubles, plans)
+
+
+def _expert_plans(program: Program) -> list[str]:
+    """Return the plans of ``EXPERT_PLANS`` whose ``ep`` divides the model's numbers of experts."""
+    numbers = experts_of_layers(program.graph)
+    degrees = {plan: parse_parallel(plan).ep or 1 for plan in EXPERT_PLANS if numbers}
+    return [plan for plan, ep in degrees.items() if all(each % ep == 0 for each in numbers)]
 
 
 def target_name(name: str) -> str:
@@ -125,7 +141,7 @@ def _describe(result: Result, program: Program) -> None:
 
 def _plan(program: Program, target: Target, parallel: str, seq: int | None) -> Plan:
     forced = Forced() if parallel == "own" else parse_parallel(parallel)
-    devices = NUM_RANKS if parallel == "own" else 2
+    devices = NUM_RANKS if parallel == "own" or "," in parallel else 2
     options = PlanOptions(
         global_batch=GLOBAL_BATCH, seq=seq, forced=forced, time_limit_seconds=PLAN_SECONDS
     )
@@ -274,7 +290,7 @@ def main(arguments: Sequence[str]) -> None:
     for name in arguments:
         if name not in parallels:
             with contextlib.redirect_stdout(sys.stderr):
-                result = run_one(name, parallels or PLANS)
+                result = run_one(name, parallels)
             print(json.dumps(asdict(result)), flush=True)
 
 

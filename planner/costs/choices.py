@@ -27,6 +27,7 @@ from ..graph.layout import (
     BALANCED,
     INVARIANT,
     REPLICATE,
+    SENT,
     AxisStrategy,
     InnerCollective,
     Layout,
@@ -40,7 +41,7 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
-from ..ops.experts import SENT, SLICED, group_limit, sent_strategies
+from ..ops.experts import SLICED, group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split

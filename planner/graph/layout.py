@@ -388,6 +388,11 @@ BALANCED = "balanced"
 """Label of causal attention with balanced queries: see ``ops.attention``."""
 
 
+SENT = "sent"
+"""Label of a layer of experts on an axis whose ranks have their own tokens and their own experts:
+see ``ops.experts``."""
+
+
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
     """Return the mesh axes on which pairs of ranks swap halves of the queries of a causal
     attention, so that all ranks have equal work."""

@@ -28,6 +28,7 @@ from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
     REPLICATE,
+    SENT,
     AxisStrategy,
     InnerCollective,
     NodeLayout,
@@ -39,8 +40,9 @@ from .case import argument, packet
 from .catalog import spec_named
 from .products import expert_pairs
 
-SENT, SLICED = "sent", "sliced"
-"""Labels of the strategies of ``sent_strategies``."""
+SLICED = "sliced"
+"""Label of a layer of experts on an axis whose ranks have their own tokens and a slice of each
+expert."""
 
 ExpertKernels = Literal["separate", "activation", "one"]
 """Division into kernels. ``separate``: every elementwise op is a kernel, as in eager code and in

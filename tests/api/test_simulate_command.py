@@ -186,7 +186,12 @@ def test_a_configuration_that_does_not_fit_is_priced_and_says_so(
         ("dp=8", ("--kernels", "fuse"), "AP112", "'fuse' is not one of eager, compiled, fused"),
         ("tp=2,etp=2", (), "AP112", "etp=2 beside tp=2"),
         ("tp=2,etp=4", ("--as", "megatron"), "AP112", "etp=4 beside tp=2"),
-        ("dp=2,tp=2,cp=2,ep=8", (), "AP127", "ep=8 spreads experts over cp=2 ranks too"),
+        (
+            "dp=2,tp=2,cp=2,ep=8",
+            ("--dispatcher", "gather"),
+            "AP127",
+            "ep=8 spreads experts over cp=2 ranks too",
+        ),
         ("pp=2,pipe=2", (), "AP112", "'pipe' is not one of"),
         ("pp=2,schedule=bfs,schedule=bfs", (), "AP112", "given twice"),
         ("microbatches=7", (), "AP124", "7 micro-batches of 9 samples are not"),
