@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from autoparallel.passes.local.simulated import ThreadCommunicator, run_ranks
 from autoparallel.passes.ops.activation import activate, describe
 from autoparallel.passes.ops.experts import run_experts, sent_experts, split_experts
 from autoparallel.passes.programs.program import Program
+from autoparallel.passes.tracing.hf_experts import capturable_experts
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.ops import axis_strategies
 
@@ -161,6 +163,29 @@ def test_experts_of_transformers_are_captured_as_one_op(
         assert set(offered) == {"t0", "t1", "e", "R", "I"}  # rows, positions, experts
         assert str(offered["e"].inputs[3]) == "S(0)"
         assert str(offered["e"].outputs[0]) == "P"
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_llama_4_computes_the_chosen_experts_alone(chosen: int) -> None:
+    """As its own layer, which sends each token through all experts, most of them scaled to 0."""
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    config = llama4.Llama4TextConfig(
+        hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=chosen
+    )
+    torch.manual_seed(0)
+    layer = llama4.Llama4TextMoe(config).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    found = []
+    for place in (nullcontext(), capturable_experts()):
+        layer.zero_grad()
+        with place:
+            made, logits = layer(x)
+        (made.square().sum() + logits.square().sum()).backward()
+        found.append([made.detach(), *(each.grad for each in layer.parameters())])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected)
 
 
 def test_capture_leaves_transformers_as_it_was() -> None:
