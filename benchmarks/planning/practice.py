@@ -38,6 +38,11 @@ OPEN = "the practice's recomputation does not fit here: left open"
 BEGIN, END = "<!-- practice.py: begin -->", "<!-- practice.py: end -->"
 
 
+def _moe(name: str) -> str:
+    """The target of a model of experts, as the published runs are priced."""
+    return f"hf:{HERE.parent / 'validation' / 'data' / 'moe_models' / name}"
+
+
 @dataclass(frozen=True)
 class Setting:
     """A model on a cluster and how it is trained. ``practice``: as of ``--parallel``.
@@ -60,6 +65,7 @@ class Setting:
 
 
 TITAN = "torchtitan, benchmarks of 2024-12 and 2025-06"
+BRIDGE = "NVIDIA Megatron-Bridge, performance summary"
 DGXC = "NVIDIA/dgxc-benchmarking v25.02"
 SETTINGS = (
     Setting(
@@ -127,6 +133,82 @@ SETTINGS = (
         "dp=32,ep=8,pp=4,zero=1,recompute=selective,schedule=interleaved,chunks=7",
         "Megatron Core's recipe for experts (ep within a host, pp across)",
         1,
+    ),
+    Setting(
+        "Qwen3-30B-A3B, 8 H100",
+        _moe("Qwen3-30B-A3B"),
+        "8xH100",
+        512,
+        4096,
+        "dp=8,ep=8,zero=3,recompute=full",
+        "NeMo Automodel's published run: FSDP, experts by DeepEP",
+        4,
+        21.773,
+    ),
+    Setting(
+        "Qwen3-30B-A3B, 16 H100",
+        _moe("Qwen3-30B-A3B"),
+        "2x8xH100",
+        1024,
+        4096,
+        "dp=8,ep=8,pp=2,zero=1,schedule=interleaved,chunks=2",
+        f"{BRIDGE} (its run is in fp8)",
+        1,
+    ),
+    Setting(
+        "GPT-OSS-120B, 64 H100",
+        _moe("GPT-OSS-120B"),
+        "8x8xH100",
+        1280,
+        4096,
+        "dp=16,ep=8,pp=4,zero=1,recompute=selective",
+        BRIDGE,
+        1,
+        13.69,
+    ),
+    Setting(
+        "GPT-OSS-120B, 64 H100, 512 sequences",
+        _moe("GPT-OSS-120B"),
+        "8x8xH100",
+        512,
+        4096,
+        "dp=64,ep=64,zero=3,recompute=full",
+        "NeMo Automodel's published run: FSDP, experts by DeepEP",
+        2,
+        4.3,
+    ),
+    Setting(
+        "Llama-4 Maverick, 512 H100",
+        _moe("Llama-4-Maverick-400B"),
+        "64x8xH100",
+        1024,
+        8192,
+        "dp=128,tp=4,ep=128,zero=1",
+        "NVIDIA/dgxc-benchmarking v25.05",
+        1,
+        4.426,
+    ),
+    Setting(
+        "DeepSeek-V3, 256 GB200",
+        _moe("DeepSeek-V3"),
+        "64x4xGB200",
+        4096,
+        4096,
+        "dp=64,ep=64,pp=4,zero=1,recompute=selective,schedule=interleaved,chunks=4",
+        f"{BRIDGE} 25.11",
+        1,
+        20.878,
+    ),
+    Setting(
+        "DeepSeek-V3, 1,024 H100",
+        _moe("DeepSeek-V3"),
+        "128x8xH100",
+        8192,
+        4096,
+        "dp=128,ep=64,pp=8,zero=1,recompute=selective,schedule=interleaved,chunks=2",
+        "NVIDIA/dgxc-benchmarking v25.08",
+        1,
+        36.189,
     ),
     Setting(
         "GPT-3 175B, 1,024 A100",
