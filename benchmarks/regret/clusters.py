@@ -15,7 +15,7 @@ NUM_RANKS = 4
 
 @dataclass(frozen=True)
 class Emulated:
-    """Four devices: Mbit/s of each one's link, of each host's uplink, and the hosts' speeds.
+    """Devices: Mbit/s of each one's link, of each host's uplink, and the hosts' speeds.
 
     Without ``uplinks`` all are in one host. ``speeds`` are factors of the device's rates.
     ``issue_seconds`` are what the host takes to issue an op, ``message_seconds`` to send or to
@@ -28,12 +28,14 @@ class Emulated:
     speeds: tuple[float, ...] = (1.0,)
     issue_seconds: float = 0.0
     message_seconds: float = 0.0
+    num_ranks: int = NUM_RANKS
 
     def cluster(self) -> Cluster:
         """The cluster as the planner sees it before links are measured."""
         link = _link("switch", self.mbit)
         hosts = tuple(
-            Host(self._device(speed), NUM_RANKS // len(self.speeds), link) for speed in self.speeds
+            Host(self._device(speed), self.num_ranks // len(self.speeds), link)
+            for speed in self.speeds
         )
         return Cluster(self.name, hosts, _link("uplink", min(self.uplinks, default=self.mbit)))
 
@@ -54,9 +56,14 @@ class Emulated:
 
     def partitions(self) -> list[tuple[tuple[int, ...], ...]]:
         """Groups of ranks of each kind that meshes have, all groups of a kind at once."""
-        every = ((0, 1, 2, 3),)
-        near, far = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-        return [near, far, every] if len(self.speeds) > 1 else [near, every]
+        count, found = self.num_ranks, []
+        sizes = [size for size in range(2, count + 1) if count % size == 0]
+        for size in sizes:
+            found.append(tuple(tuple(range(at, at + size)) for at in range(0, count, size)))
+            step = count // size
+            if len(self.speeds) > 1 and step > 1:
+                found.append(tuple(tuple(range(at, count, step)) for at in range(step)))
+        return found
 
 
 def _link(name: str, mbit: int) -> Link:
@@ -70,3 +77,9 @@ CLUSTERS = (
     Emulated("two islands", 500, uplinks=(100, 100), speeds=(1.0, 1.0)),
     Emulated("one slow host", 500, uplinks=(250, 250), speeds=(1.0, 0.5)),
 )
+ISLANDS = CLUSTERS[2]
+OF_EIGHT = (
+    replace(FLAT_FAST, name="flat of 8", num_ranks=8),
+    replace(ISLANDS, name="two islands of 4", num_ranks=8),
+)
+"""Clusters for models of experts alone."""

@@ -22,9 +22,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+
+def grouped_flops(
+    first: Tensor, second: Tensor, offs: Tensor, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """FLOPs of a product in groups, of rows by expert or of gradients of experts' weights: rows
+    after the last group are not computed."""
+    rows = int(offs[-1])
+    others = first.shape[0] if second.dim() == first.dim() else first.shape[-1]
+    return 2 * rows * others * second.shape[-1]
+
+
 SMALL_BYTES = 4096
 """Ops on no more than these are computed: what decides, counts and is compared."""
 ZEROED_BYTES = 1 << 20
+FLOPS: dict[Any, Any] = {**flop_registry, torch.ops.aten._grouped_mm: grouped_flops}
+"""Functions that count an op's FLOPs."""
 TRANSFERS = frozenset({"c10d", "_c10d_functional"})
 RECEIVES = frozenset({"recv_", "recv_any_source_"})
 
@@ -69,14 +82,18 @@ class EmulatedDevice(TorchDispatchMode):
             return NotImplemented
         if func.is_view:
             return func(*args, **kwargs)
-        key = (func, _key(args), _key(kwargs))
+        key = (func, _key(args), _key(kwargs), _num_rows(func, args, kwargs))
         if key not in self._known:
             self._known[key] = self._work(func, args, kwargs)
         work = self._known[key]
+        is_choice = func is torch.ops.aten.topk.default
         if work is None:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            return _balanced(args[0], made) if is_choice else made
         self.compute(work.seconds)
         self.num_kernels += 1
+        if is_choice:
+            return _balanced(args[0], tree_map_only(Tensor, _memory, work.results))
         if work.written is None:
             return tree_map_only(Tensor, _memory, work.results)
         found = [kwargs[each] if isinstance(each, str) else args[each] for each in work.written]
@@ -88,14 +105,15 @@ class EmulatedDevice(TorchDispatchMode):
         if not any(_is_large(each) for each in tensors):
             return None
         on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-        results = func(
+        made_by = _grouped if func.overloadpacket is torch.ops.aten._grouped_mm else func
+        results = made_by(
             *tree_map_only(Tensor, _as_meta, tuple(args)),
             **tree_map_only(Tensor, _as_meta, on_meta),
         )
         written = _written(func, args, kwargs)
         made = tree_flatten(results)[0] if written is None else []
         num_bytes = sum(_num_bytes(each) for each in [*tensors, *made] if isinstance(each, Tensor))
-        count = flop_registry.get(func.overloadpacket)
+        count = FLOPS.get(func.overloadpacket)
         flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=results))
         seconds = max(flops * self.seconds_per_flop, num_bytes * self.seconds_per_byte)
         return _Work(seconds, results, written)
@@ -152,6 +170,26 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=torch.device("meta")
     )
+
+
+def _grouped(first: Tensor, second: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The result of a grouped product on ``meta``, whose own function takes bfloat16 alone."""
+    groups = (len(offs),) if second.dim() == first.dim() else ()
+    return first.new_empty(*groups, first.shape[0], second.shape[-1])
+
+
+def _num_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The rows that a grouped product computes; 0 for other ops."""
+    if func.overloadpacket is not torch.ops.aten._grouped_mm:
+        return 0
+    return int((kwargs["offs"] if "offs" in kwargs else args[2])[-1])
+
+
+def _balanced(scores: Tensor, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Memory for the values of ``topk``, and indices in turn: as many rows choose each."""
+    values, indices = map(_memory, results)
+    every = torch.arange(indices.numel()).remainder_(scores.shape[-1])
+    return values, indices.copy_(every.view(indices.shape))
 
 
 def _memory(tensor: Tensor) -> Tensor:

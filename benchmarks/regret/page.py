@@ -17,6 +17,8 @@ COLORS = {
     "flat slow": "#d62728",
     "two islands": "#2ca02c",
     "one slow host": "#9467bd",
+    "flat of 8": "#8c564b",
+    "two islands of 4": "#e377c2",
 }
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import links
 import torch
-from clusters import CLUSTERS, NUM_RANKS, Emulated
+from clusters import CLUSTERS, FLAT_FAST, ISLANDS, NUM_RANKS, OF_EIGHT, Emulated
 from ranks import (
     Job,
     Measured,
@@ -72,9 +72,21 @@ MODELS: dict[str, Job] = {
         64,
         64,
     ),
+    "Mixtral": (
+        f"hf:{HERE.parents[1] / 'tests' / 'zoo' / 'mixtral'}",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_local_experts": 8,
+            "num_attention_heads": 4,
+        },
+        64,
+        64,
+    ),
 }
+EXPERTS = ("experts", "Mixtral")
 CHAIN: Job = (str(HERE / "wide_mlp.py"), {"num_layers": 4}, 256, None)
-CHAINED = "pp=4,microbatches=64,schedule=gpipe"
+CHAINED = "pp={},microbatches=64,schedule=gpipe"
 """A pipeline in which the host's messages are measured."""
 GRID = (
     "dp=4,zero=0,microbatches=1",
@@ -89,6 +101,14 @@ GRID = (
     "dp=2,pp=2,zero=0,microbatches=4,schedule=1f1b",
     "tp=2,pp=2,microbatches=4,schedule=1f1b",
 )
+EXPERT_GRID = (
+    "dp=4,ep=4,zero=1,microbatches=1",
+    "dp=4,ep=2,zero=0,microbatches=1",
+    "dp=2,tp=2,ep=2,microbatches=1",
+    "dp=2,tp=2,ep=4,microbatches=1",
+    "dp=2,ep=2,pp=2,microbatches=4,schedule=1f1b",
+)
+"""More configurations of the models of experts."""
 MARK = "<!-- written by run.py -->"
 
 
@@ -109,13 +129,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
-    for emulated in chosen(CLUSTERS, options.clusters, lambda each: each.name):
-        jobs = chosen(MODELS.items(), options.models, lambda each: each[0])
-        with links.network(NUM_RANKS, emulated.mbit, emulated.uplinks) as places:
+    for emulated in chosen((*CLUSTERS, *OF_EIGHT), options.clusters, lambda each: each.name):
+        jobs = chosen(jobs_of(emulated), options.models, lambda each: each[0])
+        with links.network(emulated.num_ranks, emulated.mbit, emulated.uplinks) as places:
             emulated = replace(emulated, issue_seconds=on_ranks(places, measure_issue))
             print(f"{emulated.name}: the host issues an op in {emulated.issue_seconds:.2g} s")
             transfers = on_ranks(places, measure_network, emulated)
-            pipeline = make_plan(emulated, CHAIN, CHAINED, transfers)
+            pipeline = make_plan(emulated, CHAIN, CHAINED.format(emulated.num_ranks), transfers)
             assert pipeline is not None
             message_seconds = on_ranks(places, measure_message, emulated, CHAIN, pipeline[2])
             emulated = replace(emulated, message_seconds=message_seconds)
@@ -141,6 +161,35 @@ def chosen(values: Any, names: str, name_of: Any) -> list[Any]:
     return [v for v in values if not wanted or any(name in name_of(v) for name in wanted)]
 
 
+def jobs_of(emulated: Emulated) -> list[tuple[str, Job]]:
+    """The models of a cluster: all on four devices, but experts of transformers on two clusters;
+    on eight devices those with experts."""
+    every = emulated.num_ranks == NUM_RANKS
+    both = emulated in (FLAT_FAST, ISLANDS, *OF_EIGHT)
+    return [
+        (name, job)
+        for name, job in MODELS.items()
+        if (name in EXPERTS or every) and (both or name != "Mixtral")
+    ]
+
+
+def grid_of(emulated: Emulated, model: str) -> tuple[str, ...]:
+    """The configurations beside the plan. On eight devices ``dp`` and ``pp`` without other degrees
+    are 8, and ``dp`` beside others is twice as large."""
+    grid = (*GRID, *(EXPERT_GRID if model in EXPERTS else ()))
+    return grid if emulated.num_ranks == NUM_RANKS else tuple(map(_doubled, grid))
+
+
+def _doubled(configuration: str) -> str:
+    """The configuration on twice as many devices.
+
+    >>> _doubled("dp=2,tp=2,ep=4,microbatches=1"), _doubled("tp=4,microbatches=1")
+    ('dp=4,tp=2,ep=4,microbatches=1', 'tp=8,microbatches=1')
+    """
+    name, value = configuration.split(",")[0].split("=")
+    return configuration.replace(f"{name}={value}", f"{name}={2 * int(value)}", 1)
+
+
 def measure_model(
     emulated: Emulated,
     model: str,
@@ -155,7 +204,7 @@ def measure_model(
     """
     planned = [
         (configuration, *made)
-        for configuration in (CHOICE, *GRID)
+        for configuration in (CHOICE, *grid_of(emulated, model))
         if (made := make_plan(emulated, job, configuration, transfers)) is not None
     ]
     known = {

@@ -257,12 +257,13 @@ class Prices(MeshPrices):
     ) -> float:
         """Return the seconds of sending tokens to their experts over mesh axes, or back."""
         own = self.assumptions
-        parts = self.num_parts(layout.inputs[0])
-        num_experts = inputs[FIRST_WEIGHT].shape[0]
+        num_bytes = item.num_bytes / self.num_parts(layout.inputs[0])
+        if own.dispatcher == "alltoall":
+            return own.imbalance * self.collective("all_to_all", num_bytes * item.copies, *axes)
         seconds = dispatch_seconds(
-            item.num_bytes / parts,
+            num_bytes,
             item.copies,
-            num_experts,
+            inputs[FIRST_WEIGHT].shape[0],
             self.group(*axes),
             own.dispatcher,
             own.routing,
