@@ -96,6 +96,24 @@ def _backends(group: Any) -> Iterator[Any]:
 DATA_AXIS = "dp"
 
 
+def joint_mesh(device_mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    """Return the mesh of one axis that has the ranks of ``axes`` of ``device_mesh`` together.
+
+    It is made on first use, which is then collective over all ranks. ``_flatten`` is private;
+    ``fully_shard`` takes only meshes that are derived from one root.
+    """
+    names = device_mesh.mesh_dim_names
+    assert names is not None
+    flat: DeviceMesh = device_mesh[tuple(names[axis] for axis in axes)]._flatten()
+    return flat
+
+
+def sum_groups(device_mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of ranks whose sums, one after the other, are the sum over ``axes``."""
+    mesh = Mesh(device_mesh.mesh_dim_names or (), tuple(device_mesh.shape))
+    return tuple(joint_mesh(device_mesh, joined).get_group() for joined in mesh.joined(axes))
+
+
 def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     """Build the device mesh of every stage, by its index. Collective over all ranks.
 
@@ -115,8 +133,9 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
 def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
     ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+    joint = [joint_mesh(mesh, axes) for axes in stage.mesh.state_axes]
     if mesh.get_coordinate() is not None:
-        for group in mesh.get_all_groups():
+        for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in joint)):
             share_limit(group)
     return mesh
 
