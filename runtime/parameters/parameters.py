@@ -40,6 +40,7 @@ from ...passes.ops.nf4 import pack_nf4, unpack_nf4
 from ...planner.graph.graph import TensorSpec
 from ...planner.graph.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
+from ..messages.groups import joint_mesh
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import ParameterProgram, StageProgram
@@ -301,7 +302,7 @@ def make_parameter(
         master: Tensor = torch.empty(shape, dtype=dtype, device="meta")
         others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
         if others:
-            beside = device_mesh[tuple(mesh.axes[axis] for axis in others)]
+            beside = joint_mesh(device_mesh, axes)[tuple(mesh.axes[axis] for axis in others)]
             master = _dtensor(master, beside, tuple(layout[axis] for axis in others))
     else:
         dtype = formats.master

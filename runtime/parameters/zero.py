@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import local_tensor
 from ..messages.communicator import reduce_scatter
-from ..messages.groups import joint_mesh
+from ..messages.groups import joint_mesh, joint_name
 from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:
@@ -245,9 +245,10 @@ def _shard(
     own = {parameter.name for parameter in owner.parameters}
     leaves = {each.leaf for each in stage.by_name.values() if each.leaf is not None}
     others = {getattr(*stage.owner(each.name)) for each in among if each.name not in own}
+    mesh = joint_mesh(stage.device_mesh, owner.axes)
     fully_shard(
         owner.modules,
-        mesh=joint_mesh(stage.device_mesh, owner.axes),
+        mesh=mesh[joint_name(stage.device_mesh, owner.axes)],
         reshard_after_forward=stage.zero == 3,
         mp_policy=policy,
         ignored_params=leaves | others,
