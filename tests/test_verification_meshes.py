@@ -222,7 +222,7 @@ def test_the_axis_cp_splits_positions_and_gathers_keys_and_values() -> None:
 
 @pytest.mark.slow
 def test_three_axes_that_the_search_chooses_equal_one_device() -> None:
-    """Two rows for four hosts of two: nothing is forced, one stage is asked for."""
+    """Two rows for four hosts of two: only "tp" is forced, and one stage is asked for."""
     settings = {"n_layer": 2, "d_model": 64, "n_head": 4, "seq": 512, "vocab": 256}
     command = [
         sys.executable,
@@ -238,6 +238,8 @@ def test_three_axes_that_the_search_chooses_equal_one_device() -> None:
         "2",
         "--deny",
         "pp",
+        "--parallel",
+        "tp=2",
         *(text for name, value in settings.items() for text in ("--set", f"{name}={value}")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
