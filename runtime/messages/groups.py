@@ -131,6 +131,7 @@ def _own_group(stage: StagePlan, axes: tuple[int, ...]) -> dist.ProcessGroup | N
 def _joint(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
     """Return a mesh with the ranks of ``mesh`` in which ``axes``, whose ranks form ``group``, are
     the first axis; the others follow."""
+    assert group is not None
     names, others = mesh.mesh_dim_names or (), [i for i in range(mesh.ndim) if i not in axes]
     ranks = mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1)
     return DeviceMesh.from_group(

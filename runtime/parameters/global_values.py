@@ -145,11 +145,10 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     for key, members in alike.items():
         parts = (local_tensor(tensors[index]) for index in members)
         norms = torch.stack([_norm(part, order, kwargs.get("dtype")) ** power for part in parts])
-        mesh, placements = key or (None, ())
-        for dim, placement in enumerate(placements):
+        for dim, placement in enumerate(key[1] if key else ()):
             if not placement.is_replicate():
                 how = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-                dist.all_reduce(norms, how, group=mesh.get_group(dim))
+                dist.all_reduce(norms, how, group=key[0].get_group(dim))
         found |= dict(zip(members, (norms ** (1 / power)).unbind(), strict=True))
     return [found[index] for index in range(len(tensors))]
 

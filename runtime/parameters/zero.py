@@ -323,7 +323,8 @@ def _set_prefetch(stage: StageModule, units: list[list[FSDPModule]]) -> None:
     assert isinstance(stage, FSDPModule)
     for module in chain(*units):
         module.set_modules_to_backward_prefetch([module])
-    for before, unit in pairwise([*units[:1], *units, [stage]]):
+    in_order: list[list[FSDPModule]] = [*units[:1], *units, [stage]]
+    for before, unit in pairwise(in_order):
         unit[0].set_modules_to_backward_prefetch(unit[:1] if before is unit else before[::-1])
     for unit, after in pairwise(units):
         unit[-1].set_modules_to_forward_prefetch(after)

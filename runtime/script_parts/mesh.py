@@ -38,8 +38,8 @@ class Mesh:
             if "+" in name:
                 dims = [list(shape).index(axis) for axis in name.split("+")]
                 together = ranks.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, self.size(name))
-                own, _ = dist.new_subgroups_by_enumeration(together.tolist())
-                self.groups |= {name: own}
+                own, _ = dist.new_subgroups_by_enumeration(together.tolist())  # type: ignore[no-untyped-call]
+                self.groups[name] = own
 
     def size(self, axis: str) -> int:
         return math.prod(self.shape[name] for name in axis.split("+"))
