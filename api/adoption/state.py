@@ -38,7 +38,7 @@ from autoparallel.runtime.messages.shared_objects import share_in_place
 from autoparallel.runtime.parameters.global_values import (
     draw_whole_values,
     read_whole_values,
-    take_norms_of_empty_shards,
+    take_lists_of_shards,
     whole,
 )
 from autoparallel.runtime.parameters.parameters import COMPUTE_DTYPES, get_by_path
@@ -151,7 +151,7 @@ class ParallelState:
         self._put_shards(model)
         read_whole_values()
         masters = [parameter.master for parameter in trainer.model.parameters.values()]
-        take_norms_of_empty_shards(masters)
+        take_lists_of_shards(masters)
         differentiate_chosen(masters)
         draw_whole_values(masters)
         trainer.model.beside.update(

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from clusters import CLUSTERS, NUM_RANKS, Emulated
 from ranks import on_ranks
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.cost_model.cluster.cluster import Cluster
 from autoparallel.cost_model.collectives.all_reduce import (
@@ -145,8 +144,8 @@ def measure_all(
     rank: int, cluster: Cluster, names: Sequence[str]
 ) -> Mapping[tuple[int, str], float]:
     """The median seconds of each algorithm at each size, the slowest rank's."""
-    mesh = DeviceMesh("cpu", torch.arange(NUM_RANKS), mesh_dim_names=("dp",))
-    reduces = AllReduces(mesh, (0,), cluster)
+    assert dist.group.WORLD is not None
+    reduces = AllReduces([dist.group.WORLD], cluster)
     return {
         (size, name): measure(reduces, name, torch.zeros(size // 4))
         for size in SIZES
@@ -161,7 +160,7 @@ def measure(reduces: AllReduces, name: str, tensor: torch.Tensor) -> float:
     while len(seconds) < LEAST_CALLS or (sum(seconds) < SECONDS and len(seconds) < MOST_CALLS):
         dist.barrier()
         start = time.perf_counter()
-        reduces.start(name, tensor, (0,)).wait()
+        reduces.start(name, tensor, [dist.group.WORLD]).wait()
         spent.fill_(time.perf_counter() - start)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         seconds.append(float(spent))

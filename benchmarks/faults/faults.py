@@ -338,16 +338,16 @@ FAULTS = (
     Fault(
         "zero-1-unsharded",
         "passes/memory/stage_memory.py",
-        "is_sharded(spec, layout, mesh, self.stage.zero)",
-        "is_sharded(spec, layout, mesh, self.stage.zero - 1)",
+        "shard_axes(spec, layout, mesh, self.stage.zero)",
+        "shard_axes(spec, layout, mesh, self.stage.zero - 1)",
         "tests/passes/memory/test_stage_memory.py",
     ),
     # gradients are summed over as many axes as the bucket that has the fewest
     Fault(
         "second-axis-not-summed",
         "runtime/update/gradients.py",
-        "max((len(bucket.axes) for bucket in self.buckets), default=0)",
-        "min((len(bucket.axes) for bucket in self.buckets), default=0)",
+        "max((len(bucket.groups) for bucket in self.buckets), default=0)",
+        "min((len(bucket.groups) for bucket in self.buckets), default=0)",
         "tests/runtime/test_random_plans.py",
     ),
     # of a tied parameter all stages get the gradient of the first

@@ -48,24 +48,24 @@ class ParameterProgram:
     shared: bool
 
 
-def is_sharded(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> bool:
-    """Return whether ZeRO stage ``zero`` shards a parameter over mesh axis "dp". Frozen parameters
-    are sharded only by stage 3: in lower stages every rank holds the whole parameter anyway, so a
-    shard would only add memory. Complex and quantized parameters are never sharded.
+def shard_axes(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> tuple[int, ...]:
+    """Return the mesh axes over whose ranks together ZeRO stage ``zero`` shards a parameter: the
+    joint axes on which it is whole. Frozen parameters are sharded only by stage 3: in lower stages
+    every rank holds the whole parameter anyway, so a shard would only add memory. Scalars, complex
+    and quantized parameters are never sharded.
 
-    >>> spec, mesh = TensorSpec((4, 4), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
-    >>> is_sharded(spec, (REPLICATE, REPLICATE), mesh, zero=1)
-    True
+    >>> from autoparallel.planner.graph.layout import shard
+    >>> spec = TensorSpec((4, 4), "float32", requires_grad=True)
+    >>> mesh = Mesh(("dp", "ep", "tp"), (2, 2, 2))
+    >>> shard_axes(spec, (REPLICATE, REPLICATE, shard(0)), mesh, zero=1)
+    (0, 1)
+    >>> shard_axes(spec, (REPLICATE, shard(0), REPLICATE), mesh, zero=1)
+    (0,)
     """
-    return (
-        zero > (0 if spec.requires_grad else 2)
-        and mesh.axes[0] == "dp"
-        and mesh.shape[0] > 1
-        and not layout[0].is_shard
-        and len(spec.shape) > 0
-        and not spec.is_complex
-        and not spec.stored
-    )
+    is_whole = not spec.shape or spec.is_complex or spec.stored
+    if is_whole or zero <= (0 if spec.requires_grad else 2):
+        return ()
+    return tuple(axis for axis in mesh.joint_axes if not layout[axis].is_shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,18 @@ class StageProgram:
     counting: Counting | None = None
     share: RowShare | None = None
     kept: tuple[str, ...] = ()
+
+    def shard_axes(self, name: str, zero: int) -> tuple[int, ...]:
+        """Return the mesh axes over which ZeRO stage ``zero`` shards a parameter of the stage.
+        Parameters that several blocks use are gathered together, so they are sharded over the axes
+        that are the same for all of them."""
+        own = self.parameters[name]
+        axes = shard_axes(own.spec, own.layout, self.mesh, zero)
+        if not own.shared:
+            return axes
+        shared = [each for each in self.parameters.values() if each.shared]
+        sets = [shard_axes(each.spec, each.layout, self.mesh, zero) for each in shared]
+        return tuple(axis for axis in axes if all(axis in each for each in sets if each))
 
 
 @dataclass(frozen=True, slots=True)

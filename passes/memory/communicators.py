@@ -2,10 +2,11 @@
 
 In: a plan, and the values between its stages. Out: their number by device. A communicator takes
 memory of its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's
-norm, tied weights); one for each axis of a stage's mesh that has more than one device; one for each
-lane, the messages from one device to another; and one of the devices whose stages exchange parts of
-values because of different layouts. The counterpart of ``runtime.messages.groups``,
-``runtime.messages.ordered_channels``, ``runtime.messages.local_transfer``.
+norm, tied weights); one for each axis of a stage's mesh that has more than one device, and for each
+set of axes over which states are sharded together; one for each lane, the messages from one device
+to another; and one of the devices whose stages exchange parts of values because of different
+layouts. The counterpart of ``runtime.messages.groups``, ``runtime.messages.ordered_channels``,
+``runtime.messages.local_transfer``.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
     found = Counter({device for stage in stages for device in stage.devices if world > 1})
     for devices, mesh in {(stage.devices, stage.mesh) for stage in stages}:
         is_world = len(mesh.shape) == 1 and mesh.size == world
+        axes = 0 if is_world else sum(size > 1 for size in mesh.shape)
+        joint = sum(len(own) > 1 and mesh.num_ranks(own) < world for own in mesh.state_axes)
         for device in devices:
-            found[device] += 0 if is_world else sum(size > 1 for size in mesh.shape)
+            found[device] += axes + joint
     lanes = set[Lane]()
     known: dict[object, tuple[tuple[Lane, ...], ...]] = {}
     swapping = set[tuple[int, ...]]()

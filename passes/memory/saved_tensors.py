@@ -30,7 +30,7 @@ from ...planner.graph.layout import Layout, Mesh, local_shape
 from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
-from ..local.stage_program import BlockProgram, StageProgram, build_stage, is_sharded
+from ..local.stage_program import BlockProgram, StageProgram, build_stage
 from ..ops.collectives import Parts
 from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
@@ -213,10 +213,8 @@ class _Run:
     def _watch_gradients(self) -> None:
         """Make parameters' gradients be allocated and accumulated as in the runtime, where they
         exist from the first micro-batch's backward on."""
-        mesh = self.program.mesh
         for name, parameter in self.parameters.items():
-            declared = self.program.parameters[name]
-            sharded = is_sharded(declared.spec, declared.layout, mesh, self.zero)
+            sharded = bool(self.program.shard_axes(name, self.zero))
             is_reduced_now = sharded and (self.zero >= 2 or self.moment.is_last)
             if not parameter.requires_grad:
                 continue

@@ -36,7 +36,7 @@ from ...planner.variants.asynchronous import version_bytes
 from ...planner.variants.replicas import stages_of_ranks
 from ...planner.variants.slice_costs import carried_bytes
 from ..local.stage_cut import Boundary, boundaries, op_layout, stage_ranges, with_replicas
-from ..local.stage_program import is_sharded
+from ..local.stage_program import shard_axes
 from .communicators import num_communicators
 from .priced_activations import WORKING, PricedStage
 from .rank_memory import Bytes, StageBytes, action_bytes, fullest_moment
@@ -379,7 +379,7 @@ class _Stage:
         spec, mesh = self.graph[name].spec, self.stage.mesh
         layout = self.stage.leaf_layout(name, self.blocks)
         shape = local_shape(spec.shape, layout, mesh.shape)
-        shards = mesh.shape[0] if is_sharded(spec, layout, mesh, self.stage.zero) else 1
+        shards = mesh.num_ranks(shard_axes(spec, layout, mesh, self.stage.zero))
         return padded_numel(shape, shards) // shards, shards
 
     def _add_parameter(self, found: Bytes, name: str, rules: PrecisionPolicy) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...cost_model.ops.memory import PrecisionPolicy
 from ...planner.graph.layout import Mesh, Placement
-from ..local.stage_program import StageProgram, is_sharded
+from ..local.stage_program import StageProgram
 from .storages import LiveBytes
 
 Library = Literal["gloo", "nccl"]
@@ -96,18 +96,10 @@ class StateTraffic:
     def _owner(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Owner:
         mesh, declared = self.program.mesh, self.program.parameters
         names = [name for name in names if name in parameters]
-        own = [
-            name
-            for name in names
-            if is_sharded(declared[name].spec, declared[name].layout, mesh, self.zero)
-        ]
-        padded = sum(padded_numel(parameters[name].shape, mesh.shape[0]) for name in own)
-        trained = sum(
-            padded_numel(parameters[name].shape, mesh.shape[0])
-            for name in own
-            if parameters[name].requires_grad
-        )
-        reduced = trained * self.policy.gradient_bytes
+        own = {name: mesh.num_ranks(self.program.shard_axes(name, self.zero)) for name in names}
+        own = {name: shards for name, shards in own.items() if shards > 1}
+        padded = {name: padded_numel(parameters[name].shape, own[name]) for name in own}
+        trained = [name for name in own if parameters[name].requires_grad]
         others = [
             name
             for name in names
@@ -115,7 +107,12 @@ class StateTraffic:
             and parameters[name].requires_grad
             and is_reduced(declared[name].layout, mesh)
         ]
-        shards = Shards(padded * self.policy.gathered_bytes, reduced, reduced // mesh.shape[0])
+        size = self.policy.gradient_bytes
+        shards = Shards(
+            sum(padded.values()) * self.policy.gathered_bytes,
+            sum(padded[name] for name in trained) * size,
+            sum(padded[name] // own[name] for name in trained) * size,
+        )
         return Owner([parameters[n] for n in own], [parameters[n] for n in others], shards)
 
     def begin(self, *, is_first: bool) -> None:

@@ -142,13 +142,11 @@ class CostAssumptions:
 
     ``policy``: bytes per parameter, if precision and optimizer do not determine them.
     ``recomputed``: parts of a layer that selective recomputation reruns
-    (``costs.recomputed_parts``); by default this package's own selection. ``joint_states``: one
-    collective shards a parameter's states, or sums its gradient, over all data-, expert- and
-    context-parallel ranks that hold it whole (Megatron-LM's distributed optimizer, torchtitan's
-    FSDP). ``slowdown``: factor of compute beside collectives of states, if not the device's;
-    infinite if they do not overlap compute. ``cast_bytes``: memory traffic of casting an element to
-    8 bits: 2 bytes read to find the largest value, 2 read and 1 written for each of two layouts, as
-    torchao does with one scale per tensor. ``scaling``: scaling of 8-bit products, from
+    (``costs.recomputed_parts``); by default this package's own selection. ``slowdown``: factor of
+    compute beside collectives of states, if not the device's; infinite if they do not overlap
+    compute. ``cast_bytes``: memory traffic of casting an element to 8 bits: 2 bytes read to find
+    the largest value, 2 read and 1 written for each of two layouts, as torchao does with one scale
+    per tensor. ``scaling``: scaling of 8-bit products, from
     ``SCALINGS``. ``keeps_casts``: an 8-bit product keeps its cast input for the backward instead of
     the input (TransformerEngine). ``regathers``: a linear layer whose weight is split by rows keeps
     its input as split before the gather, and gathers it again in the backward (Megatron-LM's
@@ -163,7 +161,6 @@ class CostAssumptions:
 
     policy: PrecisionPolicy | None = None
     recomputed: tuple[RecomputedPart, ...] = ()
-    joint_states: bool = False
     slowdown: float | None = None
     cast_bytes: float = 6.0
     scaling: Scaling = "tensorwise"
@@ -237,7 +234,7 @@ class System:
     assumptions: CostAssumptions
 
 
-_SHARED = CostAssumptions(joint_states=True, expert_kernels="activation", dispatcher="alltoall")
+_SHARED = CostAssumptions(expert_kernels="activation", dispatcher="alltoall")
 
 _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),

@@ -6,9 +6,8 @@ synchronization, its gathers and its optimizer step, which is measured, or deriv
 device's memory bandwidth.
 
 A parameter that is whole on an axis has a partial gradient there, summed once per step (once per
-micro-batch under ZeRO 2 and 3). This package's runtime shards states over axis "dp" alone, and sums
-over the other axes separately. Other programs do both in one collective over all data-, expert- and
-context-parallel ranks (``CostAssumptions.joint_states``).
+micro-batch under ZeRO 2 and 3). One collective shards its states, or sums its gradient, over all
+data-, expert- and context-parallel ranks that hold it whole (``Mesh.joint_axes``).
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ from ..plan import Precision
 from .basis import RUNTIME, CostAssumptions, CostQueries
 from .price_cache import ConversionCache, PriceCache, find
 from .seconds import Priced, Seconds, StateBytes
-
-JOINT_AXES = ("dp", "ep", "cp")
-"""Axes whose ranks hold parameters whole (except weights of experts), the data axis first."""
 
 STATE_KINDS = {"all_gather": "zero_gather", "reduce_scatter": "zero_scatter"}
 """ZeRO's collectives by their names in a profile, which include copies to and from buffers."""
@@ -173,18 +169,12 @@ class MeshPrices:
     @cached_property
     def state_axes(self) -> tuple[int, ...]:
         """Return the mesh axes over which ZeRO shards states and gradients are summed."""
-        names = JOINT_AXES if self.assumptions.joint_states else JOINT_AXES[:1]
-        sizes = zip(self.mesh.axes, self.mesh.shape, strict=True)
-        found = [axis for axis, (name, size) in enumerate(sizes) if name in names and size > 1]
-        return tuple(found)
+        return self.mesh.joint_axes
 
     @property
     def shards(self) -> int:
         """Return the number of ranks that ZeRO shards a replicated parameter over."""
-        return self._size(self.state_axes)
-
-    def _size(self, axes: tuple[int, ...]) -> int:
-        return prod(self.mesh.shape[axis] for axis in axes)
+        return self.mesh.num_ranks(self.state_axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes per rank.
@@ -196,7 +186,7 @@ class MeshPrices:
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes
         axes = tuple(axis for axis in self.state_axes if not held[axis].is_shard)
-        shards = self._size(axes)
+        shards = self.mesh.num_ranks(axes)
         if not spec.requires_grad:
             if spec.stored:
                 return Seconds(), StateBytes(parameters=spec.stored_bytes)
@@ -306,7 +296,7 @@ class MeshPrices:
         gathered_bytes = numel * self.policy.gathered_bytes
         if zero < 3:
             return Seconds(), StateBytes(parameters=gathered_bytes)
-        held = state_bytes(numel, self.policy.frozen, zero, self._size(axes))
+        held = state_bytes(numel, self.policy.frozen, zero, self.mesh.num_ranks(axes))
         gather = self._streamed("all_gather", gathered_bytes, axes)
         seconds = self._states_of(zero, gather, 0.0).plus(self._copies(zero, numel, 0))
         return seconds, StateBytes(parameters=held.parameters, gathered=gathered_bytes)

@@ -36,7 +36,7 @@ class HeldGradient:
     """Gradient of a trained parameter on one rank, to be summed over mesh axes (indices ``axes``).
 
     ``block``: position in the stage of the only block that uses the parameter, None if several do.
-    ``fully_sharded``: ZeRO shards the parameter over axis "dp". ``numel``: elements on this rank.
+    ``fully_sharded``: ZeRO shards the parameter. ``numel``: elements on this rank.
     """
 
     name: str

@@ -8,8 +8,9 @@ prices plans with only such sums correctly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import ceil
 
 import numpy as np
@@ -51,33 +52,36 @@ LEAST_GAIN = 0.02
 
 @dataclass
 class SumPrices:
-    """Seconds of a stage's gradient sums by algorithm. ``places``: for each mesh axis the groups of
-    ranks along it, without groups that cost the same."""
+    """Seconds of a stage's gradient sums by algorithm."""
 
-    places: Mapping[str, Sequence[Place]]
+    cluster: Cluster
+    stage: StagePlan
+    _places: dict[tuple[str, ...], list[list[Place]]] = field(default_factory=dict)
     _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
     _best: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
 
-    @staticmethod
-    def of(cluster: Cluster, stage: StagePlan) -> SumPrices:
-        found: dict[str, dict[Place, None]] = {}
-        for axis, name in enumerate(stage.mesh.axes):
-            found[name] = {}
-            for members in stage.mesh.groups(axis) if stage.mesh.shape[axis] > 1 else ():
-                ranks = [stage.devices[index] for index in members]
-                found[name][group_of(cluster, ranks), hosts_of(cluster, ranks)] = None
-        return SumPrices({name: tuple(own) for name, own in found.items()})
+    def places(self, names: tuple[str, ...]) -> list[list[Place]]:
+        """Return for each all-reduce of a sum over the axes ``names`` (``Mesh.joined``) the groups
+        of ranks that run it, without groups that cost the same."""
+        if names not in self._places:
+            mesh = self.stage.mesh
+            self._places[names] = [
+                list(dict.fromkeys(self._place(members) for members in mesh.groups(*axes)))
+                for axes in mesh.joined([mesh.axes.index(name) for name in names])
+            ]
+        return self._places[names]
+
+    def _place(self, members: Sequence[int]) -> Place:
+        ranks = [self.stage.devices[index] for index in members]
+        return group_of(self.cluster, ranks), hosts_of(self.cluster, ranks)
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
-        """Return the seconds of the sum ``own`` by ``algorithm``, mesh axis after mesh axis."""
+        """Return the seconds of the sum ``own`` by ``algorithm``, all-reduce after all-reduce."""
         key = algorithm, own.num_bytes, own.axes
         if key not in self._known:
             self._known[key] = sum(
-                max(
-                    all_reduce_seconds(algorithm, own.num_bytes, *place)
-                    for place in self.places[name]
-                )
-                for name in own.axes
+                max(all_reduce_seconds(algorithm, own.num_bytes, *place) for place in places)
+                for places in self.places(own.axes)
             )
         return self._known[key]
 
@@ -86,14 +90,13 @@ class SumPrices:
         for all groups of ranks, else the library's."""
         key = num_bytes, axes
         if key not in self._best:
-            places = (place for name in axes for place in self.places[name])
-            names = {best_all_reduce(num_bytes, *place) for place in places}
+            names = {best_all_reduce(num_bytes, *place) for place in chain(*self.places(axes))}
             self._best[key] = names.pop() if len(names) == 1 else LIBRARY
         return self._best[key]
 
     def check(self, algorithm: str, axes: tuple[str, ...]) -> None:
         """Raise UsageError AP196 if ``algorithm`` cannot run an all-reduce over ``axes``."""
-        for group, hosts in (place for name in axes for place in self.places[name]):
+        for group, hosts in chain(*self.places(axes)):
             known = algorithms_of(group, hosts)
             if algorithm in known:
                 continue
@@ -119,7 +122,7 @@ def with_algorithms(plan: Plan, graph: Graph, blocks: Blocks, algorithm: str | N
     for index, stage in enumerate(plan.stages):
         sums: tuple[GradientSum, ...] = ()
         if stage.zero == 0:
-            prices = SumPrices.of(plan.cluster, stage)
+            prices = SumPrices(plan.cluster, stage)
             buckets = make_buckets(held_gradients(graph, blocks, plan, index))
             sums = tuple(
                 _sum(plan, stage, prices, number, bucket, algorithm)
@@ -153,7 +156,7 @@ def with_sum_seconds(cost: StageCost, stage: StagePlan, cluster: Cluster) -> Sta
     sums = stage.gradient_sums
     if all(own.algorithm == LIBRARY for own in sums):
         return cost
-    prices = SumPrices.of(cluster, stage)
+    prices = SumPrices(cluster, stage)
     library = sum(prices.seconds(LIBRARY, own) for own in sums)
     named = sum(prices.seconds(own.algorithm, own) for own in sums)
     if named == library:
@@ -203,7 +206,7 @@ def with_priority(
     split into parts of the best size. ``cost`` is the cost of the plan's only stage;
     ``why_not_priority`` must return ""."""
     (stage,) = plan.stages
-    prices, size = SumPrices.of(plan.cluster, stage), summed_bytes(plan)
+    prices, size = SumPrices(plan.cluster, stage), summed_bytes(plan)
     contents = make_buckets(held_gradients(graph, blocks, plan, 0), by_block=True)
     least = sum(bucket.numel for bucket in contents) * size / MOST_PARTS
     found = []
@@ -244,7 +247,7 @@ def order_gain(plan: Plan, cost: StageCost) -> float:
 def _priced(plan: Plan, cost: StageCost, sums: Sequence[GradientSum]) -> list[SumSeconds]:
     """Return the seconds of each of ``sums``, multiplied by a factor with which the library's
     all-reduces of whole buckets take as long as in ``cost``, whose times may be measured."""
-    prices = SumPrices.of(plan.cluster, plan.stages[0])
+    prices = SumPrices(plan.cluster, plan.stages[0])
     whole = {own.bucket: replace(own, num_bytes=own.num_bytes * own.num_parts) for own in sums}
     library = sum(prices.seconds(LIBRARY, own) for own in whole.values())
     factor = cost.seconds.gradient_sync / library

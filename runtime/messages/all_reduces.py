@@ -13,7 +13,7 @@ no lock of Python's, and the backward goes on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.collectives.all_reduce import LIBRARY, hosts_of, table_for
@@ -77,41 +76,42 @@ class TaskThread:
 
 
 class AllReduces:
-    """The all-reduces of one rank over the axes of a mesh, in the order in which they are started.
+    """The all-reduces of one rank over process groups, in the order in which they are started.
     ``cluster`` describes the ranks' hosts and the links between them. Construction is collective
-    over the ranks of each axis."""
+    over the ranks of each of ``groups``, which all name them in the same order."""
 
-    def __init__(self, device_mesh: DeviceMesh, axes: Sequence[int], cluster: Cluster) -> None:
+    def __init__(self, groups: Iterable[dist.ProcessGroup], cluster: Cluster) -> None:
         self._cluster = cluster
         self._lane = TaskThread()
-        self._ranks: dict[int, list[int]] = {}
-        self._groups: dict[int, Any] = {}
-        self._known: dict[tuple[str, int, int], TableMessages] = {}
-        for axis in sorted(axes):
-            group = device_mesh.get_group(axis)
-            self._ranks[axis] = dist.get_process_group_ranks(group)
-            self._groups[axis] = gloo_group_beside(group)
+        self._beside = {group: gloo_group_beside(group) for group in dict.fromkeys(groups)}
+        self._known: dict[tuple[str, int, dist.ProcessGroup], TableMessages] = {}
 
-    def start(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> ThreadTask:
-        """Start to sum a flat tensor in place over the mesh axes ``axes``, by the ``algorithm`` of
-        that name; return a handle to wait for. A thread runs the all-reduces one by one."""
-        return self._lane.submit(partial(self._run, algorithm, tensor, axes))
+    def start(
+        self, algorithm: str, tensor: Tensor, groups: Sequence[dist.ProcessGroup]
+    ) -> ThreadTask:
+        """Start to sum a flat tensor in place over each of ``groups``, by the ``algorithm`` of that
+        name; return a handle to wait for. A thread runs the all-reduces one by one."""
+        return self._lane.submit(partial(self._run, algorithm, tensor, groups))
 
-    def _run(self, algorithm: str, tensor: Tensor, axes: Sequence[int]) -> None:
-        for axis in axes:
+    def _run(self, algorithm: str, tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        for group in groups:
             if algorithm == LIBRARY:
-                self._groups[axis].allreduce([tensor]).wait()
+                self._beside[group].allreduce([tensor]).wait()
             else:
-                self._by_messages(algorithm, tensor, axis)(tensor)
+                self._by_messages(algorithm, tensor, group)(tensor)
 
-    def _by_messages(self, algorithm: str, tensor: Tensor, axis: int) -> TableMessages:
-        key = algorithm, tensor.numel(), axis
+    def _by_messages(
+        self, algorithm: str, tensor: Tensor, group: dist.ProcessGroup
+    ) -> TableMessages:
+        key = algorithm, tensor.numel(), group
         if key not in self._known:
-            ranks = self._ranks[axis]
-            num_bytes = tensor.numel() * tensor.element_size()
-            group = group_of(self._cluster, ranks)
-            table = table_for(algorithm, num_bytes, group, hosts_of(self._cluster, ranks))
-            self._known[key] = TableMessages(table, tensor.numel(), self._groups[axis])
+            ranks = dist.get_process_group_ranks(group)
+            num_bytes, hosts = (
+                tensor.numel() * tensor.element_size(),
+                hosts_of(self._cluster, ranks),
+            )
+            table = table_for(algorithm, num_bytes, group_of(self._cluster, ranks), hosts)
+            self._known[key] = TableMessages(table, tensor.numel(), self._beside[group])
         return self._known[key]
 
 

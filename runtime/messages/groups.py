@@ -11,7 +11,7 @@ in the order of the stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +96,74 @@ def _backends(group: Any) -> Iterator[Any]:
 DATA_AXIS = "dp"
 
 
+class StageMesh(DeviceMesh):
+    """Device mesh of a stage. ``joint`` maps each set of several axes over which states are sharded
+    to a mesh of the same ranks, in which these axes are one; it is empty outside of the stage."""
+
+    joint: Mapping[tuple[int, ...], DeviceMesh]
+
+    @staticmethod
+    def of(stage: StagePlan, device_type: str) -> StageMesh:
+        """Make a stage's mesh. Collective over all ranks."""
+        ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
+        mesh = StageMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+        several = [axes for axes in stage.mesh.state_axes if len(axes) > 1]
+        groups = {axes: _own_group(stage, axes) for axes in several}
+        is_member = mesh.get_coordinate() is not None
+        mesh.joint = {axes: _joint(mesh, axes, groups[axes]) for axes in several if is_member}
+        for group in mesh.get_all_groups() if is_member else ():
+            share_limit(group)
+        return mesh
+
+
+def _own_group(stage: StagePlan, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Make the groups of the ranks along ``axes``; return the group that this rank is in, if any.
+    A mesh makes no such groups on ranks outside of it."""
+    own = None
+    for members in stage.mesh.groups(*axes):
+        ranks = [stage.devices[index] for index in members]
+        is_world = len(ranks) == dist.get_world_size()
+        group = dist.group.WORLD if is_world else new_group(ranks)
+        own = group if dist.get_rank() in ranks else own
+    return own
+
+
+def _joint(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
+    """Return a mesh with the ranks of ``mesh`` in which ``axes``, whose ranks form ``group``, are
+    the first axis; the others follow."""
+    assert group is not None
+    names, others = mesh.mesh_dim_names or (), [i for i in range(mesh.ndim) if i not in axes]
+    ranks = mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1)
+    return DeviceMesh.from_group(
+        [group, *(mesh.get_group(axis) for axis in others)],
+        mesh.device_type,
+        ranks,
+        mesh_dim_names=(joint_name(mesh, axes), *(names[axis] for axis in others)),
+    )
+
+
+def joint_name(mesh: DeviceMesh, axes: Sequence[int]) -> str:
+    """Return the name of ``axes`` as one axis."""
+    names = mesh.mesh_dim_names or ()
+    return "_".join(names[axis] for axis in axes)
+
+
+def joint_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh with the ranks of ``mesh`` in which ``axes`` are one axis."""
+    if len(axes) == 1:
+        return mesh
+    assert isinstance(mesh, StageMesh)
+    return mesh.joint[axes]
+
+
+def sum_groups(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of ranks whose sums, one after the other, are the sum over ``axes``."""
+    own = Mesh(mesh.mesh_dim_names or (), tuple(mesh.shape))
+    return tuple(
+        joint_mesh(mesh, joined).get_group(joint_name(mesh, joined)) for joined in own.joined(axes)
+    )
+
+
 def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     """Build the device mesh of every stage, by its index. Collective over all ranks.
 
@@ -107,18 +175,9 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     for index, stage in enumerate(placed_stages(plan)):
         key = (stage.devices, stage.mesh)
         if key not in known:
-            known[key] = _mesh(stage, device_type)
+            known[key] = StageMesh.of(stage, device_type)
         found[index] = known[key]
     return found
-
-
-def _mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
-    ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
-    if mesh.get_coordinate() is not None:
-        for group in mesh.get_all_groups():
-            share_limit(group)
-    return mesh
 
 
 def stages_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -70,11 +70,20 @@ def _of_whole(name: str) -> Callable[..., Any]:
     return read
 
 
-def take_norms_of_empty_shards(parameters: Iterable[Tensor]) -> None:
-    """Enable ``clip_grad_norm_`` with the infinity norm where a rank has no element of a parameter.
-    torch refuses the maximum of an empty tensor."""
-    if any(map(_has_empty_shards, parameters)):
-        op_handlers()[torch.ops.aten._foreach_norm.Scalar] = _foreach_norm
+def take_lists_of_shards(parameters: Iterable[Tensor]) -> None:
+    """Make torch's multi-tensor ops, such as those of ``clip_grad_norm_``, take lists of DTensors
+    on several meshes, or with shards that have no element. torch refuses the former, and the
+    maximum of an empty tensor."""
+    spread = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if len({each.device_mesh for each in spread}) < 2 and not any(map(_has_empty_shards, spread)):
+        return
+    handlers = op_handlers()
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if packet.startswith("_foreach_") and packet not in _REDUCTIONS and "out" not in overload:
+            handlers[getattr(getattr(_aten, packet), overload or "default")] = _run_on_shards
+    handlers[_aten._foreach_norm.Scalar] = _foreach_norm
+    handlers[_aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
 
 
 def op_handlers() -> dict[Any, Any]:
@@ -83,9 +92,7 @@ def op_handlers() -> dict[Any, Any]:
     return getattr(dispatcher, "_custom_op_handlers", {})
 
 
-def _has_empty_shards(parameter: Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
+def _has_empty_shards(parameter: DTensor) -> bool:
     for axis, placement in enumerate(parameter.placements):
         count = parameter.device_mesh.size(axis)
         if isinstance(placement, Shard):
@@ -95,26 +102,79 @@ def _has_empty_shards(parameter: Tensor) -> bool:
     return False
 
 
-def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the norms of a list of tensors, computed one by one."""
-    tensors, order = args[0], args[1] if len(args) > 1 else 2.0
-    return [_norm(tensor, order) for tensor in tensors]
-
-
-def _norm(tensor: Tensor, order: float) -> Tensor:
-    if not isinstance(tensor, DTensor) or abs(order) != math.inf or order < 0:
-        found: Tensor = torch.linalg.vector_norm(tensor, order)
-        return found
-    local = tensor.to_local()
-    largest = local.abs().amax() if local.numel() else local.abs().new_zeros(())
-    placements = [
-        Partial("max") if isinstance(placement, Shard) else Replicate()
-        for placement in tensor.placements
-    ]
-    return DTensor.from_local(largest, tensor.device_mesh, placements, run_check=False)
-
-
 _aten = torch.ops.aten
+_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+"""Multi-tensor ops that are not elementwise."""
+
+
+def _run_on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise multi-tensor op on this rank's shards."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [local_tensor(each) if isinstance(each, Tensor) else each for each in value]
+        return whole(value) if isinstance(value, Tensor) else value
+
+    made = op(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+    if made is None:
+        return None
+    return [_wrapped(local, like) for local, like in zip(made, args[0], strict=True)]
+
+
+def _wrapped(local: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return local
+    mesh, placements, shape = like.device_mesh, like.placements, like.shape
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=like.stride()
+    )
+
+
+def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the norms of whole tensors, the same on every rank, as ordinary tensors. The shards'
+    norms are summed, or their maximum is taken, for all tensors of a mesh and layout at once."""
+    order = float(args[1] if len(args) > 1 else 2.0)
+    tensors = [each if _is_sharded(each) else whole(each) for each in args[0]]
+    alike: dict[Any, list[int]] = {}
+    for index, each in enumerate(tensors):
+        key = (each.device_mesh, each.placements) if isinstance(each, DTensor) else ()
+        alike.setdefault(key, []).append(index)
+    is_largest = order == math.inf
+    power = 1.0 if is_largest or not order else order
+    found: dict[int, Tensor] = {}
+    for key, members in alike.items():
+        parts = (local_tensor(tensors[index]) for index in members)
+        norms = torch.stack([_norm(part, order, kwargs.get("dtype")) ** power for part in parts])
+        for dim, placement in enumerate(key[1] if key else ()):
+            if not placement.is_replicate():
+                how = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+                dist.all_reduce(norms, how, group=key[0].get_group(dim))
+        found |= dict(zip(members, (norms ** (1 / power)).unbind(), strict=True))
+    return [found[index] for index in range(len(tensors))]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor of which each rank holds values, not partial sums."""
+    return isinstance(tensor, DTensor) and not any(p.is_partial() for p in tensor.placements)
+
+
+def _norm(part: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    if order == math.inf and not part.numel():
+        return part.new_zeros((), dtype=dtype)
+    found: Tensor = torch.linalg.vector_norm(part, order, dtype=dtype)
+    return found
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale the shards of gradients in place, and tell every rank whether a value is infinite."""
+    gradients, found, inverse = args
+    op([local_tensor(each) for each in gradients], local_tensor(found), whole(inverse))
+    meshes = (each.device_mesh for each in gradients if isinstance(each, DTensor))
+    for mesh in dict.fromkeys(meshes):
+        for dim in range(mesh.ndim):
+            dist.all_reduce(local_tensor(found), dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
 _DRAWS = (
     _aten.normal_,
     _aten.uniform_,

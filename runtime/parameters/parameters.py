@@ -14,9 +14,10 @@ With the optimizer's states in host memory the master is there too, and ``fully_
 ``shard``, a copy of it in the compute dtype. A frozen parameter's master is the tensor that blocks
 compute with, on the device, in the compute dtype or quantized (the bytes of ``passes.ops.nf4``).
 
-A parameter is held split or whole on each mesh axis (its layout). If it is whole on axis ``dp`` and
-the stage's ZeRO stage is at least 1, or 3 for a frozen parameter, ``fully_shard`` cuts the rank's
-part once more, along dimension 0, as ``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows,
+A parameter is held split or whole on each mesh axis (its layout). If it is whole on joint axes
+("dp", "ep", "cp") and the stage's ZeRO stage is at least 1, or 3 for a frozen parameter,
+``fully_shard`` cuts the rank's part once more over all ranks of these axes, along dimension 0, as
+``torch.chunk`` does: chunks of ``ceil(rows / ranks)`` rows,
 the last ones shorter or empty. A rank's part is always one box.
 """
 
@@ -34,35 +35,41 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
 from ...cost_model.ops.memory import DEFAULT, StateOptions
-from ...passes.local.stage_program import is_sharded
 from ...passes.ops.collectives import local_tensor
 from ...passes.ops.nf4 import pack_nf4, unpack_nf4
 from ...planner.graph.graph import TensorSpec
 from ...planner.graph.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
-from ..messages.groups import DATA_AXIS
+from ..messages.groups import joint_mesh
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import ParameterProgram, StageProgram
 
 
 def shard_region(
-    spec: TensorSpec, layout: Layout, mesh: Mesh, coordinates: Sequence[int], zero: int
+    shape: Sequence[int],
+    layout: Layout,
+    mesh: Mesh,
+    coordinates: Sequence[int],
+    axes: Sequence[int],
 ) -> Region:
     """Return the index ranges (start, stop) of a parameter that the rank at ``coordinates`` of the
-    mesh holds; ``zero`` is the ZeRO stage.
+    mesh holds, if ZeRO shards it over ``axes`` (``passes.local.stage_program.shard_axes``).
 
     >>> from autoparallel.planner.graph.layout import REPLICATE, shard
-    >>> spec, mesh = TensorSpec((10, 3), "float32", requires_grad=True), Mesh(("dp", "tp"), (2, 2))
-    >>> shard_region(spec, (REPLICATE, shard(0)), mesh, (1, 1), 3)
+    >>> mesh = Mesh(("dp", "tp"), (2, 2))
+    >>> shard_region((10, 3), (REPLICATE, shard(0)), mesh, (1, 1), (0,))
     ((8, 10), (0, 3))
     """
-    box = local_region(spec.shape, layout, mesh, coordinates)
-    if not is_sharded(spec, layout, mesh, zero):
+    box = local_region(shape, layout, mesh, coordinates)
+    if not axes:
         return box
     start, stop = box[0]
-    rows = -(-(stop - start) // mesh.shape[0])
-    first = min(start + coordinates[0] * rows, stop)
+    rows = -(-(stop - start) // mesh.num_ranks(axes))
+    place = 0
+    for axis in axes:
+        place = place * mesh.shape[axis] + coordinates[axis]
+    first = min(start + place * rows, stop)
     return ((first, min(first + rows, stop)), *box[1:])
 
 
@@ -126,11 +133,12 @@ class StageParameter:
     """One parameter of a stage on one rank.
 
     ``block`` is the position of the block that uses it, None if several do. ``region`` are the
-    index ranges of the whole parameter that this rank holds. ``reduce_axes`` are the mesh axes over
-    which gradients are still to be summed after the last backward; the ``num_replicas`` ranks along
-    them hold the same part. ``master`` is the parameter that the optimizer updates. Blocks compute
-    with ``leaf`` or, under ZeRO (``fully_sharded``), with the all-gathered master or ``shard``, its
-    copy on the device. ``accumulated`` is the sum of gradients in another dtype than blocks use.
+    index ranges of the whole parameter that this rank holds. ZeRO shards it over the mesh axes
+    ``shard_axes``. ``reduce_axes`` are the axes over which gradients are still to be summed after
+    the last backward; the ``num_replicas`` ranks along them hold the same part. ``master`` is the
+    parameter that the optimizer updates. Blocks compute with ``leaf`` or, under ZeRO, with the
+    all-gathered master or ``shard``, its copy on the device. ``accumulated`` is the sum of
+    gradients in another dtype than blocks use.
     """
 
     name: str
@@ -138,9 +146,9 @@ class StageParameter:
     layout: Layout
     block: int | None
     region: Region
+    shard_axes: tuple[int, ...]
     reduce_axes: tuple[int, ...]
     num_replicas: int
-    fully_sharded: bool
     master: nn.Parameter
     formats: Formats
     leaf: nn.Parameter | None = None
@@ -286,15 +294,16 @@ def make_parameter(
     DTensors."""
     spec, layout, mesh = declared.spec, declared.layout, program.mesh
     formats = formats.of_parameter(spec)
-    sharded = is_sharded(spec, layout, mesh, zero)
+    axes = program.shard_axes(name, zero)
     shape = local_shape(spec.shape, layout, mesh.shape)
     leaf = None
-    if sharded:
+    if axes:
         dtype = formats.compute if formats.offloads else formats.master
         master: Tensor = torch.empty(shape, dtype=dtype, device="meta")
-        others = tuple(axis for axis in mesh.axes if axis != DATA_AXIS)
+        others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
         if others:
-            master = _dtensor(master, device_mesh[others], layout[1:])
+            beside = joint_mesh(device_mesh, axes)[tuple(mesh.axes[axis] for axis in others)]
+            master = _dtensor(master, beside, tuple(layout[axis] for axis in others))
     else:
         dtype = formats.master
         if spec.stored:
@@ -308,17 +317,17 @@ def make_parameter(
     reduce_axes = tuple(
         axis
         for axis, size in enumerate(mesh.shape)
-        if size > 1 and not layout[axis].is_shard and not (sharded and axis == 0)
+        if size > 1 and not layout[axis].is_shard and axis not in axes
     )
     return StageParameter(
         name=name,
         spec=spec,
         layout=layout,
         block=None,
-        region=shard_region(spec, layout, mesh, program.coordinates, zero),
+        region=shard_region(spec.shape, layout, mesh, program.coordinates, axes),
+        shard_axes=axes,
         reduce_axes=reduce_axes,
-        num_replicas=math.prod(mesh.shape[axis] for axis in reduce_axes),
-        fully_sharded=sharded,
+        num_replicas=mesh.num_ranks(reduce_axes),
         master=nn.Parameter(master, requires_grad=spec.requires_grad),
         formats=formats,
         leaf=leaf,

@@ -211,6 +211,8 @@ class StageModule(nn.Module):
         self.weight_gradients = WeightGradients() if splits_backward else None
         self.backward_position = BackwardPosition()
         self.blocks = nn.ModuleList(self._make_blocks(compiler))
+        self.calls = nn.ModuleList(self.blocks)
+        """The modules that run the blocks: each block, or its wrapper (``zero.GatheredBlock``)."""
         self.by_name: dict[str, StageParameter] = {}
         self._is_plain = zero == 0 and not _is_split(program)
         self._shared: dict[str, str] = {}
@@ -395,7 +397,8 @@ class StageModule(nn.Module):
             block.part = part  # type: ignore[assignment]
             self.before_block(position)
             own = program.blocks[position]
-            known.update(zip(own.outputs, block(*(known[key] for key in own.inputs)), strict=True))
+            outputs = self.calls[position](*(known[key] for key in own.inputs))
+            known.update(zip(own.outputs, outputs, strict=True))
             for key in last_use.get(position, ()):
                 known.pop(key, None)
         for name, key in program.updates.items():

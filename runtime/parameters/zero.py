@@ -3,20 +3,24 @@
 ===== ================================== =============================================
  zero  parameters                         gradients
 ===== ================================== =============================================
- 0     whole on every rank of ``dp``      all-reduced once per step (see ``gradients``)
+ 0     whole, unless their layout splits  all-reduced once per step (see ``gradients``)
  1     gathered once per step             summed locally, reduce-scattered once per step
  2     gathered once per step             reduce-scattered every micro-batch
  3     gathered for each forward and      reduce-scattered every micro-batch
        backward, then freed
 ===== ================================== =============================================
 
-Optimizer states are sharded from ZeRO 1 on. Gradients are sums over ``dp``: the captured
-loss is already the mean over the whole micro-batch.
+Optimizer states are sharded from ZeRO 1 on. Gradients are sums over ranks: the captured loss is
+already the mean over the whole micro-batch.
+
+A parameter is sharded over all ranks of the joint axes on which it is whole (``StageProgram.
+shard_axes``): weights of experts over fewer ranks than the rest of their block. ``fully_shard`` has
+one group of ranks per module, so a wrapper of the block gathers and reduces these.
 
 While a group of blocks computes, the next group's parameters are gathered, and the gradients
 of the group before are reduce-scattered.
 
-ZeRO 0, and a stage with no data axis, do not go through ``fully_shard``: it would hold a
+ZeRO 0, and a stage without joint axes, do not go through ``fully_shard``: it would hold a
 second copy of every parameter and, on gloo, reduce in the middle of the backward while
 nothing else runs.
 
@@ -26,10 +30,10 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "PyTorch F
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import local_tensor
 from ..messages.communicator import reduce_scatter
-from ..messages.groups import DATA_AXIS
+from ..messages.groups import joint_mesh, joint_name
 from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:
@@ -161,54 +165,109 @@ class AsyncReduceScatter:
         self.pending.start(_Reduction(work, tensors, gradients, apart))
 
 
+class GatheredBlock(nn.Module):
+    """Wrapper of a block: ``fully_shard`` gathers with it the parameters that are sharded over
+    other ranks than the parameters that it gathers with the block itself."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.block_name = block.block_name
+
+    @property
+    def innermost(self) -> nn.Module:
+        """The block itself, inside of all wrappers."""
+        return self.block.innermost if isinstance(self.block, GatheredBlock) else self.block
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.block(*inputs)
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Parameters that are gathered and reduced together over the mesh axes ``axes``, and the
+    ``modules`` whose forward needs them: blocks, wrappers of blocks, or the stage."""
+
+    modules: list[nn.Module]
+    axes: tuple[int, ...]
+    parameters: tuple[StageParameter, ...]
+
+    @property
+    def wrapped(self) -> FSDPModule:
+        """The first module, which ``fully_shard`` has changed; it stands for all of them."""
+        first = self.modules[0]
+        assert isinstance(first, FSDPModule)
+        return first
+
+
 def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None:
-    """Shard the stage's parameters over mesh axis ``dp`` by ``fully_shard``, in place, block by
+    """Shard the stage's parameters over their ``shard_axes`` by ``fully_shard``, in place, block by
     block. Afterwards each sharded parameter's master is its shard, in uninitialized memory on the
     stage's device. Returns None if no parameter is sharded."""
-    sharded = [parameter for parameter in stage.by_name.values() if parameter.fully_sharded]
+    sharded = [parameter for parameter in stage.by_name.values() if parameter.shard_axes]
     if not sharded:
         return None
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if formats.compute != formats.master:
-        policy = MixedPrecisionPolicy(
-            param_dtype=formats.compute, reduce_dtype=formats.gradient, cast_forward_inputs=False
-        )
-    ignored = {parameter.leaf for parameter in stage.by_name.values() if parameter.leaf is not None}
-    groups = _groups(stage, sharded)
-    everything: list[list[nn.Module]] = [*groups, [stage]]
-    for modules in everything:
-        fully_shard(
-            modules,
-            mesh=stage.device_mesh[DATA_AXIS],
-            reshard_after_forward=stage.zero == 3,
-            mp_policy=policy,
-            ignored_params=ignored,
-        )
-    for modules in groups:
-        for block in modules[:-1]:
-            block.register_forward_hook(_gather_in_backward)
+    units = [_owners(stage, unit) for unit in _units(sharded)]
+    shared = tuple(parameter for parameter in sharded if parameter.block is None)
+    root = _Owner([stage], shared[0].shard_axes if shared else sharded[0].shard_axes, shared)
+    for unit in units:
+        for owner in unit:
+            _shard(stage, owner, [each for other in unit for each in other.parameters], formats)
+            for block in owner.modules[:-1]:
+                block.register_forward_hook(_gather_in_backward)
+    _shard(stage, root, sharded, formats)
     pending = PendingReductions()
-    for modules in everything:
-        wrapped = modules[0]
-        assert isinstance(wrapped, FSDPModule)
-        wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)
+    for owner in (*chain(*units), root):
+        owner.wrapped.set_gradient_divide_factor(1.0)
+        owner.wrapped.set_force_sum_reduction_for_comms(True)
         if stage.device.type == "cpu":
-            owned = tuple(p for p in sharded if _owner(stage, p) in modules)
-            reduces = AsyncReduceScatter(pending, owned, is_async=ASYNC_ON_CPU)
-            wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
+            reduces = AsyncReduceScatter(pending, owner.parameters, is_async=ASYNC_ON_CPU)
+            owner.wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]
     if stage.device.type != "cpu" or ASYNC_ON_CPU:
         _gather_ahead(stage)
-    _set_prefetch(stage, [group[0] for group in groups])
+    _set_prefetch(stage, [[owner.wrapped for owner in unit] for unit in units])
     for parameter in sharded:
         _allocate(stage, parameter)
     return pending
 
 
-def _owner(stage: StageModule, parameter: StageParameter) -> nn.Module:
-    """Return the module with which ``fully_shard`` gathers a parameter: the block that uses it, or,
-    if several blocks use it, the stage."""
-    return stage if parameter.block is None else stage.blocks[parameter.block]
+def _shard(
+    stage: StageModule, owner: _Owner, among: Sequence[StageParameter], formats: Formats
+) -> None:
+    """Apply ``fully_shard`` to an owner's modules, which hold other parameters ``among`` its
+    own."""
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if formats.compute != formats.master:
+        policy = MixedPrecisionPolicy(
+            param_dtype=formats.compute, reduce_dtype=formats.gradient, cast_forward_inputs=False
+        )
+    own = {parameter.name for parameter in owner.parameters}
+    leaves = {each.leaf for each in stage.by_name.values() if each.leaf is not None}
+    others = {getattr(*stage.owner(each.name)) for each in among if each.name not in own}
+    mesh = joint_mesh(stage.device_mesh, owner.axes)
+    fully_shard(
+        owner.modules,
+        mesh=mesh[joint_name(stage.device_mesh, owner.axes)],
+        reshard_after_forward=stage.zero == 3,
+        mp_policy=policy,
+        ignored_params=leaves | others,
+    )
+
+
+def _owners(stage: StageModule, unit: Mapping[int, Sequence[StageParameter]]) -> list[_Owner]:
+    """Return the owners of the parameters of a unit of blocks, by position: one per set of axes,
+    the first with the outermost modules. All but the last wrap the blocks."""
+    every = [parameter for own in unit.values() for parameter in own]
+    found: list[_Owner] = []
+    sets = {parameter.shard_axes for parameter in every}
+    for axes in sorted(sets, key=lambda each: (-len(each), each)):
+        own = tuple(parameter for parameter in every if parameter.shard_axes == axes)
+        positions = dict.fromkeys(each.block for each in own if each.block is not None)
+        for position in positions if found else ():
+            stage.calls[position] = GatheredBlock(stage.calls[position])
+        found.append(_Owner([stage.calls[position] for position in positions], axes, own))
+    return found[::-1]
 
 
 def _gather_in_backward(block: nn.Module, args: Any, outputs: Any) -> None:
@@ -231,42 +290,44 @@ def _gather_ahead(stage: StageModule) -> None:
         set_async(True)
 
 
-def _groups(stage: StageModule, sharded: Sequence[StageParameter]) -> list[list[nn.Module]]:
-    """Group the stage's blocks into units of ``fully_shard``, which are all-gathered together: each
-    block alone, but consecutive small blocks (``GROUP_BYTES``, ``TINY_BYTES``) together.
-    ``sharded`` are the parameters that ZeRO shards."""
-    sizes: dict[int, int] = {}
+def _units(sharded: Iterable[StageParameter]) -> list[dict[int, list[StageParameter]]]:
+    """Group a stage's blocks into units, which are gathered together: each block alone, but
+    consecutive small blocks (``GROUP_BYTES``, ``TINY_BYTES``) together. Return for each unit the
+    parameters that ZeRO shards, by position of their block."""
+    own: dict[int, list[StageParameter]] = {}
     for parameter in sharded:
         if parameter.block is not None:
-            size = math.prod(parameter.spec.shape) * parameter.master.element_size()
-            sizes[parameter.block] = sizes.get(parameter.block, 0) + size
-    groups: list[list[int]] = []
-    for position in sorted(sizes):
-        held = sum(sizes[other] for other in groups[-1]) if groups else 0
-        is_tiny = min(held, sizes[position]) <= TINY_BYTES
-        if not groups or (held + sizes[position] > GROUP_BYTES and not is_tiny):
-            groups.append([])
-        groups[-1].append(position)
-    return [[stage.blocks[position] for position in group] for group in groups]
+            own.setdefault(parameter.block, []).append(parameter)
+    units: list[dict[int, list[StageParameter]]] = []
+    held = 0
+    for position in sorted(own):
+        size = sum(math.prod(p.spec.shape) * p.master.element_size() for p in own[position])
+        if not units or (held + size > GROUP_BYTES and min(held, size) > TINY_BYTES):
+            units.append({})
+            held = 0
+        units[-1][position] = own[position]
+        held += size
+    return units
 
 
-def _set_prefetch(stage: StageModule, blocks: list[nn.Module]) -> None:
-    """Make each group of blocks prefetch (all-gather early) the next group in the forward, the
-    previous group in the backward.
+def _set_prefetch(stage: StageModule, units: list[list[FSDPModule]]) -> None:
+    """Make each unit of blocks prefetch (all-gather early) the next unit in the forward, the
+    previous unit in the backward.
 
-    ``blocks`` has the first block of each group. By itself ``fully_shard`` gathers a group in the
-    forward only when the host gets to it. Its guess for the backward follows the order of past
-    forwards, which is wrong with several micro-batches in flight. The first block has no previous
-    group and names itself, which has no effect.
+    ``units`` has the first module of each owner, the outermost first. By itself ``fully_shard``
+    gathers a unit in the forward only when the host gets to it. Its guess for the backward follows
+    the order of past forwards, which is wrong with several micro-batches in flight. A module that
+    prefetches nothing names itself, which has no effect. The innermost module is the last of its
+    unit in a forward, the outermost in a backward.
     """
-    for before, block in pairwise([*blocks[:1], *blocks, stage]):
-        assert isinstance(before, FSDPModule)
-        assert isinstance(block, FSDPModule)
-        block.set_modules_to_backward_prefetch([before])
-    for block, after in pairwise(blocks):
-        assert isinstance(block, FSDPModule)
-        assert isinstance(after, FSDPModule)
-        block.set_modules_to_forward_prefetch([after])
+    assert isinstance(stage, FSDPModule)
+    for module in chain(*units):
+        module.set_modules_to_backward_prefetch([module])
+    in_order: list[list[FSDPModule]] = [*units[:1], *units, [stage]]
+    for before, unit in pairwise(in_order):
+        unit[0].set_modules_to_backward_prefetch(unit[:1] if before is unit else before[::-1])
+    for unit, after in pairwise(units):
+        unit[-1].set_modules_to_forward_prefetch(after)
 
 
 def _allocate(stage: StageModule, parameter: StageParameter) -> None:
@@ -361,7 +422,8 @@ def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
     positions = {block: position for position, block in enumerate(stage.blocks)}
     for group in reversed(list(_parameter_groups(stage))):
         is_block_group = stage not in group.modules
-        is_finished = all(positions.get(m) not in remaining for m in group.modules)
+        blocks = (m.innermost if isinstance(m, GatheredBlock) else m for m in group.modules)
+        is_finished = all(positions.get(block) not in remaining for block in blocks)
         if is_block_group and is_finished and group._training_state.name != "POST_BACKWARD":
             group.post_backward()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...passes.ops.collectives import Parts
 
+JOINT = ("dp", "ep", "cp")
+"""Axes whose ranks hold weights whole, except weights of experts on ep."""
+
 
 class Mesh:
     """Ranks of a stage in a grid with named axes, and collectives along an axis.
 
-    No collective records autograd; each returns a new tensor.
+    ``dp+ep`` is the axis of all ranks of dp and ep together, in the order of the grid. No
+    collective records autograd; each returns a new tensor.
     """
 
     def __init__(self, devices: tuple[int, ...], shape: dict[str, int], kind: str) -> None:
@@ -27,12 +32,23 @@ class Mesh:
         place = grid.get_coordinate() or (0,) * len(shape)
         self.place = dict(zip(shape, place, strict=True))
         self.groups = {axis: grid.get_group(axis) for axis in shape if dist.get_rank() in devices}
+        joint = [axis for axis in JOINT if shape.get(axis, 1) > 1]
+        experts = [axis for axis in joint if axis != "ep"]
+        for name in {"+".join(joint): None, "+".join(experts): None}:
+            if "+" in name:
+                dims = [list(shape).index(axis) for axis in name.split("+")]
+                together = ranks.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, self.size(name))
+                own, _ = dist.new_subgroups_by_enumeration(together.tolist())  # type: ignore[no-untyped-call]
+                self.groups[name] = own
 
     def size(self, axis: str) -> int:
-        return self.shape[axis]
+        return math.prod(self.shape[name] for name in axis.split("+"))
 
     def coordinate(self, axis: str) -> int:
-        return self.place[axis]
+        place = 0
+        for name in axis.split("+"):
+            place = place * self.shape[name] + self.place[name]
+        return place
 
     def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
         """Return the sum (or maximum) over the axis, on each of its ranks."""

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .mesh import Mesh
+from .mesh import JOINT, Mesh
 
 COMPUTE = MASTER = GRADIENT = torch.float32
 
@@ -38,22 +38,22 @@ class Weight:
     """Parameter on a rank: its part of the whole, which blocks compute with, and its gradient.
 
     The optimizer updates ``master``: the part itself or, under ZeRO, this rank's share of it. All
-    shares have the same number of rows over the axis dp; the last may end in zeros. ZeRO 1 cuts the
-    gradient after the last micro-batch, 2 and 3 after each. ``local`` is the part in ``COMPUTE``.
+    ranks of the axis ``joint``, which hold the same part, have shares of equally many rows; the
+    last may end in zeros. ZeRO 1 cuts the gradient after the last micro-batch, 2 and 3 after each.
+    ``local`` is the part in ``COMPUTE``.
     """
 
     def __init__(
         self, whole: Tensor, split: Split, mesh: Mesh, *, trained: bool, zero: int = 0
     ) -> None:
-        is_cut = whole.dim() and mesh.shape.get("dp", 1) > 1 and "dp" not in split
         self.shape, self.split, self.mesh = whole.shape, split, mesh
-        self.zero = zero if is_cut else 0
+        axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split]
+        self.joint = "+".join(axis for axis in axes if axis in JOINT)
+        self.zero = zero if whole.dim() and self.joint else 0
         self.gradient: Tensor | None = None
-        self.sums = [
-            axis
-            for axis, size in mesh.shape.items()
-            if size > 1 and axis not in split and not (self.zero and axis == "dp")
-        ]
+        self.sums = [axis for axis in axes if axis not in JOINT]
+        if self.joint and not self.zero:
+            self.sums.insert(0, self.joint)
         part = own(whole, split, mesh)
         self.rows = part.shape[0] if part.dim() else 0
         self.master = nn.Parameter(self.share(part).to(MASTER, copy=True), requires_grad=trained)
@@ -64,19 +64,19 @@ class Weight:
             self.local.register_post_accumulate_grad_hook(self.take)  # type: ignore[no-untyped-call]
 
     def padded(self, part: Tensor) -> Tensor:
-        """Append rows of zeros to ``part``, so that all ranks of axis dp get equally many rows."""
-        count = -len(part) % self.mesh.size("dp")
+        """Append rows of zeros to ``part``, so that all ranks get shares of equally many rows."""
+        count = -len(part) % self.mesh.size(self.joint)
         return torch.cat([part, part.new_zeros(count, *part.shape[1:])])
 
     def share(self, part: Tensor) -> Tensor:
         """Return this rank's ZeRO shard of ``part``; ``part`` itself without ZeRO."""
-        return own(self.padded(part), {"dp": 0}, self.mesh) if self.zero else part
+        return own(self.padded(part), {self.joint: 0}, self.mesh) if self.zero else part
 
     def gather(self, share: Tensor) -> Tensor:
-        """All-gather this rank's part of a tensor over axis dp from the ranks' ZeRO shards."""
+        """All-gather this rank's part of a tensor from the ranks' ZeRO shards."""
         if not self.zero:
             return share
-        return self.mesh.all_gather(share, "dp", 0)[: self.rows]
+        return self.mesh.all_gather(share, self.joint, 0)[: self.rows]
 
     def whole(self, share: Tensor) -> Tensor:
         """All-gather the whole tensor from all ranks' ZeRO shards of their parts."""
@@ -103,7 +103,7 @@ class Weight:
 
     def add(self, gradient: Tensor) -> None:
         if self.zero >= 2:
-            gradient = self.mesh.reduce_scatter(self.padded(gradient), "dp", 0)
+            gradient = self.mesh.reduce_scatter(self.padded(gradient), self.joint, 0)
         self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def complete(self) -> None:
@@ -111,7 +111,7 @@ class Weight:
         if self.gradient is None:
             return
         if self.zero == 1:
-            self.gradient = self.mesh.reduce_scatter(self.padded(self.gradient), "dp", 0)
+            self.gradient = self.mesh.reduce_scatter(self.padded(self.gradient), self.joint, 0)
         for axis in self.sums:
             self.gradient = self.mesh.all_reduce(self.gradient, axis)
 

@@ -1,11 +1,11 @@
 """Summing gradients over the mesh axes on which a parameter is held whole.
 
 In: the local gradients of one rank. Out: these gradients, summed over each parameter's
-``reduce_axes``, in the buckets of ``planner.variants.gradient_buckets``. Buckets whose parameters
-are not ZeRO-sharded are launched during the last backward as soon as their gradients are there, and
-run beside it; the others after it. Each bucket is summed by the algorithm that the plan names
-(``all_reduces``). Every rank of a group runs the same graph, so all launch their buckets in the
-same order.
+``reduce_axes`` (by one all-reduce over the joint axes), in the buckets of
+``planner.variants.gradient_buckets``. Buckets whose parameters are not ZeRO-sharded are launched
+during the last backward as soon as their gradients are there, and run beside it; the others after
+it. Each bucket is summed by the algorithm that the plan names (``all_reduces``). Every rank of a
+group runs the same graph, so all launch their buckets in the same order.
 
 Where the plan has an order of its own ("priority"), buckets are summed in parts, in that order: a
 part begins when its bucket has its gradients and all parts before it have begun.
@@ -30,6 +30,7 @@ from ...planner.errors import PlanError
 from ...planner.plan import GradientSum, Plan, StagePlan
 from ...planner.variants.gradient_buckets import HeldGradient, make_buckets
 from ..messages.all_reduces import AllReduces
+from ..messages.groups import sum_groups
 from ..parameters.parameters import StageParameter, attach_gradient_hook
 
 PLACED_BYTES = 65_536
@@ -66,8 +67,8 @@ class PlannedSums:
 @dataclass(eq=False)
 class Part:
     """A part of a bucket with an all-reduce of its own: the elements from ``start`` to ``stop``.
-    ``work`` is its running all-reduce. If ``is_in_lane``, ``AllReduces`` runs it over all mesh axes
-    of the bucket; else it is over one axis at a time."""
+    ``work`` is its running all-reduce. If ``is_in_lane``, ``AllReduces`` runs it over all groups of
+    the bucket; else it is over one group at a time."""
 
     bucket: Bucket
     start: int
@@ -79,7 +80,7 @@ class Part:
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are summed together over the mesh ``axes``, in one flat tensor.
+    """Parameters whose gradients are summed together, in one flat tensor, over each of ``groups``.
 
     ``waiting`` names the parameters without a gradient so far; the bucket ``is_ready`` when all
     have one. While it ``is_open``, gradients are copied into ``slots``, views of ``flat``.
@@ -87,7 +88,7 @@ class Bucket:
     summed.
     """
 
-    axes: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup, ...]
     block: int
     parameters: list[StageParameter]
     parts: list[Part] = field(default_factory=list)
@@ -154,9 +155,8 @@ class GradientReducer:
         """Prepare the sums. Collective over the stage if the plan names algorithms or an order.
         Raises PlanError AP198 if ``planned`` is for other gradient buckets than ``parameters``
         form."""
-        self.device_mesh = device_mesh
         own = {parameter.name: parameter for parameter in parameters}
-        self.buckets = _make_buckets(own, by_block=planned.in_order)
+        self.buckets = _make_buckets(own, device_mesh, by_block=planned.in_order)
         self._bucket_of = {
             parameter.name: bucket for bucket in self.buckets for parameter in bucket.parameters
         }
@@ -166,18 +166,15 @@ class GradientReducer:
         self._is_last = False
         self._all_reduces: AllReduces | None = None
         named = [part for part in self.parts if part.algorithm != LIBRARY]
-        axes = sorted({axis for bucket in self.buckets for axis in bucket.axes})
-        if planned.cluster is not None and (named or self.in_order) and self._is_on_gloo(axes):
-            self._all_reduces = AllReduces(device_mesh, axes, planned.cluster)
+        groups = [group for bucket in self.buckets for group in bucket.groups]
+        is_on_gloo = all(dist.get_backend(group) == "gloo" for group in groups)
+        if planned.cluster is not None and (named or self.in_order) and is_on_gloo:
+            self._all_reduces = AllReduces(groups, planned.cluster)
 
     @property
     def can_defer(self) -> bool:
         """Tell whether each bucket's sums can be waited for alone, as deferred updates need."""
         return self.in_order and self._all_reduces is not None
-
-    def _is_on_gloo(self, axes: Sequence[int]) -> bool:
-        groups = [self.device_mesh.get_group(axis) for axis in axes]
-        return all(dist.get_backend(group) == "gloo" for group in groups)
 
     def attach(self, parameters: Iterable[StageParameter]) -> None:
         """Register hooks on parameters whose gradients are summed over ranks, or in another
@@ -252,10 +249,9 @@ class GradientReducer:
             tensor = torch.view_as_real(tensor).view(-1)
         if reduces is not None and (self.in_order or part.algorithm != LIBRARY):
             part.is_in_lane = True
-            part.work = reduces.start(part.algorithm, tensor, bucket.axes)
+            part.work = reduces.start(part.algorithm, tensor, bucket.groups)
             return
-        group = self.device_mesh.get_group(bucket.axes[position])
-        part.work = dist.all_reduce(tensor, group=group, async_op=True)
+        part.work = dist.all_reduce(tensor, group=bucket.groups[position], async_op=True)
 
     def launch_all(self) -> None:
         """Start the sums of the remaining buckets after the last backward."""
@@ -267,12 +263,12 @@ class GradientReducer:
     def finish(self) -> None:
         """After the last backward, start the sums of remaining buckets and wait for all sums."""
         self.launch_all()
-        for position in range(max((len(bucket.axes) for bucket in self.buckets), default=0)):
+        for position in range(max((len(bucket.groups) for bucket in self.buckets), default=0)):
             pending = [
                 part
                 for part in self.parts
                 if part.work is not None
-                and position < (1 if part.is_in_lane else len(part.bucket.axes))
+                and position < (1 if part.is_in_lane else len(part.bucket.groups))
             ]
             if position:
                 for part in pending:
@@ -298,13 +294,15 @@ class GradientReducer:
             bucket.flat, bucket.slots = None, {}
 
 
-def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -> list[Bucket]:
+def _make_buckets(
+    parameters: Mapping[str, StageParameter], device_mesh: DeviceMesh, *, by_block: bool
+) -> list[Bucket]:
     held = [
         HeldGradient(
             parameter.name,
             parameter.block,
             parameter.reduce_axes,
-            parameter.fully_sharded,
+            bool(parameter.shard_axes),
             prod(stop - start for start, stop in parameter.region),
             parameter.spec.is_complex,
         )
@@ -312,7 +310,11 @@ def _make_buckets(parameters: Mapping[str, StageParameter], *, by_block: bool) -
         if parameter.spec.requires_grad
     ]
     return [
-        Bucket(contents.axes, contents.block, [parameters[name] for name in contents.names])
+        Bucket(
+            sum_groups(device_mesh, contents.axes),
+            contents.block,
+            [parameters[name] for name in contents.names],
+        )
         for contents in make_buckets(held, by_block=by_block)
     ]
 

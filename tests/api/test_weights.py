@@ -19,6 +19,9 @@ Figures = list[tuple[str, Any]]
 whole = autoparallel.whole
 
 
+SILU = '[["functional.silu", [{"at": 0}], {}]]'
+
+
 class Net(nn.Module):
     """One parameter has a single element: of two ranks one has nothing of it."""
 
@@ -29,6 +32,24 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.b(self.a(x).relu()) * self.scale).square().mean()
+
+
+class Experts(Net):
+    """Two of the four experts on each rank of "ep": their weights lie on another mesh than the
+    rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 12, 6) / 3)
+        self.down = nn.Parameter(torch.randn(4, 6, 12) / 3)
+        self.router = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.router(x).softmax(-1).topk(2)
+        made = torch.ops.autoparallel.experts(
+            x, ids, scores, self.up, self.down, activation=SILU, num_experts=4
+        )
+        return super().forward(x + made)
 
 
 def _batch(seed: int) -> tuple[Tensor]:
@@ -77,14 +98,31 @@ def averages(adopt: Adopt) -> Figures:
     return [(name, whole(value).tolist()) for name, value in (*before.items(), *after.items())]
 
 
-def norms(adopt: Adopt) -> Figures:
+def norms(adopt: Adopt, net: type[Net] = Net) -> Figures:
     found: Figures = []
     for kind in (float("inf"), 1.0, 2.0):
-        model = adopt(Net(), _batch(0))
+        model = adopt(net(), _batch(0))
         model(*_batch(1)).backward()
         found.append(("norm", float(clip_grad_norm_(model.parameters(), 0.01, norm_type=kind))))
         found += [("gradient", whole(p.grad).tolist()) for p in model.parameters()]  # type: ignore[arg-type]
     return found
+
+
+def lists(adopt: Adopt, net: type[Net] = Net) -> Figures:
+    """Averages, and a step of an optimizer without tensors of its own, by multi-tensor ops; a
+    scaler's gradients."""
+    model = adopt(net(), _batch(0))
+    parameters = list(model.parameters())
+    averaged = [p.detach().clone() for p in parameters]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scaler.scale(model(*_batch(1))).backward()
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(parameters, 0.1)
+    scaler.step(optimizer)
+    torch._foreach_lerp_(averaged, [p.detach() for p in parameters], 0.25)
+    doubled = torch._foreach_mul(averaged, 2.0)
+    return [("norm", float(norm)), *(("average", whole(each).tolist()) for each in doubled)]
 
 
 def optimizers_of_whole_tensors(adopt: Adopt) -> Figures:
@@ -105,11 +143,11 @@ def optimizers_of_whole_tensors(adopt: Adopt) -> Figures:
     return found
 
 
-def optimizers(adopt: Adopt) -> Figures:
+def optimizers(adopt: Adopt, net: type[Net] = Net) -> Figures:
     """Each trains the parameters themselves."""
     found: Figures = []
     for kind in (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.RAdam):
-        model = adopt(Net(), _batch(0))
+        model = adopt(net(), _batch(0))
         optimizer = kind(model.parameters(), lr=0.01)
         for step in range(3):
             optimizer.zero_grad()
@@ -119,7 +157,7 @@ def optimizers(adopt: Adopt) -> Figures:
     return found
 
 
-CASES = (numbers, penalties, averages, norms, optimizers_of_whole_tensors, optimizers)
+CASES = (numbers, penalties, averages, norms, lists, optimizers_of_whole_tensors, optimizers)
 
 
 def _figures(plan: str) -> dict[str, Figures]:
@@ -130,6 +168,33 @@ def _figures(plan: str) -> dict[str, Figures]:
         with ranks_share_captures(__file__, case.__name__):
             found[case.__name__] = case(adopting(plan))
     return found
+
+
+ON_LISTS = (norms, lists, optimizers)
+
+
+def _of_experts(plan: str) -> list[Figures]:
+    set_torchrun_variables()
+    found = []
+    for case in ON_LISTS:
+        torch.manual_seed(0)
+        found.append(case(adopting(plan), Experts))
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_lists_of_weights_on_several_meshes_are_clipped_and_averaged_as_on_one_device(
+    zero: int,
+) -> None:
+    results = run_processes(4, _of_experts, f"dp=4,ep=2,zero={zero}")
+    for at, case in enumerate(ON_LISTS):
+        torch.manual_seed(0)
+        alone = case(lambda model, example: model, Experts)
+        for result in results:
+            for (name, value), (_, truth) in zip(result[at], alone, strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(value), torch.tensor(truth), rtol=1e-4, atol=1e-5, msg=name
+                )
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2"])

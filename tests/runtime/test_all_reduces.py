@@ -62,20 +62,21 @@ def test_every_algorithm_leaves_the_same_bits_on_every_rank(
 
 def _in_turn() -> list[float]:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    reduces = AllReduces(mesh, (0, 1), parse_cluster("cpu:4"))
+    across, along = mesh.get_group(0), mesh.get_group(1)
+    reduces = AllReduces([across, along], parse_cluster("cpu:4"))
     rank = dist.get_rank()
     tensors = [torch.full((3,), float(rank + 10 * number)) for number in range(4)]
     works = [
-        reduces.start("library", tensors[0], (0,)),
-        reduces.start("tree", tensors[1], (0, 1)),
-        reduces.start("ring", tensors[2], (1,)),
-        reduces.start("library", tensors[3], (1, 0)),
+        reduces.start("library", tensors[0], (across,)),
+        reduces.start("tree", tensors[1], (across, along)),
+        reduces.start("ring", tensors[2], (along,)),
+        reduces.start("library", tensors[3], (along, across)),
     ]
     works[-1].wait()  # those before it are done then
     return [float(tensor[2]) for tensor in tensors]
 
 
-def test_sums_run_in_the_order_in_which_they_are_started_over_the_axes_of_the_mesh() -> None:
+def test_sums_run_in_the_order_in_which_they_are_started_over_the_groups_of_the_mesh() -> None:
     """Ranks 0 to 3 are 2 x 2: 0 and 2 differ on the first axis, 0 and 1 on the second."""
     for rank, found in enumerate(run_processes(4, _in_turn)):
         across, along = (0 + 2, 1 + 3), (0 + 1, 2 + 3)
@@ -88,12 +89,13 @@ def test_sums_run_in_the_order_in_which_they_are_started_over_the_axes_of_the_me
 
 
 def _over_hosts() -> list[float]:
-    mesh = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("dp",))
-    reduces = AllReduces(mesh, (0,), parse_cluster("2x2xH100"))
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    reduces = AllReduces([everybody], parse_cluster("2x2xH100"))
     tensors = [torch.full((5,), 2.0 ** dist.get_rank()) for _ in range(3)]
     names = ("hierarchical", "hierarchical_doubling", "tree")
     for name, tensor in zip(names, tensors, strict=True):
-        reduces.start(name, tensor, (0,)).wait()
+        reduces.start(name, tensor, (everybody,)).wait()
     return [float(tensor[4]) for tensor in tensors]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -12,9 +13,17 @@ from stages import WEIGHTS, stage_program, weights
 from stages import whole as gathered
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoparallel.passes.local.stage_program import shard_axes
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.graph import TensorSpec
-from autoparallel.planner.graph.layout import Layout, Mesh, Region, parse_layout
+from autoparallel.planner.graph.layout import (
+    REPLICATE,
+    Layout,
+    Mesh,
+    Region,
+    parse_layout,
+    shard,
+)
 from autoparallel.runtime.messages.communicator import ProcessCommunicator
 from autoparallel.runtime.parameters.initial_values import materialize
 from autoparallel.runtime.parameters.parameters import shard_region
@@ -76,15 +85,33 @@ def test_a_rank_s_box_is_its_layout_s_then_zero_s_chunk_of_rows(
     layout: str, coordinates: tuple[int, int], zero: int, expected: Region
 ) -> None:
     held: Layout = parse_layout(layout)
-    spec = TensorSpec((10, 4), "float32", requires_grad=True)
-    assert shard_region(spec, held, MESH, coordinates, zero) == expected
+    axes = shard_axes(TensorSpec((10, 4), "float32", requires_grad=True), held, MESH, zero)
+    assert shard_region((10, 4), held, MESH, coordinates, axes) == expected
 
 
-def test_the_boxes_of_all_ranks_cover_an_uneven_parameter_once() -> None:
-    mesh = Mesh(("dp",), (4,))
-    counts = torch.zeros(5, 2)
-    for index in range(4):
-        spec = TensorSpec((5, 2), "float32", requires_grad=True)
-        rows, columns = shard_region(spec, parse_layout("R"), mesh, (index,), 3)
-        counts[slice(*rows), slice(*columns)] += 1
-    assert torch.equal(counts, torch.ones(5, 2))
+SIZES = [
+    dict(zip(("dp", "ep", "cp", "tp"), sizes, strict=True))
+    for sizes in product((1, 2, 3), (1, 2), (1, 2), (1, 2))
+]
+
+
+@pytest.mark.parametrize("expert", [False, True], ids=["dense", "expert"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_gives_each_element_to_one_of_the_ranks_that_hold_it_whole(
+    zero: int, expert: bool
+) -> None:
+    """Over all meshes of up to 24 ranks: "ep" splits weights of experts, "tp" may split rows. Only
+    ranks along a "tp" that does not split them hold the same elements."""
+    shape = (20, 3)
+    for sizes, split in product(SIZES, (False, True)):
+        held = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+        mesh = Mesh(tuple(held), tuple(held.values()))
+        splitting = [name for name, does in (("ep", expert), ("tp", split)) if does]
+        layout = tuple(shard(0) if name in splitting else REPLICATE for name in mesh.axes)
+        axes = shard_axes(TensorSpec(shape, "float32", requires_grad=True), layout, mesh, zero)
+        counts = torch.zeros(shape)
+        for rank in range(mesh.size):
+            box = shard_region(shape, layout, mesh, mesh.coordinates(rank), axes)
+            counts[tuple(slice(start, stop) for start, stop in box)] += 1
+        copies = 1 if split else held.get("tp", 1)
+        assert torch.equal(counts, torch.full(shape, float(copies))), (held, split)

@@ -77,7 +77,7 @@ def train(cases: list[tuple[str, int | None, str]]) -> list[int]:
     """On a rank: for each (example, sequence length, plan file) the least peak of three steps."""
     found = []
     for model, seq, text in cases:
-        plan, target = loads(text, "test"), load_target(f"examples/{model}.py", {})
+        plan, target = loads(text, "test"), load_target(f"examples/{model}.py", SETTINGS[model])
         deferred = record(target, 0)
         program = capture_program(
             target,
@@ -99,31 +99,46 @@ def _without_batch(report: MemoryReport) -> int:
     return report.peak_bytes - report.by_category.get("batch", 0)
 
 
+SETTINGS: dict[str, dict[str, int]] = {
+    "gpt": {},
+    "mlp_mixer": {},
+    "gshard_moe": {"d_model": 256, "d_ff": 2048, "n_layer": 4},
+}
 SAMPLE = (
     ("gpt", 64, "dp=2,zero=3,microbatches=4", "bf16"),
     ("mlp_mixer", None, "pp=2,schedule=gpipe,microbatches=4", "fp32"),
     ("gshard_moe", 64, "tp=2,recompute=full", "fp32"),
 )
+JOINT = (
+    ("gshard_moe", 64, "dp=4,ep=2,zero=1", "fp32"),
+    ("gshard_moe", 64, "dp=4,ep=2,zero=3,microbatches=2", "fp32"),
+    ("gshard_moe", 64, "dp=4,ep=4,zero=2,microbatches=2", "fp32"),
+    ("gpt", 64, "dp=2,cp=2,zero=2,microbatches=2", "bf16"),
+)
+"""Plans that shard states over several axes together."""
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_is_the_measured_one(monkeypatch: Any, request: Any) -> None:
-    """Three models and plans; ``benchmarks/memory`` has the others."""
+@pytest.mark.parametrize(("cases", "num_ranks"), [(SAMPLE, 2), (JOINT, 4)], ids=["few", "joint"])
+def test_the_predicted_peak_is_the_measured_one(
+    cases: Any, num_ranks: int, monkeypatch: Any, request: Any
+) -> None:
+    """A few models and plans; ``benchmarks/memory`` has the others."""
     monkeypatch.chdir(request.config.rootpath)
     jobs, expected, devices = [], [], []
-    for model, seq, parallel, precision in SAMPLE:
-        target = load_target(f"examples/{model}.py", {})
+    for model, seq, parallel, precision in cases:
+        target = load_target(f"examples/{model}.py", SETTINGS[model])
         options = PlanOptions(
             global_batch=8, seq=seq, precision=precision, forced=parse_parallel(parallel)
         )  # type: ignore[arg-type]
         program = capture_target(target, options)
-        plan = plan_program(program, target, parse_cluster("cpu:2"), options)
+        plan = plan_program(program, target, parse_cluster(f"cpu:{num_ranks}"), options)
         jobs.append((model, seq, dumps(plan)))
         expected.append(stage_memory(plan, program.graph, program.blocks))
         devices.append([stage.devices for stage in plan.stages])
-    found = run_processes(2, train, jobs, timeout_seconds=240)
+    found = run_processes(num_ranks, train, jobs, timeout_seconds=240)
     for number, stages in enumerate(expected):
         for exact, ranks in zip(stages, devices[number], strict=True):
             assert exact is not None
             measured = min(found[rank][number] for rank in ranks)
-            assert sum(exact.values()) == pytest.approx(measured, rel=BOUND), SAMPLE[number]
+            assert sum(exact.values()) == pytest.approx(measured, rel=BOUND), cases[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -58,19 +59,20 @@ def plain(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def stage_of(shape: dict[str, int], zero: int, run: object) -> Stage:
+    rows = tuple(axis for axis in shape if axis != "tp")
     return Stage(
         forward=partial(forward, run),
-        devices=tuple(range(4)),
+        devices=tuple(range(prod(shape.values()))),
         mesh=shape,
         parameters=SPLITS,
-        inputs={"x": {"dp": 0}},
+        inputs={"x": dict.fromkeys(rows, 0)},
         constants={"scale": {}},
         buffers={"seen": {"tp": 0}},
         updates={"seen": "seen.new"},
         zero=zero,
         weight=GatheredWeight if zero == 3 else Weight,
         loss="loss",
-        loss_terms=("dp",),
+        loss_terms=rows,
     )
 
 
@@ -91,6 +93,8 @@ CASES = [
     ({"dp": 2, "tp": 2}, 2, directly),
     ({"dp": 2, "tp": 1}, 3, run_sharded),
     ({"dp": 2, "tp": 2}, 3, run_sharded),
+    ({"dp": 2, "cp": 2, "tp": 2}, 2, directly),
+    ({"dp": 2, "ep": 2, "tp": 1}, 3, run_sharded),
 ]
 
 

@@ -47,7 +47,7 @@ def target_of(model: str, folder: Path) -> Target:
 
 def num_devices(parallel: str) -> int:
     forced = parse_parallel(parallel)
-    return (forced.dp or 1) * (forced.tp or 1) * (forced.pp or 1)
+    return (forced.dp or 1) * (forced.cp or 1) * (forced.tp or 1) * (forced.pp or 1)
 
 
 def exported(folder: Path, model: str, parallel: str, **options: Any) -> tuple[Path, Target]:

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class ThreadMesh(Mesh):
-    """The mesh of a script, with the collectives of threads."""
+    """The mesh of a script, with the collectives of threads; several axes together are gathered
+    from the last on, and scattered or summed from the first on."""
 
     def __init__(self, communicator: ThreadCommunicator) -> None:
         self._ranks, axes = communicator, communicator.mesh.axes
@@ -32,13 +33,19 @@ class ThreadMesh(Mesh):
 
     def all_reduce(self, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
         how = "sum" if op == "sum" else "max"
-        return self._ranks.all_reduce(tensor.contiguous(), self._number[axis], how)
+        for name in axis.split("+"):
+            tensor = self._ranks.all_reduce(tensor.contiguous(), self._number[name], how)
+        return tensor
 
     def all_gather(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
-        return self._ranks.all_gather(tensor.contiguous(), self._number[axis], dim)
+        for name in reversed(axis.split("+")):
+            tensor = self._ranks.all_gather(tensor.contiguous(), self._number[name], dim)
+        return tensor
 
     def reduce_scatter(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
-        return self._ranks.reduce_scatter(tensor.contiguous(), self._number[axis], dim)
+        for name in axis.split("+"):
+            tensor = self._ranks.reduce_scatter(tensor.contiguous(), self._number[name], dim)
+        return tensor
 
     def all_to_all(self, tensor: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
         number = self._number[axis]

@@ -96,8 +96,7 @@ def test_imbalance_lengthens_experts_and_what_is_sent_to_them() -> None:
 
 def test_experts_of_data_parallel_ranks_are_summed_over_the_others() -> None:
     """Of 4 ranks that hold 2 halves of the experts twice, the pairs sum these."""
-    joint = CostAssumptions(dispatcher="alltoall", joint_states=True)
-    half, whole = (priced(joint, ep=ep, zero=1).memory_bytes[0]["optimizer"] for ep in (2, 1))
+    half, whole = (priced(SENT, ep=ep, zero=1).memory_bytes[0]["optimizer"] for ep in (2, 1))
     assert half == pytest.approx(whole)  # a quarter of the states on each rank, in either case
 
 
