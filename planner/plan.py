@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -114,6 +114,15 @@ class StagePlan:
         """Return the number of ranks that hold different experts; 1 without experts."""
         return prod(self.mesh.shape[axis] for axis in self.expert_axes)
 
+    @property
+    def state_axes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the sets of mesh axes whose ranks hold some parameter whole, in ascending order;
+        ZeRO shards its states over them."""
+        held = {layout.outputs[0] for layout in self.layouts.values() if not layout.inputs}
+        joint = self.mesh.joint_axes
+        found = {tuple(axis for axis in joint if not own[axis].is_shard) for own in held}
+        return tuple(sorted(axes for axes in found | {joint} if axes))
+
     def layout_of(self, name: str, blocks: Blocks) -> NodeLayout | None:
         """Return the stage's layout of node ``name``, which may be in any block of its kind."""
         return blocks.entry(self.layouts, name)
@@ -124,8 +133,17 @@ class StagePlan:
         return (INVARIANT,) * len(self.mesh.shape) if found is None else found.outputs[0]
 
 
-def _sent_axes(layout: NodeLayout) -> list[int]:
-    return [axis for axis, label in enumerate(layout.labels) if label == SENT]
+def joint_axes(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of several mesh axes along which ranks communicate as one group, in stages on
+    the same mesh: those of states, and those over which tokens are sent to experts."""
+    found = set[tuple[int, ...]]()
+    for stage in stages:
+        found.update(stage.state_axes, map(_sent_axes, stage.layouts.values()))
+    return tuple(sorted(axes for axes in found if len(axes) > 1))
+
+
+def _sent_axes(layout: NodeLayout) -> tuple[int, ...]:
+    return tuple(axis for axis, label in enumerate(layout.labels) if label == SENT)
 
 
 @dataclass(frozen=True, slots=True)

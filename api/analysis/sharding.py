@@ -48,8 +48,8 @@ def mesh_splits(plan: Plan) -> Iterator[tuple[Mesh, dict[int, StagePlan], tuple[
 
 def stored_text(members: Iterable[StagePlan]) -> str:
     """Describe the share of a weight that a rank stores under ZeRO 3; "" without ZeRO 3."""
-    meshes = {stage.mesh for stage in members if stage.zero == 3}
-    sizes = {mesh.num_ranks(axes) for mesh in meshes for axes in mesh.state_axes}
+    sharding = [stage for stage in members if stage.zero == 3]
+    sizes = {stage.mesh.num_ranks(axes) for stage in sharding for axes in stage.state_axes}
     if not sizes:
         return ""
     shares = " or ".join(f"1/{size}" for size in sorted(sizes))

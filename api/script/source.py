@@ -73,7 +73,7 @@ def capture_export(plan: Plan, plan_path: str, *, trust: bool) -> ExportedPlan:
 def _program(variant: Variant, stage: StagePlan, index: int, end: int) -> StageProgram:
     """Return the program of stage ``index`` on its first (``end`` 0) or last (-1) device."""
     coordinates = stage.mesh.coordinates(end % stage.mesh.size)
-    place = ThreadCommunicator(stage.mesh, coordinates, [])
+    place = ThreadCommunicator(stage.mesh, coordinates, {})
     (program,) = stage_programs(variant, index, coordinates=coordinates, communicator=place)
     return with_equal_constants(program, variant.program.graph)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, combinations
+from math import prod
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -45,9 +47,12 @@ class _Group:
 
 
 class ThreadCommunicator:
-    """Communicator of a rank that a thread simulates; it has the rank's group on each mesh axis."""
+    """Communicator of a rank that a thread simulates; it has the rank's group along each set of
+    mesh axes."""
 
-    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: list[_Group]) -> None:
+    def __init__(
+        self, mesh: Mesh, coordinates: tuple[int, ...], groups: Mapping[tuple[int, ...], _Group]
+    ) -> None:
         self.mesh, self.coordinates, self.groups = mesh, coordinates, groups
         self.calls: list[tuple[Any, ...]] = []
 
@@ -60,7 +65,14 @@ class ThreadCommunicator:
     def _exchange(self, axis: int, what: tuple[Any, ...], tensor: Tensor) -> list[Tensor]:
         assert tensor.is_contiguous(), f"{what} got a tensor that is not contiguous"
         self.calls.append((what[0], axis, *what[1:]))
-        return self.groups[axis].exchange(self.coordinates[axis], what, tensor)
+        return self.groups[axis,].exchange(self.coordinates[axis], what, tensor)
+
+    def _place(self, axes: tuple[int, ...]) -> int:
+        """Return this rank's position among the ranks along ``axes`` together."""
+        return sum(
+            self.coordinates[axis] * prod(self.mesh.shape[a] for a in axes if a > axis)
+            for axis in axes
+        )
 
     def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
         stacked = torch.stack(self._exchange(axis, ("all_reduce", op), tensor))
@@ -81,32 +93,33 @@ class ThreadCommunicator:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return self._exchange(axis, ("swap",), tensor)[self.size(axis) - 1 - self.coordinate(axis)]
 
-    def parts(self, counts: Tensor, axis: int) -> Parts:
-        sent = self._exchange(axis, ("parts",), counts.contiguous())
-        own = tuple(counts.tolist())
-        return Parts(own, tuple(int(each[self.coordinate(axis)]) for each in sent))
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        self.calls.append(("parts", axes))
+        mine = self._place(axes)
+        every = self.groups[axes].exchange(mine, ("parts",), counts)
+        received = torch.stack([each[mine] for each in every])
+        sent, own = counts.sum(1).tolist(), received.sum(1).tolist()
+        return Parts(tuple(sent), tuple(own)), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
-        self.calls.append(("exchange", axis))
-        group, mine = self.groups[axis], self.coordinates[axis]
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+        self.calls.append(("exchange", axes))
+        group, mine = self.groups[axes], self._place(axes)
         every = group.exchange_any(mine, torch.split(rows.detach().clone(), list(parts.sent)))
         return torch.cat([each[mine] for each in every])
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:
     """Return a communicator for each rank of ``mesh``, in rank order."""
-    groups = [
-        {
-            member: group
-            for members in mesh.groups(axis)
-            for group in [_Group(len(members))]
-            for member in members
-        }
-        for axis in range(len(mesh.shape))
-    ]
+    axes_of_mesh = range(len(mesh.shape))
+    sets = [combinations(axes_of_mesh, 1 + count) for count in axes_of_mesh]
+    groups: list[dict[tuple[int, ...], _Group]] = [{} for _ in range(mesh.size)]
+    for axes in chain.from_iterable(sets):
+        for members in mesh.groups(*axes):
+            group = _Group(len(members))
+            for member in members:
+                groups[member][axes] = group
     return [
-        ThreadCommunicator(mesh, mesh.coordinates(index), [of_axis[index] for of_axis in groups])
-        for index in range(mesh.size)
+        ThreadCommunicator(mesh, mesh.coordinates(index), own) for index, own in enumerate(groups)
     ]
 
 
@@ -128,7 +141,7 @@ def run_ranks(
         except BaseException as error:  # noqa: BLE001 - raised again in the test's own thread
             errors[index] = error
             for communicator in own:
-                for group in communicator.groups:
+                for group in communicator.groups.values():
                     group.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(mesh.size)]

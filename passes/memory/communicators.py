@@ -3,9 +3,9 @@
 In: a plan, and the values between its stages. Out: their number by device. A communicator takes
 memory of its own (``cost_model.ops.memory``). There is one of all devices (the loss, the gradient's
 norm, tied weights); one for each axis of a stage's mesh that has more than one device, and for each
-set of axes over which states are sharded together; one for each lane, the messages from one device
-to another; and one of the devices whose stages exchange parts of values because of different
-layouts. The counterpart of ``runtime.messages.groups``, ``runtime.messages.ordered_channels``,
+set of axes over which states are sharded or tokens are sent together; one for each lane, the
+messages from one device to another; and one of the devices whose stages exchange parts of values
+because of different layouts. The counterpart of ``runtime.messages.groups``, ``runtime.messages.ordered_channels``,
 ``runtime.messages.local_transfer``.
 """
 
@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...planner.costs.conversions import transfers
-from ...planner.graph.layout import local_region
-from ...planner.plan import Plan, StagePlan
+from ...planner.graph.layout import Mesh, local_region
+from ...planner.plan import Plan, StagePlan, joint_axes
 from ...planner.variants.replicas import placed_stages
 from ..local.stage_cut import Boundary, with_replicas
 
@@ -30,10 +30,13 @@ def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
     if len(stages) > len(plan.stages):
         crossing = with_replicas(tuple(crossing), len(plan.stages))
     found = Counter({device for stage in stages for device in stage.devices if world > 1})
-    for devices, mesh in {(stage.devices, stage.mesh) for stage in stages}:
+    together: dict[tuple[tuple[int, ...], Mesh], list[StagePlan]] = {}
+    for stage in stages:
+        together.setdefault((stage.devices, stage.mesh), []).append(stage)
+    for (devices, mesh), members in together.items():
         is_world = len(mesh.shape) == 1 and mesh.size == world
         axes = 0 if is_world else sum(size > 1 for size in mesh.shape)
-        joint = sum(len(own) > 1 and mesh.num_ranks(own) < world for own in mesh.state_axes)
+        joint = sum(mesh.num_ranks(own) < world for own in joint_axes(members))
         for device in devices:
             found[device] += axes + joint
     lanes = set[Lane]()

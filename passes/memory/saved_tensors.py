@@ -116,10 +116,10 @@ class FakeRanks:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return torch.empty_like(tensor)
 
-    def parts(self, counts: Tensor, axis: int) -> Parts:
-        return Parts((), ())  # unknown; as many rows are received as are sent
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        return Parts((), ()), counts  # unknown; as many rows are received as are sent
 
-    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         return torch.empty_like(rows)
 
 

@@ -25,7 +25,7 @@ from .random_ops import Draws
 
 
 class Parts(NamedTuple):
-    """Numbers of rows that a rank sends to each rank along a mesh axis, and receives from each."""
+    """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -71,14 +71,16 @@ class Communicator(Protocol):
         for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
-    def parts(self, counts: Tensor, axis: int) -> Parts:
-        """Tell each rank along mesh axis ``axis`` how many rows it will get: ``counts[i]`` for rank
-        i. The host reads the numbers, so it waits for the device."""
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
+        each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
+        the counts that each rank told this one (ranks, M). The host reads the rows by rank, so it
+        waits for the device."""
         ...
 
-    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
-        """Send the first ``parts.sent[0]`` rows to the first rank along mesh axis ``axis``, the
-        next to the second, and so on; return the received rows in rank order."""
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+        """Send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
+        together, the next to the second, and so on; return the received rows in rank order."""
         ...
 
 
@@ -106,10 +108,10 @@ class Alone:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
-    def parts(self, counts: Tensor, axis: int) -> Parts:
-        return Parts((), ())
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        return Parts((), ()), counts
 
-    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         return rows.clone()
 
 
@@ -256,21 +258,23 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, parts: Parts, axis: int, communicator: Communicator
+        ctx: Any, rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
     ) -> Tensor:
-        ctx.parts, ctx.axis, ctx.communicator = parts, axis, communicator
-        return communicator.exchange(rows.contiguous(), parts, axis)
+        ctx.parts, ctx.axes, ctx.communicator = parts, axes, communicator
+        return communicator.exchange(rows.contiguous(), parts, axes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         own = gradients[0].contiguous()
-        return ctx.communicator.exchange(own, ctx.parts.back(), ctx.axis), None, None, None
+        return ctx.communicator.exchange(own, ctx.parts.back(), ctx.axes), None, None, None
 
 
-def exchange(rows: Tensor, parts: Parts, axis: int, communicator: Communicator) -> Tensor:
-    """Send rows to the ranks along mesh axis ``axis`` (``Communicator.exchange``),
+def exchange(
+    rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
+) -> Tensor:
+    """Send rows to the ranks along mesh axes ``axes`` together (``Communicator.exchange``),
     differentiably."""
-    made: Tensor = _Exchange.apply(rows, parts, axis, communicator)  # type: ignore[no-untyped-call]
+    made: Tensor = _Exchange.apply(rows, parts, axes, communicator)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -19,6 +19,7 @@ no expert computes a row that is not its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activation import activate
-from .collectives import Parts, Rank, exchange
+from .collectives import Rank, exchange
 from .local_loss import part_of
 
 SCHEMA = (
@@ -154,29 +155,44 @@ def sent_experts(
 ) -> Tensor:
     """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
-    their experts; over the others the results are partial sums."""
+    their experts in one exchange; over the others the results are partial sums."""
     assert weights[0] is not None
-    count, width = weights[0].shape[0], x.shape[-1]
+    held, width = weights[0].shape[0], x.shape[-1]
+    places, place = _by_rank(rank, held, axes, sent, ids.device)
+    num_ranks, num_places = places.shape
+    every = torch.arange(places.numel(), device=ids.device)
+    slots = torch.empty_like(every).index_copy(0, places.reshape(-1), every)
+    wanted, order = slots[ids.reshape(-1)].sort(stable=True)
+    ends = torch.searchsorted(wanted, every, right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(num_ranks, num_places)
+    parts, received = rank.communicator.parts(counts, sent)
     rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)
-    wanted, route = ids.reshape(-1), list[tuple[int, Parts, Tensor]]()
-    for axis in sent:
-        size, inner = rank.communicator.size(axis), count
-        for other in axes[axes.index(axis) + 1 :]:
-            inner = inner * rank.communicator.size(other)
-        places, order = (wanted // inner % size).sort(stable=True)
-        every = torch.arange(size + 1, device=places.device, dtype=places.dtype)
-        counts = torch.searchsorted(places, every).diff()
-        parts = rank.communicator.parts(counts, axis)
-        rows = exchange(rows[order], parts, axis, rank.communicator)
-        wanted = rank.communicator.exchange(wanted[order], parts, axis)
-        route.append((axis, parts, order))
-    first, _ = part_of(rank, count, axes)
-    made = run_experts(rows, wanted.unsqueeze(-1), None, *weights, first=first, **options)
-    for axis, parts, order in reversed(route):
-        made = exchange(made, parts.back(), axis, rank.communicator)
-        made = torch.empty_like(made).index_copy(0, order, made)
+    rows = exchange(rows[order], parts, sent, rank.communicator)
+    own = places[place].repeat(num_ranks)
+    own = own.repeat_interleave(received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
+    first, _ = part_of(rank, held, axes)
+    made = run_experts(rows, own, None, *weights, first=first, **options)
+    made = exchange(made, parts.back(), sent, rank.communicator)
+    made = torch.empty_like(made).index_copy(0, order, made)
     weighted = made.view(*ids.shape, made.shape[-1]) * scores.unsqueeze(-1)
     return weighted.sum(-2).to(x.dtype)
+
+
+def _by_rank(
+    rank: Rank, held: int, axes: tuple[int, ...], sent: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, int]:
+    """Return the experts of each rank along mesh axes ``sent`` together (ranks, experts), whichever
+    rank of the other axes holds them, and this rank's place. Experts are split over ``axes``,
+    ``held`` on each rank."""
+    sizes = [rank.communicator.size(axis) for axis in axes]
+    outer = [axes.index(axis) for axis in sent]
+    inner = [place for place, axis in enumerate(axes) if axis not in sent]
+    every = torch.arange(held * prod(sizes), device=device).view(*sizes, held)
+    of_ranks = every.permute(*outer, *inner, len(axes))
+    place = 0
+    for axis in sent:
+        place = place * rank.communicator.size(axis) + rank.communicator.coordinate(axis)
+    return of_ranks.reshape(prod(sizes[each] for each in outer), -1), place
 
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)

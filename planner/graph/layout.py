@@ -151,17 +151,6 @@ class Mesh:
         sizes = enumerate(zip(self.axes, self.shape, strict=True))
         return tuple(axis for axis, (name, size) in sizes if name in JOINT_AXES and size > 1)
 
-    @property
-    def state_axes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of axes over which ZeRO shards parameters: the joint axes and, for
-        weights of experts, which "ep" splits, the joint axes without "ep".
-
-        >>> Mesh(("dp", "ep", "cp"), (2, 2, 2)).state_axes, Mesh(("ep",), (2,)).state_axes
-        (((0, 1, 2), (0, 2)), ((0,),))
-        """
-        experts = tuple(axis for axis in self.joint_axes if self.axes[axis] != "ep")
-        return tuple(axes for axes in dict.fromkeys((self.joint_axes, experts)) if axes)
-
     def joined(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of axes over which the sum over ``axes`` is taken, one by one: the
         joint axes are one group, every other axis is a group of its own.

@@ -24,6 +24,7 @@ from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...passes.ops.collectives import Parts
+from .groups import joint_mesh
 
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather: Callable[..., Any] = (
@@ -152,24 +153,30 @@ class ProcessCommunicator:
         )
         return received.view(tensor.dtype).view(tensor.shape)
 
-    def parts(self, counts: Tensor, axis: int) -> Parts:
-        """Return the numbers of rows to send to, and to receive from, each rank of ``axis``, given
-        the numbers to send on the device; the host waits for the device."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.device_mesh.get_group(axis))
-        sent, own = torch.stack((counts, received)).tolist()
-        return Parts(tuple(sent), tuple(own))
+    def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        if len(axes) == 1:
+            return self.device_mesh.get_group(axes[0])
+        return joint_mesh(self.device_mesh, axes).get_group(0)
 
-    def exchange(self, rows: Tensor, parts: Parts, axis: int) -> Tensor:
-        """Send consecutive rows to the ranks of ``axis``, as many to each as ``parts`` says; return
-        the received rows, in rank order."""
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        """Return the numbers of rows to send to, and to receive from, each rank along ``axes``, and
+        the counts (ranks, M) of received rows, given those to send on the device; the host waits
+        for the device."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts.contiguous(), group=self._group(axes))
+        sent, own = torch.stack((counts, received)).sum(-1).tolist()
+        return Parts(tuple(sent), tuple(own)), received
+
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+        """Send consecutive rows to the ranks along ``axes``, as many to each as ``parts`` says;
+        return the received rows, in rank order."""
         received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
         dist.all_to_all_single(
             as_bytes(received),
             as_bytes(rows.detach().contiguous()),
             list(parts.received),
             list(parts.sent),
-            group=self.device_mesh.get_group(axis),
+            group=self._group(axes),
         )
         return received
 

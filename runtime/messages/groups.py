@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...planner.graph.layout import Mesh
-from ...planner.plan import Plan, StagePlan
+from ...planner.plan import Plan, StagePlan, joint_axes
 from ...planner.variants.replicas import placed_stages
 
 MARGIN_SECONDS = 60.0
@@ -97,17 +97,19 @@ DATA_AXIS = "dp"
 
 
 class StageMesh(DeviceMesh):
-    """Device mesh of a stage. ``joint`` maps each set of several axes over which states are sharded
-    to a mesh of the same ranks, in which these axes are one; it is empty outside of the stage."""
+    """Device mesh of a stage. ``joint`` maps each set of several axes along which ranks communicate
+    as one group to a mesh of the same ranks, in which these axes are one; it is empty outside of
+    the stage."""
 
     joint: Mapping[tuple[int, ...], DeviceMesh]
 
     @staticmethod
-    def of(stage: StagePlan, device_type: str) -> StageMesh:
-        """Make a stage's mesh. Collective over all ranks."""
+    def of(stages: Sequence[StagePlan], device_type: str) -> StageMesh:
+        """Make the mesh of stages on the same devices. Collective over all ranks."""
+        stage = stages[0]
         ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
         mesh = StageMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
-        several = [axes for axes in stage.mesh.state_axes if len(axes) > 1]
+        several = joint_axes(stages)
         groups = {axes: _own_group(stage, axes) for axes in several}
         is_member = mesh.get_coordinate() is not None
         mesh.joint = {axes: _joint(mesh, axes, groups[axes]) for axes in several if is_member}
@@ -170,13 +172,14 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     A rank outside a stage gets that stage's mesh too, with no coordinates on it
     (``get_coordinate()`` is None). Stages on the same devices in the same mesh share it.
     """
-    known: dict[tuple[tuple[int, ...], Mesh], DeviceMesh] = {}
+    together: dict[tuple[tuple[int, ...], Mesh], list[int]] = {}
+    stages = placed_stages(plan)
+    for index, stage in enumerate(stages):
+        together.setdefault((stage.devices, stage.mesh), []).append(index)
     found: dict[int, DeviceMesh] = {}
-    for index, stage in enumerate(placed_stages(plan)):
-        key = (stage.devices, stage.mesh)
-        if key not in known:
-            known[key] = StageMesh.of(stage, device_type)
-        found[index] = known[key]
+    for members in together.values():
+        own = StageMesh.of([stages[index] for index in members], device_type)
+        found |= dict.fromkeys(members, own)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ class Mesh:
         place = grid.get_coordinate() or (0,) * len(shape)
         self.place = dict(zip(shape, place, strict=True))
         self.groups = {axis: grid.get_group(axis) for axis in shape if dist.get_rank() in devices}
-        joint = [axis for axis in JOINT if shape.get(axis, 1) > 1]
-        experts = [axis for axis in joint if axis != "ep"]
-        for name in {"+".join(joint): None, "+".join(experts): None}:
-            if "+" in name:
-                dims = [list(shape).index(axis) for axis in name.split("+")]
-                together = ranks.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, self.size(name))
+        large = [axis for axis in shape if shape[axis] > 1]
+        for count in range(2, len(large) + 1):
+            for axes in combinations(large, count):
+                dims, name = [list(shape).index(axis) for axis in axes], "+".join(axes)
+                together = ranks.movedim(dims, [*range(-count, 0)]).reshape(-1, self.size(name))
                 own, _ = dist.new_subgroups_by_enumeration(together.tolist())  # type: ignore[no-untyped-call]
                 self.groups[name] = own
 
@@ -83,18 +83,19 @@ class Mesh:
         every = self.all_gather(tensor.detach()[None], axis, 0)
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
-    def parts(self, counts: Tensor, axis: str) -> Parts:
-        """Tell each rank of the axis how many rows it will get: ``counts[i]`` for rank i."""
+    def parts(self, counts: Tensor, axes: tuple[str, ...]) -> tuple[Parts, Tensor]:
+        """Tell each rank of the axes how many rows of each class it will get: ``counts[i]`` for
+        rank i. Return the rows by rank, and the counts that the ranks told this one."""
         received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.groups[axis])
-        sent, own = torch.stack((counts, received)).tolist()
-        return Parts(tuple(sent), tuple(own))
+        dist.all_to_all_single(received, counts.contiguous(), group=self.groups["+".join(axes)])
+        sent, own = torch.stack((counts, received)).sum(-1).tolist()
+        return Parts(tuple(sent), tuple(own)), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axis: str) -> Tensor:
-        """Send consecutive rows to the ranks of the axis; return the received rows by rank."""
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[str, ...]) -> Tensor:
+        """Send consecutive rows to the ranks of the axes; return the received rows by rank."""
         received = rows.new_empty((sum(parts.received), *rows.shape[1:]))
-        sizes = list(parts.received), list(parts.sent)
-        dist.all_to_all_single(received, rows.detach(), *sizes, group=self.groups[axis])
+        sizes, group = (list(parts.received), list(parts.sent)), self.groups["+".join(axes)]
+        dist.all_to_all_single(received, rows.detach(), *sizes, group=group)
         return received
 
     def own_part(self, tensor: Tensor, axis: str, dim: int) -> Tensor:
@@ -204,16 +205,16 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: 
     return change(x, axis, mesh.all_to_all, mesh.all_to_all, split_dim, concat_dim)
 
 
-def exchange(rows: Tensor, parts: Parts, axis: str, mesh: Mesh) -> Tensor:
-    """Send rows to the ranks of the axis; gradients are sent back."""
+def exchange(rows: Tensor, parts: Parts, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
+    """Send rows to the ranks of the axes; gradients are sent back."""
 
     def there(tensor: Tensor, axis: str) -> Tensor:
-        return mesh.exchange(tensor.contiguous(), parts, axis)
+        return mesh.exchange(tensor.contiguous(), parts, axes)
 
     def back(tensor: Tensor, axis: str) -> Tensor:
-        return mesh.exchange(tensor.contiguous(), parts.back(), axis)
+        return mesh.exchange(tensor.contiguous(), parts.back(), axes)
 
-    return change(rows, axis, there, back)
+    return change(rows, "+".join(axes), there, back)
 
 
 def swap(x: Tensor, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
