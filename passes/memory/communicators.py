@@ -5,8 +5,8 @@ memory of its own (``cost_model.ops.memory``). There is one of all devices (the 
 norm, tied weights); one for each axis of a stage's mesh that has more than one device, and for each
 set of axes over which states are sharded or tokens are sent together; one for each lane, the
 messages from one device to another; and one of the devices whose stages exchange parts of values
-because of different layouts. The counterpart of ``runtime.messages.groups``, ``runtime.messages.ordered_channels``,
-``runtime.messages.local_transfer``.
+because of different layouts. The counterpart of ``runtime.messages.groups``,
+``runtime.messages.ordered_channels``, ``runtime.messages.local_transfer``.
 """
 
 from __future__ import annotations

@@ -297,7 +297,6 @@ class ConfigurationPricer:
             )
             given = replace(
                 self._around_experts(own, restriction(own.mesh, forced)),
-                gathers=(),
                 pins=by_template(self.graph, structure.blocks, self.pins),
             )
             model = StageModel(structure, prices, given, link)

@@ -75,8 +75,7 @@ class Restriction:
     Megatron-LM (None: the solver decides). ``split_positions``: every value with positions is split
     along them, and parameters are replicated (context parallelism). ``split_experts``: weights of
     experts are split by expert, all else as in ``split_batch``. ``pins``: layouts that the user
-    requires, by node; ``features``: allowed features. ``gathers``: a parameter used whole may be
-    stored split along its first dimension, and gathered. ``tokens``: each rank has its own tokens
+    requires, by node; ``features``: allowed features. ``tokens``: each rank has its own tokens
     in routers. ``folded``: axes other than those of ``split_experts`` on which ranks hold different
     experts and send their tokens to them (None: the solver decides); ``sliced``: on which ranks
     hold slices of the same experts.
@@ -89,7 +88,6 @@ class Restriction:
     pins: Pins = field(default_factory=dict)
     features: Features = field(default_factory=Features)
     split_experts: tuple[int, ...] = ()
-    gathers: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     folded: tuple[int, ...] | None = None
     sliced: tuple[int, ...] = ()
@@ -105,7 +103,6 @@ class Restriction:
             tuple(self.pins.items()),
             self.features,
             self.split_experts,
-            self.gathers,
             self.tokens,
             self.folded,
             self.sliced,
@@ -405,7 +402,7 @@ def held_layouts(
             options.append([shard(0)])
         elif axis in restriction.tokens and node.name in routers_of(graph, prices):
             options.append([REPLICATE])
-        elif axis in restriction.gathers and size > 1:
+        elif node.name in _spread_weights(graph, axis, prices, restriction):
             options.append([*(each for each in splits if each.dim == 0), REPLICATE])
         elif axis in restriction.given or size == 1:
             options.append([REPLICATE])
@@ -425,9 +422,16 @@ def _split_weights(
     """Return the expert weights that an axis must split by expert, with numbers of experts."""
     size = prices.mesh.shape[axis]
     is_split = axis in (*restriction.split_experts, *(restriction.folded or ()))
-    if not is_split or axis in restriction.gathers or size == 1:
-        return {}
-    return experts_on(graph, size, prices).weights
+    return experts_on(graph, size, prices).weights if is_split and size > 1 else {}
+
+
+def _spread_weights(
+    graph: Graph, axis: int, prices: Prices, restriction: Restriction
+) -> Mapping[str, int]:
+    """Return the expert weights that an axis of positions may split by expert."""
+    size, is_free = prices.mesh.shape[axis], restriction.folded is None
+    may_split = is_free and axis in restriction.split_positions and size > 1
+    return experts_on(graph, size, prices).weights if may_split else {}
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:

@@ -250,6 +250,5 @@ def restriction(mesh: Mesh, forced: Forced) -> Restriction:
         forced.sequence_parallel,
         cp,
         split_experts=ep,
-        gathers=(*ep, *cp),
         folded=folded,
     )

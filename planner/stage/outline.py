@@ -378,7 +378,6 @@ def _axis_key(
         restriction.split_parameters,
         restriction.split_positions,
         restriction.split_experts,
-        restriction.gathers,
     )
     roles = tuple(axis in each for each in given)
     if size == 1:
@@ -391,7 +390,7 @@ def _axis_key(
         rows_fit,
         _strategies_key(block, graph, size, prices),
         _dims_key(block, graph, size, prices) if by_positions else None,
-        _experts_key(block, graph, size, prices) if roles[3] else None,
+        _experts_key(block, graph, size, prices) if roles[2] or roles[3] else None,
     )
 
 

@@ -309,7 +309,7 @@ def test_every_block_is_in_one_stage() -> None:
 
 def test_the_axes_of_a_context_parallel_mesh_are_restricted_each_its_own_way() -> None:
     found = restriction(mesh_of(2, 2, 2), Forced(dp=2, tp=2, cp=2, sequence_parallel=True))
-    assert found == Restriction((0,), (2,), True, (1,), gathers=(1,))
+    assert found == Restriction((0,), (2,), True, (1,))
     assert replace(found, sequence_parallel=None) == restriction(
         mesh_of(2, 2, 2), Forced(dp=2, tp=2, cp=2)
     )
