@@ -11,7 +11,7 @@ in the order of the stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,24 +96,26 @@ def _backends(group: Any) -> Iterator[Any]:
 DATA_AXIS = "dp"
 
 
-class StageMesh(DeviceMesh):
-    """Device mesh of a stage. ``joint`` maps each set of several axes over which states are sharded
-    to a mesh of the same ranks, in which these axes are one; it is empty outside of the stage."""
+JOINT = "joint"
+"""Attribute of a stage's device mesh: a dict from each set of several axes over which states are
+sharded to a mesh of the same ranks, in which these axes are one; empty outside of the stage. A
+subclass would have a field for it, but ``torch.load`` refuses DTensors on meshes of other
+classes."""
 
-    joint: Mapping[tuple[int, ...], DeviceMesh]
 
-    @staticmethod
-    def of(stage: StagePlan, device_type: str) -> StageMesh:
-        """Make a stage's mesh. Collective over all ranks."""
-        ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
-        mesh = StageMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
-        several = [axes for axes in stage.mesh.state_axes if len(axes) > 1]
-        groups = {axes: _own_group(stage, axes) for axes in several}
-        is_member = mesh.get_coordinate() is not None
-        mesh.joint = {axes: _joint(mesh, axes, groups[axes]) for axes in several if is_member}
-        for group in mesh.get_all_groups() if is_member else ():
-            share_limit(group)
-        return mesh
+def stage_mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
+    """Make a stage's device mesh, with the meshes in which sets of axes are joint. Collective over
+    all ranks."""
+    ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+    several = [axes for axes in stage.mesh.state_axes if len(axes) > 1]
+    groups = {axes: _own_group(stage, axes) for axes in several}
+    is_member = mesh.get_coordinate() is not None
+    joint = {axes: _joint(mesh, axes, groups[axes]) for axes in several if is_member}
+    setattr(mesh, JOINT, joint)
+    for group in mesh.get_all_groups() if is_member else ():
+        share_limit(group)
+    return mesh
 
 
 def _own_group(stage: StagePlan, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -152,8 +154,8 @@ def joint_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
     """Return a mesh with the ranks of ``mesh`` in which ``axes`` are one axis."""
     if len(axes) == 1:
         return mesh
-    assert isinstance(mesh, StageMesh)
-    return mesh.joint[axes]
+    joint: DeviceMesh = getattr(mesh, JOINT)[axes]
+    return joint
 
 
 def sum_groups(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
@@ -175,7 +177,7 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
     for index, stage in enumerate(placed_stages(plan)):
         key = (stage.devices, stage.mesh)
         if key not in known:
-            known[key] = StageMesh.of(stage, device_type)
+            known[key] = stage_mesh(stage, device_type)
         found[index] = known[key]
     return found
 
