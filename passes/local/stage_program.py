@@ -68,6 +68,13 @@ def shard_axes(spec: TensorSpec, layout: Layout, mesh: Mesh, zero: int) -> tuple
     return tuple(axis for axis in mesh.joint_axes if not layout[axis].is_shard)
 
 
+def shard_sets(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of axes over which parameters may be sharded: the joint axes and, for weights
+    of experts, which "ep" splits, the joint axes without "ep"."""
+    experts = tuple(axis for axis in mesh.joint_axes if mesh.axes[axis] != "ep")
+    return tuple(axes for axes in dict.fromkeys((mesh.joint_axes, experts)) if axes)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
     """Program of a block (layer) on one rank: ``module.forward(*inputs)`` returns the tuple of

@@ -19,6 +19,7 @@ from ...planner.graph.layout import local_region
 from ...planner.plan import Plan, StagePlan
 from ...planner.variants.replicas import placed_stages
 from ..local.stage_cut import Boundary, with_replicas
+from ..local.stage_program import shard_sets
 
 Lane = tuple[int, int]
 
@@ -33,7 +34,7 @@ def num_communicators(plan: Plan, crossing: Sequence[Boundary]) -> Counter[int]:
     for devices, mesh in {(stage.devices, stage.mesh) for stage in stages}:
         is_world = len(mesh.shape) == 1 and mesh.size == world
         axes = 0 if is_world else sum(size > 1 for size in mesh.shape)
-        joint = sum(len(own) > 1 and mesh.num_ranks(own) < world for own in mesh.state_axes)
+        joint = sum(len(own) > 1 and mesh.num_ranks(own) < world for own in shard_sets(mesh))
         for device in devices:
             found[device] += axes + joint
     lanes = set[Lane]()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...passes.local.stage_program import shard_sets
 from ...planner.graph.layout import Mesh
 from ...planner.plan import Plan, StagePlan
 from ...planner.variants.replicas import placed_stages
@@ -95,75 +96,67 @@ def _backends(group: Any) -> Iterator[Any]:
 
 DATA_AXIS = "dp"
 
-
 JOINT = "joint"
 """Attribute of a stage's device mesh: a dict from each set of several axes over which states are
-sharded to a mesh of the same ranks, in which these axes are one; empty outside of the stage. A
-subclass would have a field for it, but ``torch.load`` refuses DTensors on meshes of other
-classes."""
+sharded to a mesh of the same ranks, in which these axes are one, the first. It is no field of a
+subclass, as ``torch.load`` refuses DTensors on meshes of other classes."""
 
 
 def stage_mesh(stage: StagePlan, device_type: str) -> DeviceMesh:
-    """Make a stage's device mesh, with the meshes in which sets of axes are joint. Collective over
-    all ranks."""
+    """Make a stage's device mesh, and the meshes of its joint axes. Collective over all ranks."""
     ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
-    several = [axes for axes in stage.mesh.state_axes if len(axes) > 1]
-    groups = {axes: _own_group(stage, axes) for axes in several}
-    is_member = mesh.get_coordinate() is not None
-    joint = {axes: _joint(mesh, axes, groups[axes]) for axes in several if is_member}
-    setattr(mesh, JOINT, joint)
-    for group in mesh.get_all_groups() if is_member else ():
-        share_limit(group)
+    several = [axes for axes in shard_sets(stage.mesh) if len(axes) > 1]
+    setattr(mesh, JOINT, {axes: _joined(mesh, stage, axes) for axes in several})
+    if mesh.get_coordinate() is not None:
+        for group in mesh.get_all_groups():
+            share_limit(group)
     return mesh
 
 
-def _own_group(stage: StagePlan, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Make the groups of the ranks along ``axes``; return the group that this rank is in, if any.
-    A mesh makes no such groups on ranks outside of it."""
+def _joined(mesh: DeviceMesh, stage: StagePlan, axes: tuple[int, ...]) -> DeviceMesh | None:
+    """Make the mesh in which ``axes`` are one axis, with a new group of ranks; None on ranks
+    outside of the stage, which take part, since torch makes no parts of a mesh there."""
     own = None
     for members in stage.mesh.groups(*axes):
         ranks = [stage.devices[index] for index in members]
         is_world = len(ranks) == dist.get_world_size()
         group = dist.group.WORLD if is_world else new_group(ranks)
         own = group if dist.get_rank() in ranks else own
-    return own
-
-
-def _joint(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
-    """Return a mesh with the ranks of ``mesh`` in which ``axes``, whose ranks form ``group``, are
-    the first axis; the others follow."""
-    assert group is not None
-    names, others = mesh.mesh_dim_names or (), [i for i in range(mesh.ndim) if i not in axes]
-    ranks = mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1)
+    if own is None:
+        return None
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
     return DeviceMesh.from_group(
-        [group, *(mesh.get_group(axis) for axis in others)],
+        [own, *(mesh.get_group(axis) for axis in others)],
         mesh.device_type,
-        ranks,
-        mesh_dim_names=(joint_name(mesh, axes), *(names[axis] for axis in others)),
+        mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1),
+        mesh_dim_names=("_".join(stage.mesh.axes[a] for a in axes), *mesh_names(mesh, others)),
     )
 
 
-def joint_name(mesh: DeviceMesh, axes: Sequence[int]) -> str:
-    """Return the name of ``axes`` as one axis."""
+def mesh_names(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    return "_".join(names[axis] for axis in axes)
+    return tuple(names[axis] for axis in axes)
 
 
-def joint_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh with the ranks of ``mesh`` in which ``axes`` are one axis."""
+def mesh_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
+    """Return the mesh of one axis that has this rank's group of the ranks along ``axes``."""
     if len(axes) == 1:
-        return mesh
+        return mesh[mesh_names(mesh, axes)]
     joint: DeviceMesh = getattr(mesh, JOINT)[axes]
-    return joint
+    return joint[mesh_names(joint, (0,))]
+
+
+def mesh_beside(mesh: DeviceMesh, axes: tuple[int, ...], others: Sequence[int]) -> DeviceMesh:
+    """Return the mesh of the axes ``others``, to be combined with ``mesh_along(mesh, axes)``."""
+    root: DeviceMesh = mesh if len(axes) == 1 else getattr(mesh, JOINT)[axes]
+    return root[mesh_names(mesh, others)]
 
 
 def sum_groups(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups of ranks whose sums, one after the other, are the sum over ``axes``."""
     own = Mesh(mesh.mesh_dim_names or (), tuple(mesh.shape))
-    return tuple(
-        joint_mesh(mesh, joined).get_group(joint_name(mesh, joined)) for joined in own.joined(axes)
-    )
+    return tuple(mesh_along(mesh, joined).get_group() for joined in own.joined(axes))
 
 
 def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:

@@ -16,7 +16,7 @@ Once a model is adopted,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ...passes.ops.collectives import local_tensor
+from .parameters import like_tensor
 
 _READS = (
     "item",
@@ -116,25 +117,14 @@ def _run_on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return whole(value) if isinstance(value, Tensor) else value
 
     made = op(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-    if made is None:
-        return None
-    return [_wrapped(local, like) for local, like in zip(made, args[0], strict=True)]
-
-
-def _wrapped(local: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return local
-    mesh, placements, shape = like.device_mesh, like.placements, like.shape
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=like.stride()
-    )
+    return made and [like_tensor(like, local) for local, like in zip(made, args[0], strict=True)]
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the norms of whole tensors, the same on every rank, as ordinary tensors. The shards'
     norms are summed, or their maximum is taken, for all tensors of a mesh and layout at once."""
     order = float(args[1] if len(args) > 1 else 2.0)
-    tensors = [each if _is_sharded(each) else whole(each) for each in args[0]]
+    tensors: Sequence[Tensor] = args[0]
     alike: dict[Any, list[int]] = {}
     for index, each in enumerate(tensors):
         key = (each.device_mesh, each.placements) if isinstance(each, DTensor) else ()
@@ -144,25 +134,14 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     found: dict[int, Tensor] = {}
     for key, members in alike.items():
         parts = (local_tensor(tensors[index]) for index in members)
-        norms = torch.stack([_norm(part, order, kwargs.get("dtype")) ** power for part in parts])
+        filled = [part if part.numel() else part.new_zeros(1) for part in parts]
+        norms = torch.stack([torch.linalg.vector_norm(p, order, **kwargs) ** power for p in filled])
         for dim, placement in enumerate(key[1] if key else ()):
             if not placement.is_replicate():
                 how = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
                 dist.all_reduce(norms, how, group=key[0].get_group(dim))
         found |= dict(zip(members, (norms ** (1 / power)).unbind(), strict=True))
     return [found[index] for index in range(len(tensors))]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor of which each rank holds values, not partial sums."""
-    return isinstance(tensor, DTensor) and not any(p.is_partial() for p in tensor.placements)
-
-
-def _norm(part: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    if order == math.inf and not part.numel():
-        return part.new_zeros((), dtype=dtype)
-    found: Tensor = torch.linalg.vector_norm(part, order, dtype=dtype)
-    return found
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

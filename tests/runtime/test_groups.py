@@ -19,7 +19,7 @@ from autoparallel.runtime.launch.process import describe
 from autoparallel.runtime.messages.groups import (
     MARGIN_SECONDS,
     allow_seconds,
-    joint_mesh,
+    mesh_along,
     new_group,
     stage_mesh,
     sum_groups,
@@ -81,7 +81,7 @@ def _joint() -> dict[str, list[list[int]]]:
         for name, of in (("every", every), ("dp", (0,))):
             groups = sum_groups(mesh, of)
             found[name] = [dist.get_process_group_ranks(group) for group in groups]
-        for each in (mesh, joint_mesh(mesh, every)):
+        for each in (mesh, mesh_along(mesh, every)):
             spread = DTensor.from_local(torch.ones(2), each, [Replicate()] * each.ndim)
             buffer = io.BytesIO()
             torch.save(spread, buffer)
