@@ -109,20 +109,44 @@ _REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
 def _run_on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an elementwise multi-tensor op on this rank's shards."""
+    """Run an elementwise multi-tensor op on this rank's shards, in the layouts of its first
+    list."""
+    first, *others = [each for each in args if isinstance(each, list | tuple)]
+    pairs = [pair for other in others for pair in zip(other, first, strict=True)]
+    if _are_partial(first) or any(_is_mixed(*pair) for pair in pairs):
+        return _left_to_torch(op, args, kwargs)
+
+    def part(value: Any, like: Any) -> Any:
+        if isinstance(value, DTensor) and value.dim() and value.placements != like.placements:
+            value = value.redistribute(placements=like.placements)
+        return local_tensor(value) if isinstance(value, Tensor) else value
 
     def own(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [local_tensor(each) if isinstance(each, Tensor) else each for each in value]
+            return [part(each, like) for each, like in zip(value, first, strict=True)]
         return whole(value) if isinstance(value, Tensor) else value
 
     made = op(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-    return made and [like_tensor(like, local) for local, like in zip(made, args[0], strict=True)]
+    return made and [like_tensor(like, local) for local, like in zip(made, first, strict=True)]
+
+
+def _is_mixed(value: Any, like: Tensor) -> bool:
+    """Tell whether only one of two tensors is a DTensor, which torch refuses."""
+    is_tensor = isinstance(value, Tensor) and value.dim() > 0
+    return is_tensor and isinstance(value, DTensor) != isinstance(like, DTensor)
+
+
+def _are_partial(tensors: Iterable[Tensor]) -> bool:
+    spread = (each for each in tensors if isinstance(each, DTensor))
+    return any(placement.is_partial() for each in spread for placement in each.placements)
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the norms of whole tensors, the same on every rank, as ordinary tensors. The shards'
     norms are summed, or their maximum is taken, for all tensors of a mesh and layout at once."""
+    if _are_partial(args[0]):
+        found_by_torch: list[Tensor] = _left_to_torch(op, args, kwargs)
+        return found_by_torch
     order = float(args[1] if len(args) > 1 else 2.0)
     tensors: Sequence[Tensor] = args[0]
     alike: dict[Any, list[int]] = {}
@@ -226,11 +250,11 @@ def _placed(drawn: Tensor, like: DTensor) -> DTensor:
 
 def _left_to_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handlers = op_handlers()
-    del handlers[op]
+    handler = handlers.pop(op)
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = _drawn
+        handlers[op] = handler
 
 
 _depth = 0
