@@ -87,9 +87,9 @@ class StagePlan:
     """A stage: consecutive blocks on a mesh of devices, with all its decisions.
 
     ``devices``: cluster ranks in the mesh's row-major order. ``zero``: ZeRO stage of parameters
-    that are replicated over mesh axis 0, over which states are sharded. ``layouts`` maps a node, by
-    its name in the first block of its kind in the whole graph, to its layout; inputs, constants and
-    shared parameters have their own names. ``shares``: rows of a micro-batch at each index along
+    that several ranks of ``Mesh.joint_axes`` hold whole. ``layouts`` maps a node, by its name in
+    the first block of its kind in the whole graph, to its layout; inputs, constants and shared
+    parameters have their own names. ``shares``: rows of a micro-batch at each index along
     mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
     """

@@ -33,6 +33,7 @@ FEW = (
 )
 FOUR = (
     ("gpt", "dp=2,cp=2,zero=1"),
+    ("gpt-tied", "dp=2,cp=2,zero=3,microbatches=2"),
     ("llama", "cp=4,zero=3,microbatches=2"),
     ("mixtral", "dp=4,ep=2,zero=1,microbatches=2"),
     ("mixtral", "dp=4,ep=2,zero=3,recompute=selective"),
@@ -56,6 +57,7 @@ BALANCED_FOUR = (
 EIGHT = (
     ("llama", "dp=2,cp=2,tp=2"),
     ("mixtral", "dp=4,ep=2,tp=2,zero=1"),
+    ("gpt-tied", "dp=2,cp=2,pp=2,zero=2,microbatches=4"),
     ("mixtral", "dp=4,ep=2,cp=2,zero=3"),
     ("mixtral", "dp=4,ep=2,pp=2,zero=2,microbatches=4,schedule=zb-h1"),
 )

@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoparallel.options.words import held_text
-from autoparallel.planner.graph.layout import (
-    JOINT_AXES,
-    Layout,
-    Mesh,
-    NodeLayout,
-    balanced_axes,
-    split_axes,
-)
+from autoparallel.planner.graph.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
@@ -178,7 +171,7 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
     reason = f": {AXIS_REASONS[axis]}" if axis in AXIS_REASONS and num_split else ""
     sums = f"; {num_sums} op{'' if num_sums == 1 else 's'} with partial sums" if num_sums else ""
     swaps = "; causal attention balanced by swapping queries" if is_balanced else ""
-    states = f"; {ZERO_WORDS[stage.zero]}" if axis in JOINT_AXES and stage.zero else ""
+    states = f"; {ZERO_WORDS[stage.zero]}" if axis != "tp" and stage.zero else ""
     split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
     return f"{split}{reason}{sums}{swaps}{states}"
 

@@ -146,8 +146,8 @@ FAULTS = (
     Fault(
         "shard-offset",
         "runtime/parameters/parameters.py",
-        "first = min(start + coordinates[0] * rows, stop)",
-        "first = min(start + (coordinates[0] // 2) * rows, stop)",
+        "first = min(start + place * rows, stop)",
+        "first = min(start + (place // 2) * rows, stop)",
         "tests/runtime/test_materialize.py",
     ),
     # gradients are not clipped

@@ -13,7 +13,6 @@ data-, expert- and context-parallel ranks that hold it whole (``Mesh.joint_axes`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -166,15 +165,10 @@ class MeshPrices:
             if placement.is_shard
         )
 
-    @cached_property
-    def state_axes(self) -> tuple[int, ...]:
-        """Return the mesh axes over which ZeRO shards states and gradients are summed."""
-        return self.mesh.joint_axes
-
     @property
     def shards(self) -> int:
         """Return the number of ranks that ZeRO shards a replicated parameter over."""
-        return self.mesh.num_ranks(self.state_axes)
+        return self.mesh.num_ranks(self.mesh.joint_axes)
 
     def parameter(self, spec: TensorSpec, held: Layout, zero: int) -> tuple[Seconds, StateBytes]:
         """Return a parameter's seconds (gathers, gradient sum, optimizer step) and bytes per rank.
@@ -185,7 +179,8 @@ class MeshPrices:
         """
         numel = spec.numel // self.num_parts(held)
         gradient_bytes = numel * self.policy.gradient_bytes
-        axes = tuple(axis for axis in self.state_axes if not held[axis].is_shard)
+        joint = self.mesh.joint_axes
+        axes = tuple(axis for axis in joint if not held[axis].is_shard)
         shards = self.mesh.num_ranks(axes)
         if not spec.requires_grad:
             if spec.stored:
@@ -198,13 +193,11 @@ class MeshPrices:
             seconds = self._states_of(zero, gather, self._streamed(sync, gradient_bytes, axes))
             seconds = seconds.plus(self._copies(zero, numel, numel))
         sharded = shards if zero else 1
-        runs_beside = shards == 1
         for axis, placement in enumerate(held):
-            if not placement.is_shard and axis not in axes and self.mesh.shape[axis] > 1:
+            if not placement.is_shard and axis not in joint and self.mesh.shape[axis] > 1:
                 summed = self.collective("all_reduce", gradient_bytes // sharded, axis)
-                share = self._slowed_share("all_reduce") if runs_beside else 1.0
+                share = self._slowed_share("all_reduce") if shards == 1 else 1.0
                 seconds = seconds.plus(Seconds(gradient_sync=summed, sync_slowed=share * summed))
-                runs_beside = False
         states = state_bytes(numel, self.policy, zero if shards > 1 else 0, shards)
         seconds = seconds._replace(optimizer=self._update(numel / sharded))
         gathered = exchange_bytes(numel, self.policy, zero, shards)
@@ -259,7 +252,7 @@ class MeshPrices:
 
     @property
     def _state_group(self) -> Group:
-        return self.group(*(self.state_axes or (0,)))
+        return self.group(*(self.mesh.joint_axes or (0,)))
 
     @property
     def shares_links(self) -> bool:
@@ -267,7 +260,7 @@ class MeshPrices:
 
         Collectives over several hosts are limited by the links between hosts.
         """
-        own = self.state_axes or (0,)
+        own = self.mesh.joint_axes or (0,)
         sizes = enumerate(self.mesh.shape)
         others = [self.groups[axis] for axis, size in sizes if axis not in own and size > 1]
         crosses = self._state_group.num_hosts > 1
@@ -311,7 +304,7 @@ class MeshPrices:
     def block_sync(self, zero: int) -> Seconds:
         """Return the latencies of a block's parameter gathers and gradient sums, which
         ``parameter`` leaves out."""
-        axes = self.state_axes
+        axes = self.mesh.joint_axes
         if not axes:
             return Seconds()
         sync: CollectiveKind = "reduce_scatter" if zero else "all_reduce"

@@ -56,8 +56,8 @@ def shard(dim: int) -> Placement:
 
 
 JOINT_AXES = ("dp", "ep", "cp")
-"""Mesh axes whose ranks hold parameters whole, except weights of experts on "ep". ZeRO shards a
-parameter, or one collective sums its gradient, over all of them at once."""
+"""Mesh axes whose ranks hold parameters whole, except weights of experts on "ep": states are
+sharded, and gradients summed, over all of them at once."""
 
 REPLICATE = Placement("R")
 INVARIANT = Placement("I")
@@ -138,29 +138,23 @@ class Mesh:
         >>> Mesh(("dp", "ep", "tp"), (2, 2, 4)).row_parts
         4
         """
-        sizes = zip(self.axes, self.shape, strict=True)
-        return prod(size for name, size in sizes if name in ("dp", "ep"))
+        return self.num_ranks([at for at, name in enumerate(self.axes) if name in ("dp", "ep")])
 
     @property
     def joint_axes(self) -> tuple[int, ...]:
-        """Return the axes of ``JOINT_AXES`` that have several ranks.
-
-        >>> Mesh(("dp", "cp", "tp"), (2, 2, 4)).joint_axes
-        (0, 1)
-        """
+        """Return the axes of ``JOINT_AXES`` that have several ranks."""
         sizes = enumerate(zip(self.axes, self.shape, strict=True))
         return tuple(axis for axis, (name, size) in sizes if name in JOINT_AXES and size > 1)
 
     def joined(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of axes over which the sum over ``axes`` is taken, one by one: the
-        joint axes are one group, every other axis is a group of its own.
+        """Return the groups of axes over which a sum over ``axes`` is taken, one after the other:
+        the joint axes together, each other axis alone.
 
         >>> Mesh(("dp", "cp", "tp"), (2, 2, 4)).joined((0, 1, 2))
         ((0, 1), (2,))
         """
         joint = tuple(axis for axis in axes if axis in self.joint_axes)
-        alone = ((axis,) for axis in axes if axis not in joint)
-        return (joint, *alone) if joint else tuple(alone)
+        return (*([joint] if joint else []), *((axis,) for axis in axes if axis not in joint))
 
     def num_ranks(self, axes: Sequence[int]) -> int:
         """Return the number of ranks along ``axes`` together; 1 for no axes."""

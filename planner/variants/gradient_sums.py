@@ -8,7 +8,7 @@ prices plans with only such sums correctly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import ceil
@@ -56,24 +56,20 @@ class SumPrices:
 
     cluster: Cluster
     stage: StagePlan
-    _places: dict[tuple[str, ...], list[list[Place]]] = field(default_factory=dict)
+    _places: dict[tuple[int, ...], dict[Place, None]] = field(default_factory=dict)
     _known: dict[tuple[str, int, tuple[str, ...]], float] = field(default_factory=dict)
     _best: dict[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
 
-    def places(self, names: tuple[str, ...]) -> list[list[Place]]:
-        """Return for each all-reduce of a sum over the axes ``names`` (``Mesh.joined``) the groups
-        of ranks that run it, without groups that cost the same."""
-        if names not in self._places:
-            mesh = self.stage.mesh
-            self._places[names] = [
-                list(dict.fromkeys(self._place(members) for members in mesh.groups(*axes)))
-                for axes in mesh.joined([mesh.axes.index(name) for name in names])
-            ]
-        return self._places[names]
-
-    def _place(self, members: Sequence[int]) -> Place:
-        ranks = [self.stage.devices[index] for index in members]
-        return group_of(self.cluster, ranks), hosts_of(self.cluster, ranks)
+    def places(self, names: tuple[str, ...]) -> Iterator[tuple[Place, ...]]:
+        """Yield for each all-reduce of a sum over the axes ``names`` the groups of ranks that run
+        it, without groups that cost the same."""
+        mesh, devices = self.stage.mesh, self.stage.devices
+        for axes in mesh.joined([mesh.axes.index(name) for name in names]):
+            found = self._places.setdefault(axes, {})
+            for members in () if found else mesh.groups(*axes):
+                ranks = [devices[index] for index in members]
+                found[group_of(self.cluster, ranks), hosts_of(self.cluster, ranks)] = None
+            yield tuple(found)
 
     def seconds(self, algorithm: str, own: GradientSum) -> float:
         """Return the seconds of the sum ``own`` by ``algorithm``, all-reduce after all-reduce."""

@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...passes.ops.collectives import Parts
-from .groups import joint_mesh
+from .groups import mesh_along
 
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather: Callable[..., Any] = (
@@ -154,9 +154,7 @@ class ProcessCommunicator:
         return received.view(tensor.dtype).view(tensor.shape)
 
     def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
-        if len(axes) == 1:
-            return self.device_mesh.get_group(axes[0])
-        return joint_mesh(self.device_mesh, axes).get_group(0)
+        return mesh_along(self.device_mesh, axes).get_group(0)
 
     def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
         """Return the numbers of rows to send to, and to receive from, each rank along ``axes``, and

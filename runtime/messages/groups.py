@@ -11,7 +11,7 @@ in the order of the stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -95,75 +95,68 @@ def _backends(group: Any) -> Iterator[Any]:
 
 DATA_AXIS = "dp"
 
+JOINT = "joint"
+"""Attribute of a stage's device mesh: a dict from each set of several axes along which ranks
+communicate as one group to a mesh of the same ranks, in which these axes are one, the first. It is
+no field of a subclass, as ``torch.load`` refuses DTensors on meshes of other classes."""
 
-class StageMesh(DeviceMesh):
-    """Device mesh of a stage. ``joint`` maps each set of several axes along which ranks communicate
-    as one group to a mesh of the same ranks, in which these axes are one; it is empty outside of
-    the stage."""
 
-    joint: Mapping[tuple[int, ...], DeviceMesh]
-
-    @staticmethod
-    def of(stages: Sequence[StagePlan], device_type: str) -> StageMesh:
-        """Make the mesh of stages on the same devices. Collective over all ranks."""
-        stage = stages[0]
-        ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
-        mesh = StageMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
-        several = joint_axes(stages)
-        groups = {axes: _own_group(stage, axes) for axes in several}
-        is_member = mesh.get_coordinate() is not None
-        mesh.joint = {axes: _joint(mesh, axes, groups[axes]) for axes in several if is_member}
-        for group in mesh.get_all_groups() if is_member else ():
+def stage_mesh(stages: Sequence[StagePlan], device_type: str) -> DeviceMesh:
+    """Make the device mesh of stages on the same devices, and the meshes of its joint axes.
+    Collective over all ranks."""
+    stage = stages[0]
+    ranks = torch.tensor(stage.devices, dtype=torch.int).view(stage.mesh.shape)
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axes)
+    setattr(mesh, JOINT, {axes: _joined(mesh, stage, axes) for axes in joint_axes(stages)})
+    if mesh.get_coordinate() is not None:
+        for group in mesh.get_all_groups():
             share_limit(group)
-        return mesh
+    return mesh
 
 
-def _own_group(stage: StagePlan, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Make the groups of the ranks along ``axes``; return the group that this rank is in, if any.
-    A mesh makes no such groups on ranks outside of it."""
+def _joined(mesh: DeviceMesh, stage: StagePlan, axes: tuple[int, ...]) -> DeviceMesh | None:
+    """Make the mesh in which ``axes`` are one axis, with a new group of ranks; None on ranks
+    outside of the stage, which take part, since torch makes no parts of a mesh there."""
     own = None
     for members in stage.mesh.groups(*axes):
         ranks = [stage.devices[index] for index in members]
         is_world = len(ranks) == dist.get_world_size()
         group = dist.group.WORLD if is_world else new_group(ranks)
         own = group if dist.get_rank() in ranks else own
-    return own
-
-
-def _joint(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
-    """Return a mesh with the ranks of ``mesh`` in which ``axes``, whose ranks form ``group``, are
-    the first axis; the others follow."""
-    assert group is not None
-    names, others = mesh.mesh_dim_names or (), [i for i in range(mesh.ndim) if i not in axes]
-    ranks = mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1)
+    if own is None:
+        return None
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
     return DeviceMesh.from_group(
-        [group, *(mesh.get_group(axis) for axis in others)],
+        [own, *(mesh.get_group(axis) for axis in others)],
         mesh.device_type,
-        ranks,
-        mesh_dim_names=(joint_name(mesh, axes), *(names[axis] for axis in others)),
+        mesh.mesh.permute(*axes, *others).flatten(0, len(axes) - 1),
+        mesh_dim_names=("_".join(stage.mesh.axes[a] for a in axes), *mesh_names(mesh, others)),
     )
 
 
-def joint_name(mesh: DeviceMesh, axes: Sequence[int]) -> str:
-    """Return the name of ``axes`` as one axis."""
+def mesh_names(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    return "_".join(names[axis] for axis in axes)
+    return tuple(names[axis] for axis in axes)
 
 
-def joint_mesh(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh with the ranks of ``mesh`` in which ``axes`` are one axis."""
+def mesh_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
+    """Return the mesh of one axis that has this rank's group of the ranks along ``axes``."""
     if len(axes) == 1:
-        return mesh
-    assert isinstance(mesh, StageMesh)
-    return mesh.joint[axes]
+        return mesh[mesh_names(mesh, axes)]
+    joint: DeviceMesh = getattr(mesh, JOINT)[axes]
+    return joint[mesh_names(joint, (0,))]
+
+
+def mesh_beside(mesh: DeviceMesh, axes: tuple[int, ...], others: Sequence[int]) -> DeviceMesh:
+    """Return the mesh of the axes ``others``, to be combined with ``mesh_along(mesh, axes)``."""
+    root: DeviceMesh = mesh if len(axes) == 1 else getattr(mesh, JOINT)[axes]
+    return root[mesh_names(mesh, others)]
 
 
 def sum_groups(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups of ranks whose sums, one after the other, are the sum over ``axes``."""
     own = Mesh(mesh.mesh_dim_names or (), tuple(mesh.shape))
-    return tuple(
-        joint_mesh(mesh, joined).get_group(joint_name(mesh, joined)) for joined in own.joined(axes)
-    )
+    return tuple(mesh_along(mesh, joined).get_group() for joined in own.joined(axes))
 
 
 def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
@@ -178,7 +171,7 @@ def build_meshes(plan: Plan, device_type: str = "cpu") -> dict[int, DeviceMesh]:
         together.setdefault((stage.devices, stage.mesh), []).append(index)
     found: dict[int, DeviceMesh] = {}
     for members in together.values():
-        own = StageMesh.of([stages[index] for index in members], device_type)
+        own = stage_mesh([stages[index] for index in members], device_type)
         found |= dict.fromkeys(members, own)
     return found
 

@@ -16,7 +16,7 @@ Once a model is adopted,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ...passes.ops.collectives import local_tensor
+from .parameters import like_tensor
 
 _READS = (
     "item",
@@ -108,33 +109,46 @@ _REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
 def _run_on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an elementwise multi-tensor op on this rank's shards."""
+    """Run an elementwise multi-tensor op on this rank's shards, in the layouts of its first
+    list."""
+    first, *others = [each for each in args if isinstance(each, list | tuple)]
+    pairs = [pair for other in others for pair in zip(other, first, strict=True)]
+    if _are_partial(first) or any(_is_mixed(*pair) for pair in pairs):
+        return _left_to_torch(op, args, kwargs)
+
+    def part(value: Any, like: Any) -> Any:
+        if isinstance(value, DTensor) and value.dim() and value.placements != like.placements:
+            value = value.redistribute(placements=like.placements)
+        return local_tensor(value) if isinstance(value, Tensor) else value
 
     def own(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [local_tensor(each) if isinstance(each, Tensor) else each for each in value]
+            return [part(each, like) for each, like in zip(value, first, strict=True)]
         return whole(value) if isinstance(value, Tensor) else value
 
     made = op(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-    if made is None:
-        return None
-    return [_wrapped(local, like) for local, like in zip(made, args[0], strict=True)]
+    return made and [like_tensor(like, local) for local, like in zip(made, first, strict=True)]
 
 
-def _wrapped(local: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return local
-    mesh, placements, shape = like.device_mesh, like.placements, like.shape
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=like.stride()
-    )
+def _is_mixed(value: Any, like: Tensor) -> bool:
+    """Tell whether only one of two tensors is a DTensor, which torch refuses."""
+    is_tensor = isinstance(value, Tensor) and value.dim() > 0
+    return is_tensor and isinstance(value, DTensor) != isinstance(like, DTensor)
+
+
+def _are_partial(tensors: Iterable[Tensor]) -> bool:
+    spread = (each for each in tensors if isinstance(each, DTensor))
+    return any(placement.is_partial() for each in spread for placement in each.placements)
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the norms of whole tensors, the same on every rank, as ordinary tensors. The shards'
     norms are summed, or their maximum is taken, for all tensors of a mesh and layout at once."""
+    if _are_partial(args[0]):
+        found_by_torch: list[Tensor] = _left_to_torch(op, args, kwargs)
+        return found_by_torch
     order = float(args[1] if len(args) > 1 else 2.0)
-    tensors = [each if _is_sharded(each) else whole(each) for each in args[0]]
+    tensors: Sequence[Tensor] = args[0]
     alike: dict[Any, list[int]] = {}
     for index, each in enumerate(tensors):
         key = (each.device_mesh, each.placements) if isinstance(each, DTensor) else ()
@@ -144,25 +158,14 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     found: dict[int, Tensor] = {}
     for key, members in alike.items():
         parts = (local_tensor(tensors[index]) for index in members)
-        norms = torch.stack([_norm(part, order, kwargs.get("dtype")) ** power for part in parts])
+        filled = [part if part.numel() else part.new_zeros(1) for part in parts]
+        norms = torch.stack([torch.linalg.vector_norm(p, order, **kwargs) ** power for p in filled])
         for dim, placement in enumerate(key[1] if key else ()):
             if not placement.is_replicate():
                 how = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
                 dist.all_reduce(norms, how, group=key[0].get_group(dim))
         found |= dict(zip(members, (norms ** (1 / power)).unbind(), strict=True))
     return [found[index] for index in range(len(tensors))]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor of which each rank holds values, not partial sums."""
-    return isinstance(tensor, DTensor) and not any(p.is_partial() for p in tensor.placements)
-
-
-def _norm(part: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    if order == math.inf and not part.numel():
-        return part.new_zeros((), dtype=dtype)
-    found: Tensor = torch.linalg.vector_norm(part, order, dtype=dtype)
-    return found
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -247,11 +250,11 @@ def _placed(drawn: Tensor, like: DTensor) -> DTensor:
 
 def _left_to_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handlers = op_handlers()
-    del handlers[op]
+    handler = handlers.pop(op)
     try:
         return op(*args, **kwargs)
     finally:
-        handlers[op] = _drawn
+        handlers[op] = handler
 
 
 _depth = 0

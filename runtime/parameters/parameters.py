@@ -40,7 +40,7 @@ from ...passes.ops.nf4 import pack_nf4, unpack_nf4
 from ...planner.graph.graph import TensorSpec
 from ...planner.graph.layout import Layout, Mesh, Region, local_region, local_shape, region_shape
 from ...planner.plan import Precision
-from ..messages.groups import joint_mesh
+from ..messages.groups import mesh_beside
 
 if TYPE_CHECKING:
     from ...passes.local.stage_program import ParameterProgram, StageProgram
@@ -224,7 +224,7 @@ class StageParameter:
         if self.sums_apart:
             self.accumulated = value
         elif self.leaf is None and value is not None:
-            held.grad = _like(held, value)
+            held.grad = like_tensor(held, value)
         else:
             held.grad = value
 
@@ -244,7 +244,7 @@ class StageParameter:
     def like_master(self, local: Tensor) -> Tensor:
         """Wrap ``local``, a tensor of the shape of this rank's part, as a DTensor if the master is
         one."""
-        return _like(self.master, local)
+        return like_tensor(self.master, local)
 
     def publish(self, given: Tensor | None = None) -> None:
         """Set the master's ``grad`` to the gradient, in the master's dtype and on its device.
@@ -302,7 +302,7 @@ def make_parameter(
         master: Tensor = torch.empty(shape, dtype=dtype, device="meta")
         others = [axis for axis in range(len(mesh.axes)) if axis not in axes]
         if others:
-            beside = joint_mesh(device_mesh, axes)[tuple(mesh.axes[axis] for axis in others)]
+            beside = mesh_beside(device_mesh, axes, others)
             master = _dtensor(master, beside, tuple(layout[axis] for axis in others))
     else:
         dtype = formats.master
@@ -340,10 +340,10 @@ def on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
     local = local_tensor(like.detach())
     is_pinned = local.device.type == "cuda"
     memory = torch.empty_like(local, dtype=dtype, device=HOST, pin_memory=is_pinned)
-    return _like(like, memory) if isinstance(like, DTensor) else memory
+    return like_tensor(like, memory) if isinstance(like, DTensor) else memory
 
 
-def _like(whole: Tensor, local: Tensor) -> Tensor:
+def like_tensor(whole: Tensor, local: Tensor) -> Tensor:
     """Wrap ``local`` as a DTensor with the placements of ``whole``; if ``whole`` is no DTensor,
     return ``local``."""
     if not isinstance(whole, DTensor):

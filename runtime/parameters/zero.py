@@ -30,7 +30,7 @@ Source: Rajbhandari et al. 2020, "ZeRO", section 5; Zhao et al. 2023, "PyTorch F
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import local_tensor
 from ..messages.communicator import reduce_scatter
-from ..messages.groups import joint_mesh, joint_name
+from ..messages.groups import mesh_along
 from .parameters import Formats, StageParameter, on_host
 
 if TYPE_CHECKING:
@@ -174,11 +174,6 @@ class GatheredBlock(nn.Module):
         self.block = block
         self.block_name = block.block_name
 
-    @property
-    def innermost(self) -> nn.Module:
-        """The block itself, inside of all wrappers."""
-        return self.block.innermost if isinstance(self.block, GatheredBlock) else self.block
-
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.block(*inputs)
         return outputs
@@ -191,14 +186,7 @@ class _Owner:
 
     modules: list[nn.Module]
     axes: tuple[int, ...]
-    parameters: tuple[StageParameter, ...]
-
-    @property
-    def wrapped(self) -> FSDPModule:
-        """The first module, which ``fully_shard`` has changed; it stands for all of them."""
-        first = self.modules[0]
-        assert isinstance(first, FSDPModule)
-        return first
+    parameters: list[StageParameter]
 
 
 def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None:
@@ -208,61 +196,65 @@ def apply_zero(stage: StageModule, formats: Formats) -> PendingReductions | None
     sharded = [parameter for parameter in stage.by_name.values() if parameter.shard_axes]
     if not sharded:
         return None
-    units = [_owners(stage, unit) for unit in _units(sharded)]
-    shared = tuple(parameter for parameter in sharded if parameter.block is None)
-    root = _Owner([stage], shared[0].shard_axes if shared else sharded[0].shard_axes, shared)
-    for unit in units:
-        for owner in unit:
-            _shard(stage, owner, [each for other in unit for each in other.parameters], formats)
-            for block in owner.modules[:-1]:
-                block.register_forward_hook(_gather_in_backward)
-    _shard(stage, root, sharded, formats)
     pending = PendingReductions()
-    for owner in (*chain(*units), root):
-        owner.wrapped.set_gradient_divide_factor(1.0)
-        owner.wrapped.set_force_sum_reduction_for_comms(True)
-        if stage.device.type == "cpu":
-            reduces = AsyncReduceScatter(pending, owner.parameters, is_async=ASYNC_ON_CPU)
-            owner.wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]
+    shard = partial(_shard, stage, formats, pending)
+    units = []
+    for unit in _units(sharded):
+        among = [parameter for own in unit.values() for parameter in own]
+        units.append([shard(owner, among) for owner in _owners(stage, among)])
+    shared = [parameter for parameter in sharded if parameter.block is None]
+    shard(_Owner([stage], (shared or sharded)[0].shard_axes, shared), sharded)
     if stage.device.type != "cpu" or ASYNC_ON_CPU:
         _gather_ahead(stage)
-    _set_prefetch(stage, [[owner.wrapped for owner in unit] for unit in units])
+    _set_prefetch(stage, units)
     for parameter in sharded:
         _allocate(stage, parameter)
     return pending
 
 
 def _shard(
-    stage: StageModule, owner: _Owner, among: Sequence[StageParameter], formats: Formats
-) -> None:
-    """Apply ``fully_shard`` to an owner's modules, which hold other parameters ``among`` its
-    own."""
+    stage: StageModule,
+    formats: Formats,
+    pending: PendingReductions,
+    owner: _Owner,
+    among: Sequence[StageParameter],
+) -> FSDPModule:
+    """Apply ``fully_shard`` to an owner's modules, which hold other parameters ``among`` its own;
+    return the first module, which stands for all of them."""
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if formats.compute != formats.master:
         policy = MixedPrecisionPolicy(
             param_dtype=formats.compute, reduce_dtype=formats.gradient, cast_forward_inputs=False
         )
+    ignored = {each.leaf for each in stage.by_name.values() if each.leaf is not None}
     own = {parameter.name for parameter in owner.parameters}
-    leaves = {each.leaf for each in stage.by_name.values() if each.leaf is not None}
-    others = {getattr(*stage.owner(each.name)) for each in among if each.name not in own}
-    mesh = joint_mesh(stage.device_mesh, owner.axes)
+    ignored |= {getattr(*stage.owner(each.name)) for each in among if each.name not in own}
     fully_shard(
         owner.modules,
-        mesh=mesh[joint_name(stage.device_mesh, owner.axes)],
+        mesh=mesh_along(stage.device_mesh, owner.axes),
         reshard_after_forward=stage.zero == 3,
         mp_policy=policy,
-        ignored_params=leaves | others,
+        ignored_params=ignored,
     )
+    for block in owner.modules[:-1]:
+        block.register_forward_hook(_gather_in_backward)
+    wrapped = owner.modules[0]
+    assert isinstance(wrapped, FSDPModule)
+    wrapped.set_gradient_divide_factor(1.0)
+    wrapped.set_force_sum_reduction_for_comms(True)
+    if stage.device.type == "cpu":
+        reduces = AsyncReduceScatter(pending, tuple(owner.parameters), is_async=ASYNC_ON_CPU)
+        wrapped.set_custom_reduce_scatter(reduces)  # type: ignore[arg-type]  # no public base
+    return wrapped
 
 
-def _owners(stage: StageModule, unit: Mapping[int, Sequence[StageParameter]]) -> list[_Owner]:
-    """Return the owners of the parameters of a unit of blocks, by position: one per set of axes,
-    the first with the outermost modules. All but the last wrap the blocks."""
-    every = [parameter for own in unit.values() for parameter in own]
+def _owners(stage: StageModule, unit: Sequence[StageParameter]) -> list[_Owner]:
+    """Return the owners of the parameters of a unit of blocks: one per set of axes, the first with
+    the outermost modules. All but the last wrap the blocks."""
     found: list[_Owner] = []
-    sets = {parameter.shard_axes for parameter in every}
+    sets = {parameter.shard_axes for parameter in unit}
     for axes in sorted(sets, key=lambda each: (-len(each), each)):
-        own = tuple(parameter for parameter in every if parameter.shard_axes == axes)
+        own = [parameter for parameter in unit if parameter.shard_axes == axes]
         positions = dict.fromkeys(each.block for each in own if each.block is not None)
         for position in positions if found else ():
             stage.calls[position] = GatheredBlock(stage.calls[position])
@@ -419,11 +411,13 @@ def reduce_finished(stage: StageModule, remaining: Container[int]) -> None:
     computed."""
     if not stage.is_fully_sharded:
         return
-    positions = {block: position for position, block in enumerate(stage.blocks)}
+    positions: dict[Any, int] = {
+        block.block_name: position for position, block in enumerate(stage.blocks)
+    }
     for group in reversed(list(_parameter_groups(stage))):
         is_block_group = stage not in group.modules
-        blocks = (m.innermost if isinstance(m, GatheredBlock) else m for m in group.modules)
-        is_finished = all(positions.get(block) not in remaining for block in blocks)
+        names = (getattr(module, "block_name", "") for module in group.modules)
+        is_finished = all(positions.get(name) not in remaining for name in names)
         if is_block_group and is_finished and group._training_state.name != "POST_BACKWARD":
             group.post_backward()
 

@@ -10,6 +10,7 @@ from forced_plans import Adopt, adopting
 from kept_captures import ranks_share_captures
 from processes import run_processes, set_torchrun_variables
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 import autoparallel
@@ -108,6 +109,13 @@ def norms(adopt: Adopt, net: type[Net] = Net) -> Figures:
     return found
 
 
+def everywhere(tensor: Tensor) -> Tensor:
+    """The tensor, whole on every rank."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
 def lists(adopt: Adopt, net: type[Net] = Net) -> Figures:
     """Averages, and a step of an optimizer without tensors of its own, by multi-tensor ops; a
     scaler's gradients."""
@@ -121,6 +129,7 @@ def lists(adopt: Adopt, net: type[Net] = Net) -> Figures:
     norm = clip_grad_norm_(parameters, 0.1)
     scaler.step(optimizer)
     torch._foreach_lerp_(averaged, [p.detach() for p in parameters], 0.25)
+    torch._foreach_add_(averaged, [everywhere(p.detach()) for p in parameters])
     doubled = torch._foreach_mul(averaged, 2.0)
     return [("norm", float(norm)), *(("average", whole(each).tolist()) for each in doubled)]
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoparallel.planner.errors import DeviceMemoryError
+from autoparallel.planner.graph.layout import Mesh
+from autoparallel.planner.plan import StagePlan, StagePrediction
 from autoparallel.runtime.launch.membership import join
 from autoparallel.runtime.launch.process import describe
-from autoparallel.runtime.messages.groups import MARGIN_SECONDS, allow_seconds, new_group
+from autoparallel.runtime.messages.groups import (
+    MARGIN_SECONDS,
+    allow_seconds,
+    mesh_along,
+    new_group,
+    stage_mesh,
+    sum_groups,
+)
 
 
 def limit(group: dist.ProcessGroup | None) -> float:
@@ -53,3 +64,34 @@ def test_memory_that_runs_out_in_nccl_is_a_memory_error(text: str) -> None:
     found = describe(RuntimeError(text), 1, 4)
     assert isinstance(found, DeviceMemoryError)
     assert found.code == "AP803"
+
+
+def _joint() -> dict[str, list[list[int]]]:
+    """For two stages of four ranks: which ranks sum together over every axis, and over "dp". A
+    tensor on each mesh is loaded as scripts load tensors."""
+    found = {}
+    for first, axes in ((0, ("dp", "ep")), (4, ("dp", "ep", "cp"))):
+        shape = (2, 2) if len(axes) == 2 else (2, 1, 2)
+        unpriced = StagePrediction({}, {})
+        stage = StagePlan((), tuple(range(first, first + 4)), Mesh(axes, shape), 0, {}, unpriced)
+        mesh = stage_mesh(stage, "cpu")
+        if dist.get_rank() not in stage.devices:
+            continue
+        every = tuple(axis for axis, size in enumerate(shape) if size > 1)
+        for name, of in (("every", every), ("dp", (0,))):
+            groups = sum_groups(mesh, of)
+            found[name] = [dist.get_process_group_ranks(group) for group in groups]
+        for each in (mesh, mesh_along(mesh, every)):
+            spread = DTensor.from_local(torch.ones(2), each, [Replicate()] * each.ndim)
+            buffer = io.BytesIO()
+            torch.save(spread, buffer)
+            buffer.seek(0)
+            assert torch.load(buffer).device_mesh == each
+    return found
+
+
+def test_joint_groups_are_made_by_ranks_outside_of_a_stage_too() -> None:
+    for rank, found in enumerate(run_processes(8, _joint)):
+        own = [0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7]
+        across = [own[rank % 2], own[rank % 2 + 2]]
+        assert found == {"every": [own], "dp": [across]}

@@ -34,6 +34,11 @@ SENT = (
     "solvers"
 )
 
+JOINT = (
+    "states sharded over all ranks that hold a parameter whole, and lists of weights on several "
+    "meshes"
+)
+
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -47,12 +52,12 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 16435, SENT),
+    ("passes: lines", 16453, JOINT),
     ("passes: files", 94, STATED),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19175, SENT),
+    ("runtime: lines", 19378, JOINT),
     ("runtime: files", 87, FOLDERS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
@@ -62,7 +67,7 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 107938, SENT),
+    ("all packages: lines", 108156, JOINT),
     ("all packages: files", 554, STATED),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
@@ -78,10 +83,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
     ("words of docs/ without docs/adr/ and generated pages", 27961, STATED),
-    ("words of CHANGELOG.md", 302, STATED),
+    ("words of CHANGELOG.md", 309, JOINT),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 71860, STATED),
-    ("tests: files", 460, STATED),
+    ("tests: lines", 72190, JOINT),
+    ("tests: files", 461, JOINT),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""

@@ -16,10 +16,12 @@ from stage_simulation import plan_of, random_layouts, simulate
 from torch import Tensor, nn
 
 from autoparallel.passes.capture.capture_model import capture
+from autoparallel.passes.local.stage_program import ParameterProgram, StageProgram
 from autoparallel.passes.programs.constants import evaluate
 from autoparallel.passes.programs.interpret import run
 from autoparallel.passes.programs.program import Program
-from autoparallel.planner.graph.layout import Mesh
+from autoparallel.planner.graph.graph import TensorSpec
+from autoparallel.planner.graph.layout import REPLICATE, Mesh, shard
 
 VOCABULARY, WIDTH, HEADS, SEQ = 24, 16, 4, 8
 ROWS = 4
@@ -140,3 +142,31 @@ def test_two_stages_on_meshes_of_any_shape_equal_one_device(
 def test_a_stage_per_block_equals_one_device(program: Program) -> None:
     count = len(program.blocks.blocks)
     compare(program, list(range(1, count)), [Mesh(("tp",), (2,))] * count, 0)
+
+
+def test_parameters_of_several_blocks_are_sharded_over_the_axes_on_which_all_are_whole() -> None:
+    """They are gathered in one group; weights of experts in one block keep to axes of their own."""
+    mesh, spec = Mesh(("dp", "ep"), (2, 2)), TensorSpec((8, 2), "float32", requires_grad=True)
+    whole, split = (REPLICATE, REPLICATE), (REPLICATE, shard(0))
+
+    def axes_of(shared: bool) -> list[tuple[int, ...]]:
+        held = {"dense": ParameterProgram(spec, whole, True)}
+        held |= {"experts": ParameterProgram(spec, split, shared)}
+        program = StageProgram(
+            index=0,
+            mesh=mesh,
+            coordinates=(0, 0),
+            blocks=(),
+            parameters=held,
+            buffers={},
+            inputs={},
+            constants={},
+            receives=(),
+            sends=(),
+            layouts={},
+            loss=None,
+        )
+        return [program.shard_axes(name, 1) for name in held]
+
+    assert axes_of(shared=False) == [(0, 1), (0,)]
+    assert axes_of(shared=True) == [(0,), (0,)]
