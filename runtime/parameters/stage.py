@@ -341,8 +341,11 @@ class StageModule(nn.Module):
 
     def changing_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that forwards in training change, by name, each in this rank's own
-        memory."""
-        return self.distributed_buffers(self.program.updates)
+        memory. One that no rank splits is a plain tensor, as all other buffers of a model are: a
+        script's own updates (of an expert's bias, from counts of tokens) compute with both."""
+        held, names = self.program.buffers, self.program.updates
+        split = [n for n in names if any(each.is_shard for each in held[n].layout)]
+        return {n: self.buffer(n) for n in names} | self.distributed_buffers(split)
 
     def distributed_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the buffers ``names``, sharing memory with this rank's parts: as plain tensors in
@@ -390,7 +393,7 @@ class StageModule(nn.Module):
             if name in self.program.updates:  # may be written before the backward
                 known[name] = known[name].clone()
         if not self.program.updates_once:
-            known.update(self._changed)
+            known |= {n: v for n, v in self._changed.items() if n not in self.program.means}
         for position, block in enumerate(self.blocks):
             block.part = part  # type: ignore[assignment]
             self.before_block(position)
@@ -399,8 +402,19 @@ class StageModule(nn.Module):
             for key in last_use.get(position, ()):
                 known.pop(key, None)
         for name, key in program.updates.items():
-            self._changed[name] = known[key].detach()
+            self._changed[name] = self._updated(program, name, known[key].detach())
         return {key: known[key] for key in self._leaving[part]}
+
+    def _updated(self, program: StageProgram, name: str, new: Tensor) -> Tensor:
+        """Return a buffer's value after this micro-batch and the step's earlier ones. ``new``: the
+        value that the micro-batch makes of the one that it reads."""
+        count = program.num_microbatches
+        if count == 1 or name not in program.means:
+            return new
+        old = self.buffer(name)
+        change = new - old
+        share = change / count if new.is_floating_point() else change // count
+        return self._changed.get(name, old) + share
 
 
 def _registered(parameter: StageParameter) -> nn.Parameter:
