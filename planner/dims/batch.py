@@ -64,10 +64,18 @@ def find_batch(
 
 
 def meeting(graph: Graph) -> Node | None:
-    """Return the first node at which the batch cannot be followed further; None if there is none,
-    or the graph has one row."""
+    """Return the first node in which rows meet; None if there is none, or the graph has one row."""
+    if graph.batch_dims or graph.batch_size < 2:
+        return next(map(graph.__getitem__, graph.accumulation.mixing), None)
     propagation = _Propagation(graph)
-    return propagation.stuck if graph.batch_size > 1 and propagation.run() is None else None
+    return propagation.stuck if propagation.run() is None else None
+
+
+def meeting_text(node: Node) -> str:
+    """Describe a node in which rows meet: op, module and the user's line."""
+    place = f" of {node.module}" if node.module else ""
+    line = f" ({node.source.rpartition('/')[2]})" if node.source else ""
+    return f"samples meet in {packet(node.op) or node.op}{place}{line}"
 
 
 def rows_apart(graph: Graph) -> BatchDims:

@@ -113,7 +113,9 @@ class StageRank:
         """Run a micro-batch; return results by key. ``received`` has other stages' results."""
         values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
         # A block that runs again in the backward reads the buffers of its own forward.
-        unchanged = self.old if self.stage.updates_once else {n: self.old[n] for n in self.stage.means}
+        unchanged = (
+            self.old if self.stage.updates_once else {n: self.old[n] for n in self.stage.means}
+        )
         weights = Weights(self.weights, {**self.buffers, **unchanged})
         draw = replace(self.draw, microbatch=microbatch)
         with self.device:
