@@ -75,7 +75,8 @@ def meeting_text(node: Node) -> str:
     """Describe a node in which rows meet: op, module and the user's line."""
     place = f" of {node.module}" if node.module else ""
     line = f" ({node.source.rpartition('/')[2]})" if node.source else ""
-    return f"samples meet in {packet(node.op) or node.op}{place}{line}"
+    name = packet(node.op) or node.op
+    return f"samples meet in {'batch norm' if name in BATCH_NORMS else name}{place}{line}"
 
 
 def rows_apart(graph: Graph) -> BatchDims:
