@@ -459,8 +459,8 @@ class ParallelState:
         return changed
 
     def _share_buffers(self) -> None:
-        """Copy the buffers that training leaves alone to the ranks of other stages, where a script
-        cannot change them by what only their own stage has (an expert's bias by counts)."""
+        """Copy the buffers that training leaves alone to the ranks of other stages: there a script
+        lacks the counts by which it moves an expert's bias."""
         if self.joined.plan.has_pipeline:
             self._weights.share(
                 {name: module.get_buffer(attribute) for name, module, attribute in self._fixed}

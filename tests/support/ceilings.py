@@ -34,6 +34,11 @@ SENT = (
     "solvers"
 )
 
+MEETING = (
+    "the line at which samples meet, counts of tokens that add up over micro-batches, buffers that "
+    "scripts change under a pipeline, which differed from the model alone in silence"
+)
+
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
@@ -42,27 +47,27 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 31224, SENT),
+    ("planner: lines", 31322, MEETING),
     ("planner: files", 138, SYSTEMS),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 16435, SENT),
+    ("passes: lines", 16455, MEETING),
     ("passes: files", 94, STATED),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19175, SENT),
+    ("runtime: lines", 19213, MEETING),
     ("runtime: files", 87, FOLDERS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 32344, SENT),
+    ("api: lines", 32366, MEETING),
     ("api: files", 189, STATED),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 107938, SENT),
+    ("all packages: lines", 108116, MEETING),
     ("all packages: files", 554, STATED),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
@@ -80,8 +85,8 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("words of docs/ without docs/adr/ and generated pages", 27961, STATED),
     ("words of CHANGELOG.md", 302, STATED),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 71860, STATED),
-    ("tests: files", 460, STATED),
+    ("tests: lines", 72195, MEETING),
+    ("tests: files", 462, MEETING),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""
