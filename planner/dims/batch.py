@@ -114,17 +114,17 @@ def _accumulation(graph: Graph, labels: _Labels, propagation: _Propagation) -> A
             group.append(node.name)
         elif held and name in BATCH_NORMS and argument(node, 5, "training"):
             mixing.append(node.name)
+    totals = tuple(propagation.totals)
     changing = {n: ref for n, ref in graph.updates.items() if not is_steady(graph, ref)}
     means = [name for name, ref in changing.items() if labels.get(ref) == PARTIAL]
-    mixing += [ref.name for name, ref in changing.items() if name not in means]
+    equal = [name for name, ref in changing.items() if is_steady(graph, ref, totals)]
+    mixing += [ref.name for name, ref in changing.items() if name not in (*means, *equal)]
     if mixing:  # micro-batches run as steps of their own, in which only a count adds up
         counts = [name for name in means if _is_count(graph, name)]
         mixing += [changing[name].name for name in means if name not in counts]
         means = counts
-    totals = tuple(propagation.totals)
-    return Accumulation(
-        tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)), tuple(means)
-    )
+    of_all = tuple(name for name in changing if name in (*means, *equal))
+    return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)), of_all)
 
 
 def _is_count(graph: Graph, name: str) -> bool:
@@ -159,17 +159,19 @@ def is_data(graph: Graph, ref: Ref) -> bool:
     )
 
 
-def is_steady(graph: Graph, ref: Ref) -> bool:
+def is_steady(graph: Graph, ref: Ref, totals: tuple[Ref, ...] = ()) -> bool:
     """Return whether a buffer's new value is the same in every micro-batch of a step (a counter, a
-    power iteration): it depends on parameters, constants and other such buffers alone."""
+    power iteration): it depends on parameters, constants, ``totals`` and other such buffers
+    alone."""
     return not any(
-        node.kind == "input" or spec_of(node).is_counted for node in _sources(graph, ref)
+        node.kind == "input" or spec_of(node).is_counted for node in _sources(graph, ref, totals)
     )
 
 
-def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
-    """Yield the nodes that a value depends on, also through new values of buffers."""
-    pending, seen = [ref.name], set[str]()
+def _sources(graph: Graph, ref: Ref, totals: tuple[Ref, ...] = ()) -> Iterator[Node]:
+    """Yield the nodes that a value depends on, also through new values of buffers, but not through
+    ``totals``."""
+    pending, seen = [ref.name], {total.name for total in totals}
     while pending:
         node = graph[pending.pop()]
         if node.name in seen:

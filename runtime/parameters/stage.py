@@ -227,6 +227,7 @@ class StageModule(nn.Module):
         self.buffer_regions = self._register_buffers()
         self.reductions = apply_zero(self, formats)
         self._changed: dict[str, Tensor] = {}
+        self._changes: dict[str, Tensor] = {}
         self.before_block: Callable[[int], None] = lambda block: None
         """Callback in the forward before each block, which then reads its parameters."""
         self._leaving = [_leaving(program)]
@@ -328,7 +329,7 @@ class StageModule(nn.Module):
         with torch.no_grad():
             for name, value in self._changed.items():
                 self.buffer(name).copy_(value)
-        self._changed.clear()
+        self.forget_buffers()
 
     def next_buffer(self, name: str) -> Tensor:
         """Return this rank's part of a buffer with the value that the last forward has computed for
@@ -338,6 +339,7 @@ class StageModule(nn.Module):
     def forget_buffers(self) -> None:
         """Drop the new values that forwards have computed for buffers."""
         self._changed.clear()
+        self._changes.clear()
 
     def changing_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that forwards in training change, by name, each in this rank's own
@@ -409,12 +411,12 @@ class StageModule(nn.Module):
         """Return a buffer's value after this micro-batch and the step's earlier ones. ``new``: the
         value that the micro-batch makes of the one that it reads."""
         count = program.num_microbatches
-        if count == 1 or name not in program.means:
+        if count == 1 or name not in program.means or new.dtype == torch.bool:
             return new
         old = self.buffer(name)
-        change = new - old
-        share = change / count if new.is_floating_point() else change // count
-        return self._changed.get(name, old) + share
+        total = self._changes.get(name, 0) + (new - old)
+        self._changes[name] = total
+        return old + (total / count if new.is_floating_point() else total // count)
 
 
 def _registered(parameter: StageParameter) -> nn.Parameter:

@@ -97,7 +97,7 @@ class StageRank:
     def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], draw: Draw) -> None:
         """Start a step on a global batch; losses divide by ``counts``, made of all its rows."""
         self.batch, self.counts, self.draw = batch, counts, draw
-        self.old = dict(self.buffers)
+        self.old, self.changes = dict(self.buffers), dict[str, Tensor]()
         self.losses: dict[int, Tensor] = {}
         self.received: dict[int, dict[str, Tensor]] = {}
         self.made: dict[int, dict[str, Tensor]] = {}
@@ -122,11 +122,12 @@ class StageRank:
             made = self.stage.forward(values, weights, self.mesh, draw)
         for name, key in self.stage.updates.items():
             new = made[key].detach()
-            if name in self.stage.means:
-                change = new - self.old[name]
+            if name in self.stage.means and new.dtype != torch.bool:
+                total = self.changes.get(name, 0) + (new - self.old[name])
+                self.changes[name] = total
                 is_real = new.is_floating_point()
-                share = change / MICRO_BATCHES if is_real else change // MICRO_BATCHES
-                new = self.buffers[name] + share
+                mean = total / MICRO_BATCHES if is_real else total // MICRO_BATCHES
+                new = self.old[name] + mean
             self.buffers[name] = new
         self.received[microbatch], self.made[microbatch] = received, made
         if self.stage.loss:

@@ -264,17 +264,17 @@ def test_a_number_that_is_added_to_a_loss_lets_the_batch_divide() -> None:
 
 
 def counting(update: str, *args: Any) -> Graph:
-    """A loss, and a buffer of counts that the op ``update`` changes."""
+    """A loss, and a buffer of counts of results that the op ``update`` changes."""
     counts = spec(4, dtype="int64", grad=False)
     return replace(
         graph(
-            data("chosen", 2, 4, dtype="int64"),
-            Node("buffer", "buffer", outputs=(counts,)),
-            op("load", "sum.dim_IntList", (Ref("chosen"), [0]), counts),
-            op("new", update, (*args, Ref("load")), counts),
             data("x", 2, 4),
             weight("w", 4),
             op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+            op("chosen", "gt.Scalar", (Ref("y"), 0.0), spec(2, 4, dtype="bool")),
+            Node("buffer", "buffer", outputs=(counts,)),
+            op("load", "sum.dim_IntList", (Ref("chosen"), [0]), counts),
+            op("new", update, (*args, Ref("load")), counts),
             mean("y"),
         ),
         updates={"buffer": Ref("new")},
@@ -302,3 +302,27 @@ def test_the_node_in_which_samples_meet_is_found_and_described() -> None:
         "samples meet in softmax of gate (b.py:3)"
     )
     assert meeting(two_means()) is None
+
+
+def test_a_total_that_is_added_to_a_buffer_is_the_same_in_every_micro_batch() -> None:
+    count = spec(dtype="int64", grad=False)
+    found = find_batch(
+        replace(
+            graph(
+                data("mask", 2, 4, dtype="int64"),
+                Node("seen", "buffer", outputs=(count,)),
+                op("total", "sum.default", (Ref("mask"),), count),
+                op("new", "add.Tensor", (Ref("seen"), Ref("total")), count),
+                data("x", 2, 4),
+                weight("w", 4),
+                op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+                op("sum", "sum.default", (Ref("y"),), spec()),
+                op("loss", "div.Tensor", (Ref("sum"), Ref("total")), spec()),
+            ),
+            updates={"seen": Ref("new")},
+        )
+    )
+    assert found is not None
+    assert found[1].totals == (Ref("total"),)
+    assert found[1].means == ("seen",)
+    assert not found[1].mixing
