@@ -307,11 +307,12 @@ class Plan:
 
     ``replicated_ops`` have no sharding rule; ``replicated_seconds``: seconds of a step that every
     rank spends on each of them. ``unsharded_ops`` run whole because an axis does not divide them.
-    ``goal`` is None if the objective is time and devices have no price. ``slices``: lengths of
-    sequence slices, if any. ``compiled``: blocks are priced, and run, compiled. ``gradient_order``:
-    with "priority" a step's last gradient sums, and their updates, run beside the next step's
-    forward. ``offload``: "optimizer" keeps masters and optimizer states in host memory and steps on
-    the host. ``servers`` is None without parameter servers.
+    ``undivided_batch``: reason why only one micro-batch was searched, "" if there is none. ``goal``
+    is None if the objective is time and devices have no price. ``slices``: lengths of sequence
+    slices, if any. ``compiled``: blocks are priced, and run, compiled. ``gradient_order``: with
+    "priority" a step's last gradient sums, and their updates, run beside the next step's forward.
+    ``offload``: "optimizer" keeps masters and optimizer states in host memory and steps on the
+    host. ``servers`` is None without parameter servers.
     """
 
     model: ModelInfo
@@ -325,6 +326,7 @@ class Plan:
     replicated_ops: tuple[str, ...] = ()
     replicated_seconds: Mapping[str, float] = field(default_factory=dict)
     unsharded_ops: tuple[str, ...] = ()
+    undivided_batch: str = ""
     version: str = ""
     torch_version: str = ""
     goal: GoalReport | None = None

@@ -23,6 +23,7 @@ from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.initialization.deferred_init import Deferred
 from autoparallel.passes.programs.inputs import random_batch
 from autoparallel.passes.programs.program import Program
+from autoparallel.planner.errors import UsageError
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planning.plan import plan_program
@@ -48,7 +49,11 @@ LOSSES = {
     "mean of random ones": {"loss": "mean", "is_random": True},
     "masked at random": {"loss": "masked", "is_random": True},
 }
+ROUTED = "tests/models/routed_experts.py"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (ROUTED, {"loss": name}) for name in ("balance", "z", "sequence")},
+    **{name: (ROUTED, {"counts": name}) for name in ("real", "integer", "sign")},
+    "capacity": (ROUTED, {"capacity": 8}),
     **{name: (MASKED, settings) for name, settings in LOSSES.items()},
     "average": ("tests/models/moving_average.py", {}),
     "wide_resnet": ("examples/wide_resnet.py", {"width": 1}),
@@ -56,11 +61,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "diffusion": ("examples/diffusion.py", {"channels": 8, "depth": 1}),
     "mlp_mixer": ("examples/mlp_mixer.py", {"channels": 16, "n_layer": 2}),
 }
-GRAPHS = ("mean", "sum", "masked at random", "wide_resnet", "unet")
+GRAPHS = ("mean", "sum", "masked at random", "wide_resnet", "unet", "integer", "sequence")
 RECOMPUTED = "tp=2,microbatches=2,recompute=full"
+IN_PARTS = ("pp=2,microbatches=4", "tp=2,microbatches=2,recompute=full", "dp=2,microbatches=4")
 CASES = {
     2: [(model, RECOMPUTED) for model in ("sum", "nll")]
     + [("average", "dp=2"), ("wide_resnet", "dp=2,microbatches=2")]
+    + [("balance", "dp=2"), ("capacity", "dp=2"), ("integer", "dp=2,microbatches=2")]
     + [("diffusion", "dp=2,zero=3,microbatches=2")],
 }
 MORE = {
@@ -68,7 +75,10 @@ MORE = {
     + [("average", "tp=2"), ("average", "dp=2,microbatches=2")]
     + [("wide_resnet", p) for p in ("dp=2", "tp=2", "pp=2", "dp=2,recompute=full")]
     + [(model, p) for model in ("diffusion", "mlp_mixer") for p in ("dp=2", "tp=2", "pp=2")]
-    + [("unet", p) for p in ("dp=2", "tp=2", "pp=2")],
+    + [("unet", p) for p in ("dp=2", "tp=2", "pp=2")]
+    + [(m, p) for m in ("balance", "sign", "capacity") for p in ("tp=2", "pp=2", "dp=2,zero=3")]
+    + [(m, p) for m in ("z", "sequence", "real", "integer") for p in IN_PARTS]
+    + [(m, "dp=2,microbatches=2") for m in ("balance", "sign")],
     4: [(m, "dp=2,pp=2,microbatches=4") for m in LOSSES]
     + [("wide_resnet", "dp=2,tp=2")]
     + [(model, "dp=2,pp=2,microbatches=2") for model in ("unet", "diffusion")],
@@ -83,8 +93,8 @@ def target(model: str) -> Target:
 
 @cache
 def captured(model: str, precision: str) -> tuple[Deferred, Program]:
-    found = target(model)
-    return capture_once(found, found.example_batch(2, None), precision)  # type: ignore[arg-type]
+    found, rows = target(model), ROWS if model == "capacity" else 2
+    return capture_once(found, found.example_batch(rows, None), precision)  # type: ignore[arg-type]
 
 
 @cache
@@ -192,6 +202,25 @@ def test_every_buffer_that_training_changes_is_compared() -> None:
 def test_rows_that_see_each_other_stay_in_one_micro_batch_unless_asked() -> None:
     assert planned("wide_resnet", "pp=2").num_microbatches == 1
     assert planned("wide_resnet", "dp=2,microbatches=2").num_microbatches == 2
+    found = planned("balance", "pp=2")
+    assert found.num_microbatches == 1
+    assert "samples meet in mul of layers.0.router (routed_experts.py:" in found.undivided_batch
+    assert not planned("sequence", "pp=2").undivided_batch
+
+
+def test_a_model_whose_samples_meet_in_no_sum_names_the_line_that_needs_them_all() -> None:
+    with pytest.raises(UsageError, match="AP125") as raised:
+        planned("capacity", "dp=2,microbatches=2")
+    text = Path(ROOT / ROUTED).read_text().splitlines()
+    path, line = raised.value.where.rsplit(":", 1)
+    assert path.endswith(ROUTED)
+    assert "cumsum" in text[int(line) - 1]
+
+
+def test_counts_of_tokens_add_up_over_micro_batches() -> None:
+    found = results(2)["integer", "dp=2,microbatches=2"]
+    compared = {d.name: d for d in found.differences if d.quantity == "buffer"}
+    assert compared["layers.0.router.tokens_per_expert"].relative == 0.0
 
 
 def test_the_share_of_each_micro_batch_follows_from_the_graph() -> None:
@@ -203,3 +232,7 @@ def test_the_share_of_each_micro_batch_follows_from_the_graph() -> None:
     assert not found["masked at random"].mixing
     assert found["wide_resnet"].mixing
     assert not found["unet"].mixing
+    counts = ("layers.0.router.tokens_per_expert", "layers.1.router.tokens_per_expert")
+    assert found["integer"].means == counts
+    assert not found["integer"].mixing
+    assert not found["sequence"].mixing

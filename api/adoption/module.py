@@ -212,6 +212,11 @@ def loss_of(module: ParallelModule) -> LossFn | None:
     return _state_of(module).job.target.loss_fn
 
 
+def take_buffers(module: ParallelModule) -> None:
+    """Copy the buffers that training leaves alone to the program, if the script changed them."""
+    _state_of(module).take_buffers()
+
+
 def _state_of(module: nn.Module) -> ParallelState:
     found: ParallelState = module.__dict__[_STATE]
     return found

@@ -137,7 +137,8 @@ class ParallelState:
         tied = trainer.program.graph.tied
         self._weights = WholeWeights(trainer.model)
         self._whole = WholeModule(model, self._weights, tied)
-        self._fixed = [(name, *get_by_path(model, name)) for name in trainer.model.fixed_buffers()]
+        fixed = sorted(trainer.model.fixed_buffers())  # as on the ranks of other stages
+        self._fixed = [(name, *get_by_path(model, name)) for name in fixed]
         self._marks: dict[str, tuple[int, int]] = {}
         assert trainer.program.example is not None
         self._arguments = CallArguments(
@@ -284,7 +285,7 @@ class ParallelState:
                 'or plan without one: parallel="pp=1"',
             )
         check_autocast(trainer.model.device, trainer.plan.model.precision)
-        self._take_buffers()
+        self.take_buffers()
         read, fixed = self._arguments.read(args, kwargs)
         given = mark_inputs(read)
         differentiated = self._inputs_with_gradients(given)
@@ -358,6 +359,7 @@ class ParallelState:
         """Run ``compute``, code of the model, without gradients; each layer gathers its whole
         weights as it runs. With ``keeps_buffers`` writes to buffers are kept."""
         self._weights.meet(self.tell)
+        self._share_buffers()
         self._is_gathered = True
         self.tell("gathering weights and computing the model's own forward")
         try:
@@ -422,6 +424,7 @@ class ParallelState:
             yield
             return
         self.keep_buffers()
+        self._share_buffers()
         wanted = rank is None or rank == self.joined.model.rank
         tensors: dict[str, Tensor] = {}
         for name in self._weights.names:
@@ -455,7 +458,15 @@ class ParallelState:
                     changed.append(name)
         return changed
 
-    def _take_buffers(self) -> None:
+    def _share_buffers(self) -> None:
+        """Copy the buffers that training leaves alone to the ranks of other stages: there a script
+        lacks the counts by which it moves an expert's bias."""
+        if self.joined.plan.has_pipeline:
+            self._weights.share(
+                {name: module.get_buffer(attribute) for name, module, attribute in self._fixed}
+            )
+
+    def take_buffers(self) -> None:
         """Copy the buffers that training leaves alone to the program, if the script changed them.
 
         A script may write to them, assign another tensor, or load a state dict.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from autoparallel.adoption.guards import check_own_hooks
-from autoparallel.adoption.module import ParallelModule, loss_of
+from autoparallel.adoption.module import ParallelModule, loss_of, take_buffers
 from autoparallel.options.environment import under_torchrun
 from autoparallel.passes.capture.export import call_model, find_loss
 from autoparallel.passes.programs.batch import leaves
@@ -133,6 +133,7 @@ class Step:
             self._log = self._begin_log(self._callback, batch)
         if isinstance(self.model, ParallelModule):
             check_own_hooks(self.model)
+            take_buffers(self.model)
         inputs = self._inputs(batch)
         self._num_accumulated += 1
         if self._num_accumulated < self._steps.update.options.accumulate:

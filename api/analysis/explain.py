@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from autoparallel.analysis.plan_model import Alternative, Explanation, PlanModel
 from autoparallel.options.words import held_text
 from autoparallel.planner.costs.choices import Restriction, held_layouts, node_strategies
+from autoparallel.planner.dims.batch import meeting, meeting_text
 from autoparallel.planner.errors import AutoparallelError, UsageError
 from autoparallel.planner.graph.graph import Node
 from autoparallel.planner.graph.layout import (
@@ -162,7 +163,9 @@ class _Explainer:
                 why = f"micro-batches of {batch // count} cannot be split over {mesh_text(mesh)}"
                 found.append(Alternative(name, "NOT OFFERED", why=why))
             elif not self.model.graph.batch_dims and count != plan.num_microbatches:
-                why = "samples interact, so all of a step's are one micro-batch"
+                node = meeting(self.model.graph)
+                why = "the model takes another path for fewer samples"
+                why = why if node is None else f"{meeting_text(node)}, so a step is one micro-batch"
                 found.append(Alternative(name, "NOT OFFERED", why=why))
             else:
                 found.append(self.priced(name, variant, is_chosen=count == plan.num_microbatches))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoparallel.passes.tracing.python_state import Generators
+from autoparallel.planner.dims.batch import meeting, meeting_text
 
 if TYPE_CHECKING:
     from autoparallel.passes.initialization.deferred_init import Deferred, Init
@@ -48,13 +49,12 @@ def in_modes_of_training() -> Iterator[None]:
 def say_if_rows_are_apart(program: Program, plan: Plan, rank: int) -> None:
     """Warn on rank 0 if the plan has several micro-batches and an op, such as batch norm, mixes
     samples: it sees only samples of one micro-batch."""
-    mixing = program.graph.accumulation.mixing
-    if mixing and plan.num_microbatches > 1 and rank == 0:
-        where = program.graph[mixing[0]].module or mixing[0]
+    node = meeting(program.graph)
+    if program.graph.accumulation.mixing and node and plan.num_microbatches > 1 and rank == 0:
         sys.stderr.write(
-            f"autoparallel: {where} sees each of the {plan.num_microbatches} micro-batches for "
-            "itself, as when gradients are accumulated; one device sees the whole batch, and "
-            "microbatches=1 computes that\n"
+            f"autoparallel: {meeting_text(node)}, and each of the {plan.num_microbatches} "
+            "micro-batches is computed for itself, as when gradients are accumulated; one device "
+            "sees the whole batch, and microbatches=1 computes that\n"
         )
         sys.stderr.flush()
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from autoparallel.passes.programs.outputs import OutputForm, output_tensors
 from autoparallel.passes.tracing.counter_random import batch_dims, counter_random
+from autoparallel.planner.dims.batch import meeting, meeting_text
 from autoparallel.planner.errors import UsageError
 from autoparallel.runtime.messages.pending_results import arriving_tensor
 
@@ -98,13 +99,11 @@ class OtherOutputs:
                 why="their random numbers depend on the whole batch",
                 fix="give every rank the global batch where its outputs are used",
             )
-        if graph.accumulation.mixing and count > 1:
-            mixing = graph.accumulation.mixing[0]
+        if count > 1 and (node := meeting(graph)):
             raise UsageError(
                 "AP928",
                 "outputs other than the loss cannot be computed under this plan",
-                why=f"samples depend on each other ({mixing}), and the plan has {count} "
-                "micro-batches",
+                why=f"{meeting_text(node)}, and the plan has {count} micro-batches",
                 fix='plan with parallel="microbatches=1"',
             )
         with ExitStack() as stack:

@@ -334,7 +334,7 @@ def confidence(plan: Plan) -> RenderableType:
         lines.append(f"choice: {simplest}")
     if solver.layouts_gap is not None and solver.layouts_gap < solver.gap:
         lines.append(f"layout gap: {_layout_gap_text(plan)}")
-    warnings = list(plan.unsharded_ops)
+    warnings = [*filter(None, [plan.undivided_batch]), *plan.unsharded_ops]
     if plan.replicated_ops:
         costs = [
             f"{op} {seconds_text(plan.replicated_seconds.get(op, 0.0))}"
@@ -365,4 +365,5 @@ def short_confidence(plan: Plan) -> RenderableType:
     optimality gap, and the reason if a simpler plan than the fastest was chosen."""
     lines = [*source_lines(plan)[:1], Text(f"optimality gap: {gap_text(plan)}")]
     lines += [Text(f"choice: {simplest_text(plan)}")] if simplest_text(plan) else []
+    lines += [Text(plan.undivided_batch, style="yellow")] if plan.undivided_batch else []
     return Group(*lines)

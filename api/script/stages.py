@@ -291,6 +291,8 @@ class _StageWriter:
         if program.updates:
             updates = {name: literal(key) for name, key in program.updates.items()}
             parts.append(f"updates={dictionary(updates)}")
+            parts += ["updates_once=True"] * (program.updates_once and program.num_microbatches > 1)
+            parts += [f"means={tuple(sorted(program.means))}"] * bool(program.means)
         if plan.zero:
             parts.append(f"zero={plan.zero}")
         if plan.zero == 3:

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from ...cost_model.cluster.given_text import check_texts
 from ...planner.errors import CaptureError
+from ...planner.ops.case import packet
 from ..programs.batch import Batch, leaves
 from ..tracing.locate import user_source
 
@@ -32,12 +33,15 @@ def check_names(model: nn.Module, batch: Batch) -> None:
 def unknown_size_error(path: str, source: str) -> CaptureError:
     """Return the error for an op (``path``) whose result has a shape that depends on tensors'
     values; ``source``: the user's line."""
+    is_count = packet(path) == "bincount"
     return CaptureError(
         "AP202",
         f"the shape of a result of {path} depends on the values of tensors",
         why="ranks and micro-batches would have to agree on it in the middle of a step",
         where=source,
-        fix="keep every element and give those that do not count no weight: for x[mask].mean() "
+        fix="F.one_hot(index.flatten(), n).sum(0) is the same count, with a size that is known"
+        if is_count
+        else "keep every element and give those that do not count no weight: for x[mask].mean() "
         "write torch.where(mask, x, 0).sum() / mask.sum()",
     )
 

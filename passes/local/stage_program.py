@@ -95,7 +95,8 @@ class StageProgram:
     layout is P or I, so no rank waits for its sum within a step. ``draws`` is the state of random
     ops (key and micro-batch), which the executor updates. ``updates`` maps each buffer that a
     forward changes to its new value, in the buffer's layout; with ``updates_once`` every
-    micro-batch of a step reads the old value and computes the same new one. ``counting`` computes
+    micro-batch of a step reads the old value and computes the same new one. ``means`` are buffers
+    whose new value is the mean over ``num_microbatches`` of a step. ``counting`` computes
     inputs of blocks that depend on all rows of a step. ``kept`` are values that leave the stage but
     go to no other: inputs of the next slice of the sequences, or outputs that the model's caller
     differentiates. ``share``: this rank's rows of a micro-batch if the batch is split unevenly;
@@ -117,6 +118,8 @@ class StageProgram:
     draws: Draws = field(default_factory=Draws)
     updates: Mapping[str, str] = field(default_factory=dict)
     updates_once: bool = False
+    means: frozenset[str] = frozenset()
+    num_microbatches: int = 1
     counting: Counting | None = None
     share: RowShare | None = None
     kept: tuple[str, ...] = ()
@@ -270,6 +273,8 @@ def build_stage(
         kept=kept,
         share=share,
         updates_once=not graph.accumulation.mixing,
+        means=frozenset(graph.accumulation.means) & leaves.keys(),
+        num_microbatches=plan.num_microbatches,
     )
 
 

@@ -52,6 +52,17 @@ def ancestors(graph: Graph, names: Iterable[str]) -> set[str]:
     return found
 
 
+def descendants(graph: Graph, name: str) -> set[str]:
+    """Return the names of all nodes that depend on the node ``name``."""
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        users = set(graph.users[pending.pop()]) - found
+        found |= users
+        pending.extend(users)
+    return found
+
+
 def _at_batch(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a constant's ``value``, captured at one batch size, in ``shape``, which it has at
     another: a dimension that grows with the batch repeats equal parts, of which there are now more

@@ -11,20 +11,24 @@ dimension to scale.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..graph.graph import Accumulation, Graph, Node, Ref
 from ..graph.layout import PARTIAL, AxisStrategy, Placement, shard
 from ..ops.annotation import FLOATS
-from ..ops.case import argument, packet
-from ..ops.catalog import has_classes, spec_of
-from ..ops.strategies import op_form, op_strategies
+from ..ops.case import Case, argument, packet
+from ..ops.catalog import has_classes, signature_of, spec_of
+from ..ops.strategies import derive, op_form, op_strategies
 
 BatchDims = dict[str, tuple[int | None, ...]]
 _Labels = dict[Ref, Placement]
 
 BATCH_NORMS = ("batch_norm", "_native_batch_norm_legit_functional")
 _MEAN = 1
+_SHIFTS = ("add", "sub", "rsub")
+"""Ops that add a number to a tensor, or subtract one from the other."""
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
 def find_batch_dims(graph: Graph) -> Mapping[str, tuple[int | None, ...]] | None:
@@ -46,7 +50,8 @@ def find_batch(
     micro-batches add up to the batch's; None if the batch cannot be followed.
 
     A sum over rows that depends on no parameter (a count) may be used like a value without rows: it
-    becomes one of ``Accumulation.totals``.
+    becomes one of ``Accumulation.totals``. So may any other, but then rows meet in its users, which
+    become ``Accumulation.mixing``.
     """
     if graph.batch_size < 2:
         return None
@@ -55,7 +60,23 @@ def find_batch(
     if labels is None or labels.get(graph.loss) != PARTIAL:
         return None
     dims = {node.name: _dims(node, labels) for node in graph}
-    return dims, _accumulation(graph, labels, tuple(propagation.totals))
+    return dims, _accumulation(graph, labels, propagation)
+
+
+def meeting(graph: Graph) -> Node | None:
+    """Return the first node in which rows meet; None if there is none, or the graph has one row."""
+    if graph.batch_dims or graph.batch_size < 2:
+        return next(map(graph.__getitem__, graph.accumulation.mixing), None)
+    propagation = _Propagation(graph)
+    return propagation.stuck if propagation.run() is None else None
+
+
+def meeting_text(node: Node) -> str:
+    """Describe a node in which rows meet: op, module and the user's line."""
+    place = f" of {node.module}" if node.module else ""
+    line = f" ({node.source.rpartition('/')[2]})" if node.source else ""
+    name = packet(node.op) or node.op
+    return f"samples meet in {'batch norm' if name in BATCH_NORMS else name}{place}{line}"
 
 
 def rows_apart(graph: Graph) -> BatchDims:
@@ -74,10 +95,10 @@ def _dims(node: Node, labels: _Labels) -> tuple[int | None, ...]:
     return tuple(each.dim if each is not None and each.is_shard else None for each in own)
 
 
-def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Accumulation:
+def _accumulation(graph: Graph, labels: _Labels, propagation: _Propagation) -> Accumulation:
     sums: list[str] = []
     counted: list[str] = []
-    mixing = [ref.name for ref in graph.updates.values() if not is_steady(graph, ref)]
+    mixing = [*propagation.meetings]
     for node in graph:
         if node.kind != "op":
             continue
@@ -93,7 +114,25 @@ def _accumulation(graph: Graph, labels: _Labels, totals: tuple[Ref, ...]) -> Acc
             group.append(node.name)
         elif held and name in BATCH_NORMS and argument(node, 5, "training"):
             mixing.append(node.name)
-    return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)))
+    totals = tuple(propagation.totals)
+    changing = {n: ref for n, ref in graph.updates.items() if not is_steady(graph, ref)}
+    means = [name for name, ref in changing.items() if labels.get(ref) == PARTIAL]
+    equal = [name for name, ref in changing.items() if is_steady(graph, ref, totals)]
+    mixing += [ref.name for name, ref in changing.items() if name not in (*means, *equal)]
+    if mixing:  # micro-batches run as steps of their own, in which only a count adds up
+        counts = [name for name in means if _is_count(graph, name)]
+        mixing += [changing[name].name for name in means if name not in counts]
+        means = counts
+    of_all = tuple(name for name in changing if name in (*means, *equal))
+    return Accumulation(tuple(sums), tuple(counted), totals, tuple(dict.fromkeys(mixing)), of_all)
+
+
+def _is_count(graph: Graph, name: str) -> bool:
+    """Return whether a buffer's new value is the old one plus a value without it, and nothing else
+    reads the old one."""
+    update = graph[graph.updates[name].name]
+    users = graph.users[name]
+    return packet(update.op) == "add" and users == (update.name,) and update.args[0] == Ref(name)
 
 
 def is_mean(node: Node) -> bool:
@@ -120,17 +159,19 @@ def is_data(graph: Graph, ref: Ref) -> bool:
     )
 
 
-def is_steady(graph: Graph, ref: Ref) -> bool:
+def is_steady(graph: Graph, ref: Ref, totals: tuple[Ref, ...] = ()) -> bool:
     """Return whether a buffer's new value is the same in every micro-batch of a step (a counter, a
-    power iteration): it depends on parameters, constants and other such buffers alone."""
+    power iteration): it depends on parameters, constants, ``totals`` and other such buffers
+    alone."""
     return not any(
-        node.kind == "input" or spec_of(node).is_counted for node in _sources(graph, ref)
+        node.kind == "input" or spec_of(node).is_counted for node in _sources(graph, ref, totals)
     )
 
 
-def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
-    """Yield the nodes that a value depends on, also through new values of buffers."""
-    pending, seen = [ref.name], set[str]()
+def _sources(graph: Graph, ref: Ref, totals: tuple[Ref, ...] = ()) -> Iterator[Node]:
+    """Yield the nodes that a value depends on, also through new values of buffers, but not through
+    ``totals``."""
+    pending, seen = [ref.name], {total.name for total in totals}
     while pending:
         node = graph[pending.pop()]
         if node.name in seen:
@@ -145,12 +186,16 @@ def _sources(graph: Graph, ref: Ref) -> Iterator[Node]:
 class _Propagation:
     """Propagation of the batch dimension through a graph, as if a mesh axis split the batch.
     ``labels``: placement of each value on this axis; values without a label are equal for all
-    rows."""
+    rows. ``totals``: sums of data that are used whole; ``meetings``: nodes that use others whole,
+    so that rows meet there; ``stuck``: the node at which a ``run`` without a result ends."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.labels: _Labels = {}
         self.totals: dict[Ref, None] = {}
+        self.meetings: dict[str, None] = {}
+        self.stuck: Node | None = None
+        self._met: set[Ref] = set()
         self._forms: dict[str, int] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._strategies: list[tuple[AxisStrategy, ...]] = []
@@ -163,14 +208,17 @@ class _Propagation:
         self._start()
         position = 0
         while position < len(operations):
-            if self._advance(operations[position]):
+            node = operations[position]
+            if self._advance(node):
                 position += 1
-            elif self._add_total(operations[position]):
+            elif self._add_total(node) or self._add_meeting(node):
                 self._start()
                 position = 0
             else:
+                self.stuck = node
                 return None
-        return self.labels if all(self._holds(node) for node in operations) else None
+        self.stuck = next((node for node in operations if not self._holds(node)), None)
+        return self.labels if self.stuck is None else None
 
     def run_apart(self) -> set[str]:
         """Find the placements of all nodes that mix no rows; return the names of the others."""
@@ -193,8 +241,8 @@ class _Propagation:
         }
 
     def _used(self, ref: Ref) -> Placement | None:
-        """Return the placement of ``ref`` for its readers; None for one of ``totals``."""
-        return None if ref in self.totals else self.labels.get(ref)
+        """Return the placement of ``ref`` for its readers; None for a sum that is used whole."""
+        return None if ref in self.totals or ref in self._met else self.labels.get(ref)
 
     def _add_total(self, node: Node) -> bool:
         """Record an input of ``node`` that is a sum of data over rows as a total over the whole
@@ -204,6 +252,15 @@ class _Propagation:
                 self.totals[ref] = None
                 return True
         return False
+
+    def _add_meeting(self, node: Node) -> bool:
+        """Let ``node`` and all others use one of its inputs whole that is a sum over rows, best one
+        without a gradient; return whether there is one."""
+        partial = [ref for ref in node.inputs if self._used(ref) == PARTIAL]
+        for ref in sorted(partial, key=lambda ref: self.graph.spec(ref).requires_grad)[:1]:
+            self._met.add(ref)
+            self.meetings[node.name] = None
+        return bool(partial)
 
     def strategies(self, node: Node) -> tuple[AxisStrategy, ...]:
         return self._strategies[self._form(node)]
@@ -216,8 +273,8 @@ class _Propagation:
             number = self._numbers.setdefault(op_form(node, self.graph), found)
             self._forms[node.name] = number
             if number == found:
-                size = self.graph.batch_size
-                self._strategies.append(op_strategies(node, self.graph, size))
+                offered = op_strategies(node, self.graph, self.graph.batch_size)
+                self._strategies.append((*offered, *_passing(node, self.graph)))
         return number
 
     def _advance(self, node: Node) -> bool:
@@ -255,7 +312,8 @@ class _Propagation:
     def _demand(self, ref: Ref, placement: Placement, found: _Labels) -> bool:
         """Return whether ``ref`` has the label ``placement`` or can get it; labels to add are put
         into ``found``."""
-        held = None if ref in self.totals else self.labels.get(ref, found.get(ref))
+        whole = ref in self.totals or ref in self._met
+        held = None if whole else self.labels.get(ref, found.get(ref))
         if held is not None:
             return held == placement
         node = self.graph[ref.name]
@@ -335,6 +393,25 @@ class _Propagation:
         dim = indexed[position - 1]
         is_row = self.graph.spec(source).shape[dim] == self.graph.batch_size
         return is_row and self.has_equal_rows(source, dim)
+
+
+def _passing(node: Node, graph: Graph) -> Iterator[AxisStrategy]:
+    """Yield the strategies by which a sum over rows stays one that no layout of a mesh has: a
+    number is added to it, or it is a sum of integers."""
+    specs = tuple(graph.spec(ref) for ref in node.inputs)
+    if len(specs) == 1 and packet(node.op) in _SHIFTS:
+        yield AxisStrategy("P", (PARTIAL,), (PARTIAL,))
+    are_counts = [spec.dtype in INTEGERS for spec in specs]
+    if not any(are_counts) or not (all(are_counts) or node.spec.dtype in FLOATS):
+        return
+    as_floats, results = (
+        tuple(replace(spec, dtype="float64") for spec in each) for each in (specs, node.outputs)
+    )
+    signature = signature_of(Case(node, specs, node.outputs))
+    leaves = [False] * len(specs)
+    for strategy in derive(signature, as_floats, results, axis_size=1, leaves=leaves):
+        if PARTIAL in strategy.inputs and not any(each.is_shard for each in strategy.inputs):
+            yield strategy
 
 
 def _continues(strategy: AxisStrategy, held: list[Placement | None]) -> bool:

@@ -255,14 +255,17 @@ class Accumulation:
         targets, where each would divide by its own;
       - a value in ``totals`` (sums over rows that no parameter enters: counts of a mask) is
         replaced, for the nodes that use it, by its sum over all micro-batches.
-    ``mixing`` are nodes in which rows see each other (``batch_norm``): with several
-    micro-batches rows see rows of their micro-batch only, as in gradient accumulation.
+    ``mixing`` are nodes in which rows see each other (``batch_norm``, a product of two means): with
+    several micro-batches rows see rows of their micro-batch only, as in gradient accumulation.
+    ``means`` are buffers (counts of tokens) whose new value is the mean of the values that the
+    micro-batches make of the old one.
     """
 
     sums: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
     totals: tuple[Ref, ...] = ()
     mixing: tuple[str, ...] = ()
+    means: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import gcd, log2
 
 from ...cost_model.cluster.cluster import Cluster
+from ..dims.batch import meeting, meeting_text
 from ..errors import UsageError
 from ..graph.expert_dims import experts_of_layers
 from ..graph.graph import Graph
@@ -123,11 +124,15 @@ def _captured_rows(graph: Graph, request: Request) -> tuple[int, ...]:
         fix = (
             f"--global-batch {graph.batch_size}" if is_batch else "microbatches=1, or leave it out"
         )
+        node = meeting(graph)
         raise UsageError(
             "AP125",
             f"this model can only be planned with its captured batch, "
             f"{graph.batch_size} samples in one micro-batch",
-            why="samples meet before the loss, or the model takes another path for fewer of them",
+            why="the model takes another path for fewer samples"
+            if node is None
+            else f"{meeting_text(node)}: each of its results depends on several of them",
+            where="" if node is None else node.source,
             fix=fix,
         )
     return (graph.batch_size,)

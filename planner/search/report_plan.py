@@ -14,6 +14,7 @@ from ...cost_model.cluster.cluster import Cluster
 from ...cost_model.ops.compute import least_seconds
 from ..costs.choices import input_specs, unsharded_ops
 from ..costs.prices import Rules
+from ..dims.batch import meeting, meeting_text
 from ..evaluate.step import prediction_of, send_seconds
 from ..graph.graph import Blocks, Graph, Node
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
@@ -75,7 +76,19 @@ def make_plan(
         replicated_ops=tuple(replicated),
         replicated_seconds=replicated,
         unsharded_ops=_unsharded_ops(structure, best),
+        undivided_batch=_undivided_batch(graph, request) if best.num_microbatches == 1 else "",
     )
+
+
+def _undivided_batch(graph: Graph, request: Request) -> str:
+    """Describe why the search had only the whole batch as a micro-batch; "" if it had others."""
+    is_free = request.forced.num_microbatches is None and request.global_batch > 1
+    node = meeting(graph) if is_free else None
+    if node is None:
+        return ""
+    text = f"{meeting_text(node)}, so a step is one micro-batch"
+    own = "; with --parallel microbatches=N only those of a micro-batch meet"
+    return text + own if graph.batch_dims else text
 
 
 def _unsharded_ops(structure: Structure, best: Candidate) -> tuple[str, ...]:

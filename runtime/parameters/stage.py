@@ -229,6 +229,7 @@ class StageModule(nn.Module):
         self.buffer_regions = self._register_buffers()
         self.reductions = apply_zero(self, formats)
         self._changed: dict[str, Tensor] = {}
+        self._changes: dict[str, Tensor] = {}
         self.before_block: Callable[[int], None] = lambda block: None
         """Callback in the forward before each block, which then reads its parameters."""
         self._leaving = [_leaving(program)]
@@ -330,7 +331,7 @@ class StageModule(nn.Module):
         with torch.no_grad():
             for name, value in self._changed.items():
                 self.buffer(name).copy_(value)
-        self._changed.clear()
+        self.forget_buffers()
 
     def next_buffer(self, name: str) -> Tensor:
         """Return this rank's part of a buffer with the value that the last forward has computed for
@@ -340,11 +341,15 @@ class StageModule(nn.Module):
     def forget_buffers(self) -> None:
         """Drop the new values that forwards have computed for buffers."""
         self._changed.clear()
+        self._changes.clear()
 
     def changing_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that forwards in training change, by name, each in this rank's own
-        memory."""
-        return self.distributed_buffers(self.program.updates)
+        memory. One that no rank splits is a plain tensor, as all other buffers of a model are: a
+        script's own updates (of an expert's bias, from counts of tokens) compute with both."""
+        held, names = self.program.buffers, self.program.updates
+        split = [n for n in names if any(each.is_shard for each in held[n].layout)]
+        return {n: self.buffer(n) for n in names} | self.distributed_buffers(split)
 
     def distributed_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the buffers ``names``, sharing memory with this rank's parts: as plain tensors in
@@ -392,7 +397,7 @@ class StageModule(nn.Module):
             if name in self.program.updates:  # may be written before the backward
                 known[name] = known[name].clone()
         if not self.program.updates_once:
-            known.update(self._changed)
+            known |= {n: v for n, v in self._changed.items() if n not in self.program.means}
         for position, block in enumerate(self.blocks):
             block.part = part  # type: ignore[assignment]
             self.before_block(position)
@@ -402,8 +407,19 @@ class StageModule(nn.Module):
             for key in last_use.get(position, ()):
                 known.pop(key, None)
         for name, key in program.updates.items():
-            self._changed[name] = known[key].detach()
+            self._changed[name] = self._updated(program, name, known[key].detach())
         return {key: known[key] for key in self._leaving[part]}
+
+    def _updated(self, program: StageProgram, name: str, new: Tensor) -> Tensor:
+        """Return a buffer's value after this micro-batch and the step's earlier ones. ``new``: the
+        value that the micro-batch makes of the one that it reads."""
+        count = program.num_microbatches
+        if count == 1 or name not in program.means or new.dtype == torch.bool:
+            return new
+        old = self.buffer(name)
+        total = self._changes.get(name, 0) + (new - old)
+        self._changes[name] = total
+        return old + (total / count if new.is_floating_point() else total // count)
 
 
 def _registered(parameter: StageParameter) -> nn.Parameter:

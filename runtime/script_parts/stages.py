@@ -28,7 +28,7 @@ class Stage:
 
     ``parameters``, ``buffers``, ``inputs`` and ``constants`` map each name to its split: the
     dimension that a mesh axis splits. ``updates`` maps buffers to results of ``forward``, their new
-    values.
+    values: the mean of micro-batches for ``means``; ``updates_once``: all of a step are equal.
     """
 
     forward: Callable[..., dict[str, Tensor]]
@@ -39,6 +39,8 @@ class Stage:
     constants: dict[str, Split] = field(default_factory=dict)
     buffers: dict[str, Split] = field(default_factory=dict)
     updates: dict[str, str] = field(default_factory=dict)
+    updates_once: bool = False
+    means: tuple[str, ...] = ()
     zero: int = 0
     weight: type[Weight] = Weight
     loss: str = ""
@@ -95,6 +97,7 @@ class StageRank:
     def begin(self, batch: dict[str, Tensor], counts: dict[str, Tensor], draw: Draw) -> None:
         """Start a step on a global batch; losses divide by ``counts``, made of all its rows."""
         self.batch, self.counts, self.draw = batch, counts, draw
+        self.old, self.changes = dict(self.buffers), dict[str, Tensor]()
         self.losses: dict[int, Tensor] = {}
         self.received: dict[int, dict[str, Tensor]] = {}
         self.made: dict[int, dict[str, Tensor]] = {}
@@ -110,12 +113,22 @@ class StageRank:
         """Run a micro-batch; return results by key. ``received`` has other stages' results."""
         values = {**self.constants, **self.counts, **self.inputs(microbatch), **received}
         # A block that runs again in the backward reads the buffers of its own forward.
-        weights = Weights(self.weights, dict(self.buffers))
+        unchanged = (
+            self.old if self.stage.updates_once else {n: self.old[n] for n in self.stage.means}
+        )
+        weights = Weights(self.weights, {**self.buffers, **unchanged})
         draw = replace(self.draw, microbatch=microbatch)
         with self.device:
             made = self.stage.forward(values, weights, self.mesh, draw)
         for name, key in self.stage.updates.items():
-            self.buffers[name] = made[key].detach()
+            new = made[key].detach()
+            if name in self.stage.means and new.dtype != torch.bool:
+                total = self.changes.get(name, 0) + (new - self.old[name])
+                self.changes[name] = total
+                is_real = new.is_floating_point()
+                mean = total / MICRO_BATCHES if is_real else total // MICRO_BATCHES
+                new = self.old[name] + mean
+            self.buffers[name] = new
         self.received[microbatch], self.made[microbatch] = received, made
         if self.stage.loss:
             loss = made[self.stage.loss].detach()

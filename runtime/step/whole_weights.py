@@ -7,7 +7,7 @@ rank to the ranks of other stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.local.stage_cut import stage_ranges
 from ...passes.ops.collectives import local_tensor
+from ...passes.programs.constants import descendants
 from ...planner.errors import UsageError
 from ...planner.graph.layout import region_slices
 from ...planner.variants.replicas import placed_stages
@@ -113,6 +114,17 @@ class WholeWeights:
             if work is not None:
                 work.wait()
         return whole
+
+    def share(self, buffers: Mapping[str, Tensor]) -> None:
+        """Copy ``buffers`` (by name, in the same order on all ranks) from the first rank of the
+        first stage that reads each to all ranks. Collective."""
+        program, plan = self._model.program, self._model.plan
+        stages, block_of = placed_stages(plan), program.blocks.of_node
+        of_block = {at: i for i, positions in enumerate(stage_ranges(plan)) for at in positions}
+        for name, buffer in buffers.items():
+            readers = descendants(program.graph, name) & block_of.keys()
+            first = min((of_block[block_of[reader]] for reader in readers), default=0)
+            dist.broadcast(buffer, src=stages[first].devices[0], group=group_for(buffer))
 
     def is_elsewhere(self, name: str) -> bool:
         """Tell whether this rank holds no part of tensor ``name``."""

@@ -70,7 +70,8 @@ def _told(plan: str) -> str:
 
 def test_micro_batches_that_batch_norm_sees_apart_are_told() -> None:
     first, second = run_processes(2, _told, "dp=2,microbatches=2")
-    assert "norm sees each of the 2 micro-batches for itself" in first
+    assert "samples meet in batch norm of norm" in first
+    assert "each of the 2 micro-batches is computed for itself" in first
     assert second == ""
     assert "micro-batches" not in run_processes(2, _told, "dp=2")[0]
 

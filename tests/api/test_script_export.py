@@ -173,6 +173,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/long_skip.py", "pp=2,microbatches=2,schedule=1f1b"),
         ("tests/models/moving_average.py", "dp=2"),
         ("tests/models/moving_average.py", "dp=2,recompute=full"),
+        ("tests/models/routed_experts.py", "dp=2,microbatches=2"),
         ("tests/models/masked_lm.py", "dp=2,microbatches=2"),
         ("tests/models/regression.py", "dp=2,zero=1"),
         ("tests/zoo/resnet", "dp=2"),

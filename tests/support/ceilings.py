@@ -34,9 +34,9 @@ SENT = (
     "solvers"
 )
 
-JOINT = (
-    "states sharded over all ranks that hold a parameter whole, and lists of weights on several "
-    "meshes"
+EXPERTS = (
+    "experts over any axis that splits tokens, states sharded over all ranks that hold a parameter "
+    "whole, losses, counts and biases of routers that equal the model alone"
 )
 
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
@@ -47,27 +47,27 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 31224, SENT),
+    ("planner: lines", 31324, MEETING),
     ("planner: files", 138, SYSTEMS),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 16453, JOINT),
+    ("passes: lines", 16453, EXPERTS),
     ("passes: files", 94, STATED),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19378, JOINT),
+    ("runtime: lines", 19378, EXPERTS),
     ("runtime: files", 87, FOLDERS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 32344, SENT),
+    ("api: lines", 32366, MEETING),
     ("api: files", 189, STATED),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 108156, JOINT),
+    ("all packages: lines", 108156, EXPERTS),
     ("all packages: files", 554, STATED),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
@@ -83,10 +83,10 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
     ("words of docs/ without docs/adr/ and generated pages", 27961, STATED),
-    ("words of CHANGELOG.md", 309, JOINT),
+    ("words of CHANGELOG.md", 309, EXPERTS),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 72190, JOINT),
-    ("tests: files", 461, JOINT),
+    ("tests: lines", 72190, EXPERTS),
+    ("tests: files", 461, EXPERTS),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from counted_calls import num_calls
 
-from autoparallel.planner.dims.batch import find_batch_dims, rows_apart
-from autoparallel.planner.graph.graph import Graph, Node, Ref, TensorSpec
+from autoparallel.planner.dims.batch import (
+    find_batch,
+    find_batch_dims,
+    meeting,
+    meeting_text,
+    rows_apart,
+)
+from autoparallel.planner.graph.graph import Accumulation, Graph, Node, Ref, TensorSpec
 
 
 def spec(*shape: int, dtype: str = "float32", grad: bool = True) -> TensorSpec:
@@ -220,3 +227,102 @@ def deep(num_layers: int) -> Graph:
         )
         layers.append(op(f"h{index + 1}", "gelu.default", (Ref(f"m{index}"),), spec(2, 3, 4)))
     return graph(*layers, mean(f"h{num_layers}"))
+
+
+def two_means(*after: Node) -> Graph:
+    """A loss, to which the nodes ``after`` add what they make of two other means."""
+    return graph(
+        data("x", 2, 4),
+        weight("w", 4),
+        op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+        op("first", "mean.dim", (Ref("y"), [0]), spec(4)),
+        op("exp", "exp.default", (Ref("y"),), spec(2, 4)),
+        op("second", "mean.dim", (Ref("exp"), [0]), spec(4)),
+        op("loss", "mean.default", (Ref("y"),), spec()),
+        *after,
+    )
+
+
+def test_samples_meet_in_a_product_of_two_means() -> None:
+    """The auxiliary losses of mixtures of experts: a micro-batch has a product of its own."""
+    found = two_means(
+        op("product", "mul.Tensor", (Ref("first"), Ref("second")), spec(4)),
+        op("sum", "sum.default", (Ref("product"),), spec()),
+        op("total", "add.Tensor", (Ref("sum"), Ref("loss")), spec()),
+    )
+    dims, accumulation = find_batch(found) or ({}, None)
+    assert dims["y"] == (0,)
+    assert accumulation is not None
+    assert accumulation.mixing == ("product",)
+    assert not accumulation.sums
+
+
+def test_a_number_that_is_added_to_a_loss_lets_the_batch_divide() -> None:
+    found = find_batch(two_means(op("total", "add.Tensor", (Ref("loss"), 1.0), spec())))
+    assert found is not None
+    assert not found[1].mixing
+
+
+def counting(update: str, *args: Any) -> Graph:
+    """A loss, and a buffer of counts of results that the op ``update`` changes."""
+    counts = spec(4, dtype="int64", grad=False)
+    return replace(
+        graph(
+            data("x", 2, 4),
+            weight("w", 4),
+            op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+            op("chosen", "gt.Scalar", (Ref("y"), 0.0), spec(2, 4, dtype="bool")),
+            Node("buffer", "buffer", outputs=(counts,)),
+            op("load", "sum.dim_IntList", (Ref("chosen"), [0]), counts),
+            op("new", update, (*args, Ref("load")), counts),
+            mean("y"),
+        ),
+        updates={"buffer": Ref("new")},
+    )
+
+
+def test_a_buffer_that_counts_is_the_mean_over_micro_batches() -> None:
+    found = find_batch(counting("add.Tensor", Ref("buffer")))
+    assert found is not None
+    assert found[1] == Accumulation(sums=("load",), means=("buffer",))
+
+
+def test_samples_meet_in_a_buffer_that_is_not_linear_in_counts() -> None:
+    found = find_batch(counting("maximum.default", Ref("buffer")))
+    assert found is not None
+    assert found[1].mixing == ("new",)
+    assert not found[1].means
+
+
+def test_the_node_in_which_samples_meet_is_found_and_described() -> None:
+    softmax = op("mixed", "softmax.int", (Ref("x"), 0), spec(2, 4))
+    found = meeting(graph(data("x", 2, 4), softmax, mean("mixed")))
+    assert found == softmax
+    assert meeting_text(replace(softmax, module="gate", source="a/b.py:3")) == (
+        "samples meet in softmax of gate (b.py:3)"
+    )
+    assert meeting(two_means()) is None
+
+
+def test_a_total_that_is_added_to_a_buffer_is_the_same_in_every_micro_batch() -> None:
+    count = spec(dtype="int64", grad=False)
+    found = find_batch(
+        replace(
+            graph(
+                data("mask", 2, 4, dtype="int64"),
+                Node("seen", "buffer", outputs=(count,)),
+                op("total", "sum.default", (Ref("mask"),), count),
+                op("new", "add.Tensor", (Ref("seen"), Ref("total")), count),
+                data("x", 2, 4),
+                weight("w", 4),
+                op("y", "mul.Tensor", (Ref("x"), Ref("w")), spec(2, 4)),
+                op("sum", "sum.default", (Ref("y"),), spec()),
+                op("loss", "div.Tensor", (Ref("sum"), Ref("total")), spec()),
+            ),
+            updates={"seen": Ref("new")},
+        )
+    )
+    assert found is not None
+    assert found[1].totals == (Ref("total"),)
+    assert found[1].means == ("seen",)
+    assert not found[1].mixing
