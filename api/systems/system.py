@@ -216,9 +216,9 @@ def expert_differences(job: WriterInput) -> Iterator[Deviation]:
         here = expert_axes(own)
         there = [*planned.folded, *(["dp"] if planned.data_ep > 1 else [])]
         if sorted(here) != sorted(there):
+            planned_names = " and ".join(names[name] for name in there) or "no"
             yield Deviation(
-                f"experts spread over ranks of {' and '.join(names[name] for name in there)} "
-                "parallelism",
+                f"experts spread over ranks of {planned_names} parallelism",
                 f"over {own.ep} neighbouring ranks, which are of "
                 f"{' and '.join(names[name] for name in here)} parallelism",
             )

@@ -141,6 +141,8 @@ def _lost(job: WriterInput) -> Iterator[Deviation]:
             "whole states on every data-parallel rank (ZeRO 0)",
             "FSDP that keeps parameters gathered, which context and expert parallelism need",
         )
+    if _replicates(own) and own.dp > 1 and own.pp == 1 and own.num_microbatches > 1:
+        yield Deviation("gradients summed once a step", "gradients summed after every micro-batch")
 
 
 def recomputed_layers(plan: Plan, own: Configuration) -> tuple[int, ...]:
