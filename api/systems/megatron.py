@@ -60,7 +60,10 @@ LIMITS = {
 
 def write(job: WriterInput) -> Files:
     """Return the files for Megatron-LM that train a configuration."""
-    own, lost, notes = job.configuration, list(expert_differences(job)), list[str]()
+    own, notes = job.configuration, list[str]()
+    if job.config is not None and job.config.kind == "gpt_oss" and own.tp > 1:
+        own = with_whole_experts(own, job.config.experts)
+    lost = list(expert_differences(replace(job, configuration=own)))
     if job.config is not None and job.config.experts is not None and own.tp > 1:
         if not own.sequence_parallel:
             lost.append(Deviation("norms of whole sequences beside tp", "sequence parallelism"))
@@ -137,6 +140,15 @@ def with_schedule(own: Configuration, schedule: str) -> Configuration:
     return replace(own, schedule="1f1b", num_chunks=1, layers=layers)
 
 
+def with_whole_experts(own: Configuration, experts: Experts | None) -> Configuration:
+    """Return the configuration with no expert split over tensor-parallel ranks, which Megatron-LM
+    refuses for experts with biases: they are spread over these ranks where their number allows."""
+    if own.etp == 1 or experts is None:
+        return own
+    ep = own.ep * own.tp
+    return replace(own, ep=ep if experts.count % ep == 0 else own.ep, etp=1)
+
+
 def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
     yield "--tensor-model-parallel-size", str(own.tp)
     yield "--pipeline-model-parallel-size", str(own.pp)
@@ -145,8 +157,8 @@ def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
         yield ("--sequence-parallel",)
     if own.ep > 1:
         yield "--expert-model-parallel-size", str(own.ep)
-        if own.tp > 1:
-            yield "--expert-tensor-parallel-size", str(own.etp)
+    if own.tp > 1 and own.etp is not None:
+        yield "--expert-tensor-parallel-size", str(own.etp)
 
 
 def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:

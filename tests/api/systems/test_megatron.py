@@ -324,6 +324,14 @@ def test_experts_are_spread_over_tensor_ranks_or_split_over_them(
     assert found.sequence_parallel == sp
 
 
+@pytest.mark.parametrize(("tp", "ep", "spread"), [(2, 2, 4), (2, 1, 2), (2, 4, 4)])
+def test_experts_with_biases_are_whole(tp: int, ep: int, spread: int) -> None:
+    """Megatron-LM has biases of experts only with an expert tensor parallel size of 1."""
+    found = arguments_of("gpt_oss", dp=8 // tp, tp=tp, ep=ep)
+    assert found.expert_tensor_parallel_size == 1
+    assert found.expert_model_parallel_size == spread
+
+
 def test_experts_on_other_ranks_than_the_plans_are_said() -> None:
     """Its neighbouring ranks are those of context parallelism."""
     planned = replace(case("cp"), model=replace(case("cp").model, target=f"hf:{ZOO / 'mixtral'}"))
