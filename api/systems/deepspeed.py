@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from autoparallel.planner.configured.configuration import Configuration
@@ -83,6 +84,8 @@ def to_supported(own: Configuration) -> Configuration:
     """Return the configuration with options that DeepSpeed can run, keeping its degrees."""
     return replace(
         own,
+        ep=gcd(own.ep, own.dp),  # its groups of experts are of data-parallel ranks alone
+        etp=None,
         zero=max(own.zero, 1) if own.offload == "optimizer" else own.zero,
         recompute="none" if own.recompute == "none" else "full",
         recompute_share=1.0,

@@ -31,12 +31,16 @@ need no communication if positions are sharded."""
 EXPERTS = ".experts."
 """Part of the names of experts' weights."""
 
+STACKED = re.compile(r"\.experts\.\D")
+"""Pattern of the names of weights that have all experts of a layer in their first dimension."""
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Parallel degrees: numbers of ranks that shard samples (``dp``), weights (``tp``), positions
     (``cp``) and experts (``ep``, ranks that are counted by the others). ``folds``: ranks of ``tp``
-    hold different experts. ``splits_norms``: sequence parallelism beside ``tp``."""
+    hold different experts, whether or not tokens are sent over them. ``splits_norms``: sequence
+    parallelism beside ``tp``."""
 
     dp: int = 1
     tp: int = 1
@@ -98,14 +102,15 @@ def _divisor(number: int, most: int) -> int:
 def common_roles(plan: Plan, pp: int) -> Roles:
     """Return the parallel degrees to use for all stages of a plan with ``pp`` pipeline ranks.
 
-    If stages have different meshes, the most frequent degrees whose product is the number of
-    devices of a rank are taken. If there are none, data parallelism is as large as a micro-batch
-    allows, and tensor parallelism takes the other devices.
+    If stages differ, those with experts count, and the most frequent degrees whose product is the
+    number of devices of a rank are taken. If there are none, data parallelism is as large as a
+    micro-batch allows, and tensor parallelism takes the other devices.
     """
     size = plan.cluster.num_devices // pp
     if plan.servers is not None:
         return Roles(dp=size)
-    found = Counter(axis_roles(plan, stage) for stage in plan.stages)
+    with_experts = [stage for stage in plan.stages if _has_experts(stage)]
+    found = Counter(axis_roles(plan, stage) for stage in with_experts or plan.stages)
     fitting = [roles for roles, _ in found.most_common() if roles.size == size]
     dp = gcd(size, plan.microbatch_size)
     return fitting[0] if fitting else Roles(dp=dp, tp=size // dp)
@@ -115,14 +120,57 @@ def axis_roles(plan: Plan, stage: StagePlan) -> Roles:
     """Return the parallel degrees of a stage, from the sizes and uses of its mesh axes."""
     degrees = {"dp": 1, "tp": 1, "cp": 1}
     splits_norms = folds = False
+    ep = stage.expert_degree
     for axis, (name, size) in enumerate(zip(stage.mesh.axes, stage.mesh.shape, strict=True)):
         role = {"ep": "dp"}.get(name, name)
         if name == "tp":
             role = _role_of_free_axis(plan, stage, axis)
             splits_norms = role == "tp" and _splits_norms(stage, axis)
             folds = role == "tp" and axis in stage.expert_axes
+            if role == "tp" and not folds and ep > 1 and _splits_experts(plan, stage, axis):
+                folds, ep = True, ep * size
         degrees[role] *= size
-    return Roles(**degrees, ep=stage.expert_degree, folds=folds, splits_norms=splits_norms)
+    return Roles(**degrees, ep=ep, folds=folds, splits_norms=splits_norms)
+
+
+def _splits_experts(plan: Plan, stage: StagePlan, axis: int) -> bool:
+    """Return whether ranks of a mesh axis hold different experts, each one whole."""
+    held = [
+        layout.outputs[0][axis]
+        for name, layout in parameters(plan, stage).items()
+        if STACKED.search(name)
+    ]
+    return bool(held) and all(each.is_shard and each.dim == 0 for each in held)
+
+
+def whole_experts(plan: Plan) -> bool:
+    """Return whether ranks of tensor parallelism hold different whole experts in all stages."""
+    found = [
+        _splits_experts(plan, stage, stage.mesh.axes.index("tp"))
+        for stage in plan.stages
+        if "tp" in stage.mesh.axes and _has_experts(stage)
+    ]
+    return bool(found) and all(found)
+
+
+def _has_experts(stage: StagePlan) -> bool:
+    return any(STACKED.search(name) for name in stage.layouts)
+
+
+def expert_axes(own: Configuration) -> tuple[str, ...]:
+    """Return the degrees whose ranks hold different experts in a system that spreads experts over
+    neighbouring ranks: tensor-parallel ones (unless they share each expert), then
+    context-parallel, then data-parallel ones.
+
+    >>> expert_axes(Configuration(dp=2, cp=2, ep=2, etp=1))
+    ('cp',)
+    """
+    found, left = [], own.ep
+    for name, size in (("tp", own.tp if own.etp == 1 else 1), ("cp", own.cp), ("dp", own.dp)):
+        if size > 1 and left > 1:
+            found.append(name)
+            left //= min(size, left)
+    return tuple(found)
 
 
 def layers_of(plan: Plan, stage: StagePlan) -> tuple[BlockPlan, ...]:

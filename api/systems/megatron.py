@@ -1,16 +1,24 @@
 """Megatron-LM: arguments for its ``pretrain_gpt.py``, and a script that starts it.
 
-The names are of core_v0.19.0. Source: ``megatron/training/arguments.py`` and
-``megatron/core/transformer/pipeline_parallel_layer_layout.py`` of that tag.
+The names are of the main branch of August 2026 (commit d98e8a6) and were compared with its
+parser. Source: ``megatron/training/arguments.py``,
+``megatron/core/transformer/transformer_config.py`` and ``pipeline_parallel_layer_layout.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from autoparallel.planner.configured.configuration import Configuration
-from autoparallel.systems.model_config import ModelConfig, RopeScaling, unlike_llama
+from autoparallel.systems.model_config import (
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    RopeScaling,
+    unlike_llama,
+)
 from autoparallel.systems.system import (
     PIPELINES,
     RECIPE,
@@ -18,12 +26,15 @@ from autoparallel.systems.system import (
     Files,
     System,
     WriterInput,
+    expert_differences,
     stage_layers,
 )
 
 ARGUMENTS, SCRIPT = "args.txt", "train.sh"
 SCHEDULES = ("1f1b", "interleaved")
-MODELS = ("llama", "mistral", "qwen2", "mixtral", "gpt2")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4_text")
+MODELS = (*DENSE, *SPARSE, "olmoe", "granitemoe")
 """Hugging Face architectures that ``pretrain_gpt.py`` can build from arguments."""
 
 Arguments = list[tuple[str, ...]]
@@ -49,7 +60,14 @@ LIMITS = {
 
 def write(job: WriterInput) -> Files:
     """Return the files for Megatron-LM that train a configuration."""
-    own, lost, notes = job.configuration, list[Deviation](), list[str]()
+    own, notes = job.configuration, list[str]()
+    if job.config is not None and job.config.kind == "gpt_oss" and own.tp > 1:
+        own = with_whole_experts(own, job.config.experts)
+    lost = list(expert_differences(replace(job, configuration=own)))
+    if job.config is not None and job.config.experts is not None and own.tp > 1:
+        if not own.sequence_parallel:
+            lost.append(Deviation("norms of whole sequences beside tp", "sequence parallelism"))
+        own = replace(own, sequence_parallel=True)  # it refuses experts without
     arguments: Arguments = [
         *_degrees(own),
         *_pipeline(own, job.num_layers),
@@ -61,7 +79,7 @@ def write(job: WriterInput) -> Files:
     ]
     if job.config is not None and job.config.kind in MODELS:
         arguments += model_arguments(job.config)
-        notes += list(_unlike(job.config))
+        lost += _unlike(job.config, job.plan.model.seq)
     elif job.config is not None:
         notes.append(
             f"pretrain_gpt.py has no {job.config.kind}: the model's arguments are left to you"
@@ -94,6 +112,7 @@ def to_supported(own: Configuration) -> Configuration:
         own = replace(own, recompute_share=1.0)
     return replace(
         own,
+        etp=(own.etp or own.tp) if own.ep > 1 else None,
         recomputes_ends=False,
         precision="fp32" if own.precision == "fp64" else own.precision,
         sequence_parallel=True if own.ep > 1 and own.tp > 1 else own.sequence_parallel,
@@ -121,6 +140,15 @@ def with_schedule(own: Configuration, schedule: str) -> Configuration:
     return replace(own, schedule="1f1b", num_chunks=1, layers=layers)
 
 
+def with_whole_experts(own: Configuration, experts: Experts | None) -> Configuration:
+    """Return the configuration with no expert split over tensor-parallel ranks, which Megatron-LM
+    refuses for experts with biases: they are spread over these ranks where their number allows."""
+    if own.etp == 1 or experts is None:
+        return own
+    ep = own.ep * own.tp
+    return replace(own, ep=ep if experts.count % ep == 0 else own.ep, etp=1)
+
+
 def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
     yield "--tensor-model-parallel-size", str(own.tp)
     yield "--pipeline-model-parallel-size", str(own.pp)
@@ -129,8 +157,8 @@ def _degrees(own: Configuration) -> Iterator[tuple[str, ...]]:
         yield ("--sequence-parallel",)
     if own.ep > 1:
         yield "--expert-model-parallel-size", str(own.ep)
-        if own.etp is not None:
-            yield "--expert-tensor-parallel-size", str(own.etp)
+    if own.tp > 1 and own.etp is not None:
+        yield "--expert-tensor-parallel-size", str(own.etp)
 
 
 def _pipeline(own: Configuration, num_layers: int) -> Iterator[tuple[str, ...]]:
@@ -220,7 +248,7 @@ def model_arguments(config: ModelConfig) -> Arguments:
         ("--hidden-size", str(config.hidden_size)),
         ("--ffn-hidden-size", str(config.intermediate_size)),
         ("--num-attention-heads", str(config.num_heads)),
-        ("--kv-channels", str(config.head_dim)),
+        ("--kv-channels", str(config.latent.value_dim if config.latent else config.head_dim)),
         ("--vocab-size", str(config.vocab_size)),
         ("--norm-epsilon", repr(config.norm_epsilon)),
         ("--attention-dropout", repr(config.attention_dropout)),
@@ -228,47 +256,180 @@ def model_arguments(config: ModelConfig) -> Arguments:
     ]
     if config.kind == "gpt2":
         return [*found, ("--position-embedding-type", "learned_absolute")]
-    if config.num_kv_heads != config.num_heads:
-        found += [("--group-query-attention",), ("--num-query-groups", str(config.num_kv_heads))]
-    found += [
-        ("--normalization", "RMSNorm"),
-        ("--swiglu",),
-        ("--disable-bias-linear",),
-        ("--position-embedding-type", "rope"),
-    ]
-    if config.rope_theta is not None:
-        found.append(("--rotary-base", str(round(config.rope_theta))))
-    if (scaling := config.rope_scaling) is not None and scaling.kind == "llama3":
-        found += [("--use-rope-scaling",), ("--rope-scaling-factor", repr(scaling.factor))]
-    if config.kind == "qwen2":
+    found += [("--normalization", "RMSNorm"), *_attention(config), *_positions(config)]
+    if config.kind == "gpt_oss":
+        found += [
+            ("--quick-geglu",),
+            ("--glu-linear-offset", "1.0"),
+            ("--activation-func-clamp-value", repr(config.glu_limit)),
+            ("--softmax-type", "learnable"),
+        ]
+    else:
+        found += [("--swiglu",), ("--disable-bias-linear",)]
+    if config.has_qkv_bias:
         found.append(("--add-qkv-bias",))
     if not config.is_tied:
         found.append(("--untie-embeddings-and-output-weights",))
-    if config.num_experts:
-        found += [
-            ("--num-experts", str(config.num_experts)),
-            ("--moe-router-topk", str(config.experts_per_token)),
-            ("--moe-ffn-hidden-size", str(config.intermediate_size)),
-            ("--moe-grouped-gemm",),
-            ("--moe-token-dispatcher-type", "alltoall"),
-        ]
-    return found
+    return [*found, *(_experts(config.experts) if config.experts is not None else ())]
 
 
-def _unlike(config: ModelConfig) -> Iterator[str]:
+def _attention(config: ModelConfig) -> Iterator[tuple[str, ...]]:
+    if config.latent is not None:
+        yield from _latent_attention(config.latent)
+    elif config.num_kv_heads != config.num_heads:
+        yield ("--group-query-attention",)
+        yield "--num-query-groups", str(config.num_kv_heads)
+    if config.query_norm == "head" or config.latent is not None:
+        yield ("--qk-layernorm",)
+    if config.query_norm == "l2":
+        yield ("--qk-l2-norm",)
     if config.window is not None:
-        yield f"attention over a window of {config.window} positions: give --window-size"
+        yield "--window-size", f"{config.window - 1},0"
+        if len(config.windowed_layers) < config.num_layers:
+            layers = set(config.windowed_layers)
+            pattern = pattern_text([index in layers for index in range(config.num_layers)])
+            yield "--window-attn-skip-freq", pattern
+
+
+def _latent_attention(latent: LatentAttention) -> Iterator[tuple[str, ...]]:
+    yield ("--multi-latent-attention",)
+    if latent.query_rank:
+        yield "--q-lora-rank", str(latent.query_rank)
+    yield "--kv-lora-rank", str(latent.key_rank)
+    yield "--qk-head-dim", str(latent.plain_dim)
+    yield "--qk-pos-emb-head-dim", str(latent.rotary_dim)
+    yield "--v-head-dim", str(latent.value_dim)
+
+
+def _positions(config: ModelConfig) -> Iterator[tuple[str, ...]]:
+    scaling, yarn = config.rope_scaling, config.yarn
+    kind = "rope" if yarn is None else "yarn"
+    yield "--position-embedding-type", kind if config.latent is None else "rope"
+    if config.rope_theta is not None:
+        yield "--rotary-base", str(round(config.rope_theta))
+    if config.rotary_share != 1:
+        yield "--rotary-percent", repr(config.rotary_share)
+    if config.latent is not None:
+        yield "--rope-type", kind
+        if yarn is None:
+            yield ("--no-rope-fusion",)  # which it has for latent attention under yarn alone
+    if config.kind == "llama4_text":
+        yield ("--rotary-interleaved",)
+    if not all(config.rotary_layers):
+        yield "--no-rope-freq", pattern_text([not each for each in config.rotary_layers])
+    if scaling is not None and scaling.kind == "llama3":
+        yield ("--use-rope-scaling",)
+        yield "--rope-scaling-factor", repr(scaling.factor)
+    if yarn is not None:
+        yield "--rotary-scaling-factor", repr(yarn.factor)
+        yield "--mscale", repr(yarn.mscale)
+        yield "--mscale-all-dim", repr(yarn.mscale_all_dim)
+        if config.latent is None:
+            yield "--yarn-original-max-position-embeddings", str(yarn.original_positions)
+            yield "--yarn-beta-fast", repr(yarn.beta_fast)
+            yield "--yarn-beta-slow", repr(yarn.beta_slow)
+            if not yarn.truncate:
+                yield ("--no-yarn-correction-range-round-to-int",)
+
+
+def _experts(experts: Experts) -> Iterator[tuple[str, ...]]:
+    yield "--num-experts", str(experts.count)
+    if not all(experts.layers):
+        yield "--moe-layer-freq", pattern_text(experts.layers)
+    yield "--moe-ffn-hidden-size", str(experts.width)
+    if experts.shared_width:
+        yield "--moe-shared-expert-intermediate-size", str(experts.shared_width)
+        if experts.gates_shared:
+            yield ("--moe-shared-expert-gate",)
+    yield "--moe-router-topk", str(experts.per_token)
+    yield "--moe-router-score-function", experts.score
+    if experts.score == "softmax" and (not experts.normalizes or experts.per_token == 1):
+        yield ("--moe-router-pre-softmax",)
+    if experts.score == "sigmoid":
+        yield "--moe-router-dtype", "fp32"
+    if experts.has_bias:
+        yield ("--moe-router-enable-expert-bias",)
+    if _limits_groups(experts):
+        yield "--moe-router-num-groups", str(experts.num_groups)
+        yield "--moe-router-group-topk", str(experts.chosen_groups)
+    if experts.scale != 1:
+        yield "--moe-router-topk-scaling-factor", repr(experts.scale)
+    if experts.weighs_inputs:
+        yield ("--moe-apply-probs-on-input",)
+    yield ("--moe-grouped-gemm",)
+    yield "--moe-token-dispatcher-type", "alltoall"
+
+
+def _limits_groups(experts: Experts) -> bool:
+    """Return whether Megatron-LM can choose experts within groups: it scores a group by the sum of
+    its best ``per_token // chosen_groups`` experts."""
+    return experts.num_groups > 1 and experts.per_token >= experts.chosen_groups
+
+
+def pattern_text(layers: Sequence[bool]) -> str:
+    """Write a pattern of layers as Megatron-LM reads it: a sum of repeated lists.
+
+    >>> pattern_text([False, True, True, True]), pattern_text([True, False] * 2)
+    ('([0]*1+[1]*3)', '([1,0]*2)')
+    """
+    bits = [int(each) for each in layers]
+    pairs, rest = divmod(len(bits), 2)
+    if not rest and pairs > 1 and bits == bits[:2] * pairs and bits[0] != bits[1]:
+        return f"([{bits[0]},{bits[1]}]*{pairs})"
+    return "(" + "+".join(f"[{bit}]*{len(list(run))}" for bit, run in groupby(bits)) + ")"
+
+
+def _unlike(config: ModelConfig, seq: int | None) -> Iterator[Deviation]:
+    """Yield properties of a model that its arguments do not express."""
     if config.kind == "gpt2":
         if not config.is_tied:
-            yield "the output weights are not tied: give --untie-embeddings-and-output-weights"
+            yield Deviation(
+                "output weights that are not tied to embeddings",
+                "tied ones: give --untie-embeddings-and-output-weights",
+            )
         return
-    yield from (f"the model has {text}: {ARGUMENTS} has not" for text in unlike_llama(config))
+    for text in unlike_llama(config, ("llama3", "yarn")):
+        is_covered = config.kind == "gpt_oss" and text.startswith("biases")
+        if not is_covered and not (text.startswith("attention within") and _is_short(config, seq)):
+            yield Deviation(f"the model has {text}", f"{ARGUMENTS} has not")
+    if not all(config.rotary_layers):
+        yield Deviation(
+            "queries scaled by their position in layers without rotary positions",
+            "queries as they are",
+        )
     scaling = config.rope_scaling
-    if scaling is not None and scaling != RopeScaling(scaling.kind, scaling.factor):
-        yield (
-            f"the model scales rotary positions by low and high factors of "
-            f"{scaling.low_freq_factor:g} and {scaling.high_freq_factor:g} from "
-            f"{scaling.original_positions} positions: Megatron-LM by 1 and 4 from 8192"
+    if scaling is not None and scaling.kind == "llama3":
+        usual = RopeScaling("llama3", scaling.factor)
+        if scaling != usual:
+            yield Deviation(
+                f"rotary positions scaled by low and high factors of {scaling.low_freq_factor:g} "
+                f"and {scaling.high_freq_factor:g} from {scaling.original_positions} positions",
+                "by 1 and 4 from 8192",
+            )
+    yarn = config.yarn
+    if config.latent is not None and yarn is not None and yarn.original_positions != 4096:
+        yield Deviation(
+            f"rotary positions scaled from {yarn.original_positions} positions", "from 4096"
+        )
+    if config.experts is not None:
+        yield from _unlike_experts(config.experts)
+
+
+def _is_short(config: ModelConfig, seq: int | None) -> bool:
+    return seq is not None and config.chunk is not None and seq <= config.chunk
+
+
+def _unlike_experts(experts: Experts) -> Iterator[Deviation]:
+    if experts.score == "sigmoid" and not experts.normalizes and experts.per_token > 1:
+        yield Deviation("weights of experts as scored", "divided by their sum")
+    if experts.score == "softmax" and experts.normalizes and experts.per_token == 1:
+        yield Deviation("a weight of 1 for the expert of a token", "its score")
+    best = experts.per_token // experts.chosen_groups
+    if experts.num_groups > 1 and not _limits_groups(experts):
+        yield Deviation("experts chosen within groups", "chosen among all")
+    elif experts.num_groups > 1 and best != 2:
+        yield Deviation(
+            "groups of experts scored by their two best", f"scored by their {best} best"
         )
 
 
@@ -283,7 +444,7 @@ def script(job: WriterInput) -> str:
             '--master-addr "${MASTER_ADDR:?}" --master-port "${MASTER_PORT:-29500}" '
         )
     return f"""#!/usr/bin/env bash
-# Written by autoparallel export --to megatron, for Megatron-LM core_v0.19.0.
+# Written by autoparallel export --to megatron, for Megatron-LM of August 2026.
 set -euo pipefail
 folder=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 mapfile -t arguments < "$folder/{ARGUMENTS}"
@@ -293,5 +454,11 @@ mapfile -t arguments < "$folder/{ARGUMENTS}"
 
 
 SYSTEM = System(
-    "Megatron-LM", "core_v0.19.0", LIMITS, write, to_supported, builds_model=True, selects_less=True
+    "Megatron-LM",
+    "main, August 2026",
+    LIMITS,
+    write,
+    to_supported,
+    builds_model=True,
+    selects_less=True,
 )

@@ -27,7 +27,12 @@ from autoparallel.planner.requests.features import MODES
 from autoparallel.planner.schedules.catalogue import SCHEDULES
 from autoparallel.planner.summary import plan_summary
 from autoparallel.report.comparison import change_text
-from autoparallel.systems.degrees import configuration_of, layers_of
+from autoparallel.systems.degrees import (
+    configuration_of,
+    expert_axes,
+    layers_of,
+    whole_experts,
+)
 from autoparallel.systems.features import FEATURES, Feature, features_of
 from autoparallel.systems.model_config import ModelConfig, read_config
 
@@ -200,6 +205,33 @@ def differences(system: System, features: Sequence[Feature]) -> Iterator[Deviati
     for feature in features:
         if feature.name in system.limits:
             yield Deviation(feature.text, system.limits[feature.name])
+
+
+def expert_differences(job: WriterInput) -> Iterator[Deviation]:
+    """Yield a difference from the plan if other ranks hold different experts, in a system that
+    spreads experts over neighbouring ranks and else splits each over tensor-parallel ones."""
+    own, planned = job.configuration, configuration_of(job.plan)
+    names = {"tp": "tensor", "cp": "context", "dp": "data"}
+    if own.ep > 1:
+        here = expert_axes(own)
+        there = [*planned.folded, *(["dp"] if planned.data_ep > 1 else [])]
+        if sorted(here) != sorted(there):
+            planned_names = " and ".join(names[name] for name in there) or "no"
+            yield Deviation(
+                f"experts spread over ranks of {planned_names} parallelism",
+                f"over {own.ep} neighbouring ranks, which are of "
+                f"{' and '.join(names[name] for name in here)} parallelism",
+            )
+        elif "tp" in here and max(stage.expert_degree for stage in job.plan.stages) < own.ep:
+            yield Deviation(
+                "experts' outputs summed over tensor-parallel ranks",
+                "tokens sent to the experts of tensor-parallel ranks, too",
+            )
+    elif own.tp > 1 and whole_experts(job.plan):
+        yield Deviation(
+            "whole experts on each tensor-parallel rank",
+            "a part of every expert on each tensor-parallel rank",
+        )
 
 
 def _more_recompute(

@@ -74,7 +74,7 @@ def _joint() -> dict[str, list[list[int]]]:
         shape = (2, 2) if len(axes) == 2 else (2, 1, 2)
         unpriced = StagePrediction({}, {})
         stage = StagePlan((), tuple(range(first, first + 4)), Mesh(axes, shape), 0, {}, unpriced)
-        mesh = stage_mesh(stage, "cpu")
+        mesh = stage_mesh([stage], "cpu")
         if dist.get_rank() not in stage.devices:
             continue
         every = tuple(axis for axis, size in enumerate(shape) if size > 1)

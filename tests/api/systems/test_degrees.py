@@ -29,6 +29,15 @@ def test_degrees_and_batches_multiply(name: str) -> None:
     assert own.rank_rows * own.dp * own.num_microbatches == BATCH
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [4, 2])
+def test_experts_are_counted_over_all_ranks_that_hold_different_ones(ep: int) -> None:
+    """Tokens are sent over four ranks, or over two whose tensor-parallel ranks sum outputs."""
+    choices = {"dp": 2, "tp": 2, "pp": 2, "layers": (4, 4), "sequence_parallel": ep == 4}
+    own = configuration_of(plan_of(configured(ep=ep, **choices), "mixtral"))
+    assert (own.ep, own.etp, own.data_ep) == (4, 1, 2)
+
+
 def split_on(plan: Plan, dim: int) -> Plan:
     """A plan of one stage whose axis "tp" of eight splits dimension ``dim`` of every op."""
     stage = plan.stages[0]

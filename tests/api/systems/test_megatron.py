@@ -6,12 +6,24 @@ import argparse
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 from exported_plans import BATCH, CASES, NUM_DEVICES, case, configured, plans, written
 
-from autoparallel.systems.megatron import layout_text, to_supported
+from autoparallel.systems.megatron import (
+    DENSE,
+    MODELS,
+    layout_text,
+    pattern_text,
+    to_supported,
+    write,
+)
+from autoparallel.systems.model_config import read_config
+from autoparallel.systems.system import Files, WriterInput
+
+ZOO = Path(__file__).resolve().parents[3] / "tests" / "zoo"
 
 FLAGS = (
     "sequence-parallel",
@@ -32,12 +44,24 @@ FLAGS = (
     "add-qkv-bias",
     "untie-embeddings-and-output-weights",
     "moe-grouped-gemm",
+    "moe-router-pre-softmax",
+    "moe-router-enable-expert-bias",
+    "moe-apply-probs-on-input",
+    "moe-shared-expert-gate",
+    "multi-latent-attention",
+    "qk-layernorm",
+    "qk-l2-norm",
+    "quick-geglu",
+    "rotary-interleaved",
+    "no-rope-fusion",
+    "no-yarn-correction-range-round-to-int",
 )
 INTEGERS = (
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",
     "context-parallel-size",
     "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
     "micro-batch-size",
     "global-batch-size",
     "seq-length",
@@ -54,6 +78,15 @@ INTEGERS = (
     "num-experts",
     "moe-router-topk",
     "moe-ffn-hidden-size",
+    "moe-shared-expert-intermediate-size",
+    "moe-router-num-groups",
+    "moe-router-group-topk",
+    "q-lora-rank",
+    "kv-lora-rank",
+    "qk-head-dim",
+    "qk-pos-emb-head-dim",
+    "v-head-dim",
+    "yarn-original-max-position-embeddings",
 )
 FLOATS = (
     "norm-epsilon",
@@ -62,6 +95,15 @@ FLOATS = (
     "sgd-momentum",
     "optimizer-offload-fraction",
     "rope-scaling-factor",
+    "moe-router-topk-scaling-factor",
+    "glu-linear-offset",
+    "activation-func-clamp-value",
+    "rotary-percent",
+    "rotary-scaling-factor",
+    "mscale",
+    "mscale-all-dim",
+    "yarn-beta-fast",
+    "yarn-beta-slow",
 )
 CHOICES = {
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
@@ -72,12 +114,20 @@ CHOICES = {
     "fp8-format": ("e4m3", "hybrid"),
     "optimizer": ("adam", "sgd"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "position-embedding-type": ("learned_absolute", "rope", "none"),
+    "position-embedding-type": ("learned_absolute", "rope", "yarn", "none"),
+    "rope-type": ("rope", "yarn"),
+    "softmax-type": ("vanilla", "off-by-one", "learnable"),
     "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "moe-router-score-function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "moe-router-dtype": ("fp32", "fp64"),
+    "moe-layer-freq": None,
+    "no-rope-freq": None,
+    "window-size": None,
+    "window-attn-skip-freq": None,
     "pipeline-model-parallel-layout": None,
 }
-"""Arguments of Megatron-LM core_v0.19.0, of those that may be written, with some of their choices.
-They were written by hand from ``megatron/training/arguments.py``."""
+"""Arguments of Megatron-LM's main branch (commit d98e8a6), of those that may be written, with some
+of their choices. Every name was found among the options of its parser."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,16 +227,128 @@ def test_the_sizes_of_the_model_are_those_of_its_configuration(tmp_path: Path) -
     assert (mixtral.num_experts, mixtral.moe_router_topk) == (4, 2)
 
 
-@pytest.mark.usefixtures("unpriced")
+def files_of(kind: str, **choices: Any) -> Files:
+    """Files of a configuration with a model of the zoo, without a plan of it."""
+    plan = case("one dp axis")
+    target = kind if kind.startswith("/") else str(ZOO / kind)
+    plan = replace(plan, model=replace(plan.model, target=f"hf:{target}"))
+    own = to_supported(configured(**choices))
+    return write(WriterInput(plan, own, read_config(plan)[0], Path("out")))
+
+
+def arguments_of(kind: str, **choices: Any) -> argparse.Namespace:
+    return parser().parse_args(files_of(kind, **choices).texts["args.txt"].splitlines())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_arguments_of_models_are_megatrons(kind: str) -> None:
+    found = arguments_of(kind, dp=8, ep=1 if kind in DENSE else 2)
+    assert (found.num_experts is None) == (kind in DENSE)
+    if kind in DENSE:
+        assert found.expert_model_parallel_size is None
+    else:
+        assert found.expert_model_parallel_size == 2
+
+
+def test_deepseek_has_latent_attention_and_a_router_with_groups() -> None:
+    found = arguments_of("deepseek_v3", dp=8, ep=8)
+    latent = (found.q_lora_rank, found.kv_lora_rank, found.qk_head_dim, found.qk_pos_emb_head_dim)
+    assert found.multi_latent_attention
+    assert (*latent, found.v_head_dim) == (16, 16, 8, 8, 8)
+    assert (found.num_query_groups, found.rope_type, found.no_rope_fusion) == (None, "rope", True)
+    assert (found.moe_layer_freq, found.moe_ffn_hidden_size) == ("([0]*1+[1]*2)", 32)
+    assert found.moe_shared_expert_intermediate_size == 32
+    assert (found.moe_router_score_function, found.moe_router_dtype) == ("sigmoid", "fp32")
+    assert found.moe_router_enable_expert_bias
+    assert (found.moe_router_num_groups, found.moe_router_group_topk) == (4, 2)
+    assert found.moe_router_topk_scaling_factor == 2.5
+
+
+def test_gpt_oss_has_sinks_windows_biases_and_a_bounded_activation() -> None:
+    found = arguments_of("gpt_oss", dp=8, ep=4)
+    assert found.softmax_type == "learnable"
+    assert (found.window_size, found.window_attn_skip_freq) == ("7,0", "([1]*1+[0]*1)")
+    assert found.quick_geglu
+    assert not found.swiglu
+    assert not found.disable_bias_linear
+    assert (found.glu_linear_offset, found.activation_func_clamp_value) == (1.0, 7.0)
+    assert (found.position_embedding_type, found.rotary_scaling_factor) == ("yarn", 32.0)
+    assert found.no_yarn_correction_range_round_to_int
+
+
+def test_softmax_routers_choose_before_or_after_the_softmax() -> None:
+    """Megatron-LM's softmax over the chosen experts is one over all, divided by the chosen sum."""
+    assert not arguments_of("mixtral", dp=8, ep=4).moe_router_pre_softmax
+    assert arguments_of("qwen3_moe", dp=8, ep=4).moe_router_pre_softmax  # norm_topk_prob=False
+    assert arguments_of("qwen2_moe", dp=8, ep=4).moe_shared_expert_gate
+
+
+def test_llama_4_weights_the_inputs_of_experts() -> None:
+    found = arguments_of("llama4_text", dp=8, ep=2)
+    assert found.moe_apply_probs_on_input
+    assert found.qk_l2_norm
+    assert (found.moe_router_topk, found.moe_router_score_function) == (1, "sigmoid")
+
+
 @pytest.mark.parametrize(
-    ("kind", "is_written", "note"),
+    ("kind", "text"),
+    [
+        ("olmoe", "a norm over all heads"),
+        ("granitemoe", "constant factors"),
+        ("llama4_text", "attention within chunks of 32 positions"),
+        ("deepseek_v3", "groups of experts scored by their two best"),
+    ],
+)
+def test_properties_of_models_without_an_argument_are_said(kind: str, text: str) -> None:
+    assert any(text in each.plan for each in files_of(kind, dp=8, ep=2).lost)
+
+
+@pytest.mark.parametrize(
+    ("choices", "ep", "etp", "sp"),
+    [
+        ({"dp": 8, "ep": 4}, 4, None, False),
+        ({"dp": 4, "tp": 2, "ep": 8, "etp": 1}, 8, 1, True),
+        ({"dp": 2, "cp": 2, "tp": 2, "ep": 8, "etp": 1}, 8, 1, True),
+        ({"dp": 4, "tp": 2, "ep": 4}, 4, 2, True),
+        ({"dp": 2, "cp": 4, "ep": 8}, 8, None, False),
+        ({"dp": 4, "tp": 2, "sequence_parallel": False}, None, None, True),
+    ],
+)
+def test_experts_are_spread_over_tensor_ranks_or_split_over_them(
+    choices: dict[str, Any], ep: int | None, etp: int | None, sp: bool
+) -> None:
+    """Megatron-LM refuses experts beside tensor parallelism without sequence parallelism."""
+    found = arguments_of("deepseek_v3", **choices)
+    assert found.expert_model_parallel_size == ep
+    assert found.expert_tensor_parallel_size == etp
+    assert found.sequence_parallel == sp
+
+
+@pytest.mark.parametrize(("tp", "ep", "spread"), [(2, 2, 4), (2, 1, 2), (2, 4, 4)])
+def test_experts_with_biases_are_whole(tp: int, ep: int, spread: int) -> None:
+    """Megatron-LM has biases of experts only with an expert tensor parallel size of 1."""
+    found = arguments_of("gpt_oss", dp=8 // tp, tp=tp, ep=ep)
+    assert found.expert_tensor_parallel_size == 1
+    assert found.expert_model_parallel_size == spread
+
+
+def test_experts_on_other_ranks_than_the_plans_are_said() -> None:
+    """Its neighbouring ranks are those of context parallelism."""
+    planned = replace(case("cp"), model=replace(case("cp").model, target=f"hf:{ZOO / 'mixtral'}"))
+    own = to_supported(configured(dp=2, cp=4, ep=2))
+    lost = write(WriterInput(planned, own, read_config(planned)[0], Path("out"))).lost
+    assert any(each.here.endswith("which are of context parallelism") for each in lost)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_written", "difference"),
     [
         ("linear", False, "rotary positions scaled by linear"),
         ("llama3", True, "low and high factors of 1 and 2 from 4096 positions"),
     ],
 )
 def test_positions_that_megatron_scales_otherwise_are_said(
-    kind: str, is_written: bool, note: str, tmp_path: Path
+    kind: str, is_written: bool, difference: str, tmp_path: Path
 ) -> None:
     scaling = {
         "rope_type": kind,
@@ -197,11 +359,9 @@ def test_positions_that_megatron_scales_otherwise_are_said(
     }
     config = transformers.LlamaConfig(rope_scaling=scaling, max_position_embeddings=8192)
     config.save_pretrained(tmp_path / "llama")
-    model = replace(plans().plan.model, target=f"hf:{tmp_path / 'llama'}")
-    wrote = written(replace(case("fsdp"), model=model), "megatron", tmp_path)
-    found = (tmp_path / "out" / "args.txt").read_text()
-    assert ("--use-rope-scaling" in found) == is_written
-    assert any(note in each for each in wrote.facts["notes"])
+    files = files_of(str(tmp_path / "llama"), dp=8)
+    assert ("--use-rope-scaling" in files.texts["args.txt"]) == is_written
+    assert any(difference in each.plan for each in files.lost)
 
 
 def test_a_schedule_in_a_v_becomes_interleaved_or_1f1b() -> None:
@@ -215,6 +375,12 @@ def test_a_schedule_in_a_v_becomes_interleaved_or_1f1b() -> None:
 
 def test_a_layout_counts_the_layers_of_each_stage() -> None:
     assert layout_text((2, 1, 3)) == "Ett|t|tttL"
+
+
+def test_a_pattern_is_a_python_expression_of_the_layers() -> None:
+    for layers in ([0] * 3 + [1] * 58, [1, 0] * 12, [0, 1, 1, 0], [1, 1]):
+        text = pattern_text([bool(each) for each in layers])
+        assert eval(text) == layers
 
 
 def test_the_script_passes_on_each_argument(tmp_path: Path) -> None:

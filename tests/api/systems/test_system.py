@@ -109,7 +109,7 @@ def test_a_plan_whose_model_is_there_is_priced(tmp_path: Path) -> None:
     ("system", "file", "text"),
     [
         slow("megatron", "args.txt", "--recompute-modules=layernorm"),
-        ("torchtitan", "train.toml", 'selective_ac_option = "op"'),
+        ("torchtitan", "planned_config.py", "SelectiveAC.Config()"),
     ],
 )
 def test_selective_recomputation_that_keeps_more_is_written_where_all_that_is_kept_fits(
