@@ -199,8 +199,7 @@ def blocks_of(plan: Plan, graph: Graph, blocks: Blocks) -> tuple[tuple[Graph, Bl
     found: dict[tuple[str, int], tuple[Graph, Block]] = {}
     position = 0
     for stage in plan.stages:
-        shards = stage.mesh.shape[0] if stage.mesh.axes[0] == "dp" else 1
-        rows = max(1, plan.microbatch_size // shards)
+        rows = max(1, plan.microbatch_size // stage.mesh.row_parts)
         can = bool(graph.batch_dims) or rows == graph.batch_size
         for _ in stage.blocks:
             kind = blocks.blocks[position].kind

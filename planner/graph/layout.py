@@ -59,6 +59,9 @@ JOINT_AXES = ("dp", "ep", "cp")
 """Mesh axes whose ranks hold parameters whole, except weights of experts on "ep": states are
 sharded, and gradients summed, over all of them at once."""
 
+ROW_AXES = ("dp", "ep")
+"""Mesh axes that split the rows of the batch."""
+
 REPLICATE = Placement("R")
 INVARIANT = Placement("I")
 PARTIAL = Placement("P")
@@ -138,7 +141,7 @@ class Mesh:
         >>> Mesh(("dp", "ep", "tp"), (2, 2, 4)).row_parts
         4
         """
-        return self.num_ranks([at for at, name in enumerate(self.axes) if name in ("dp", "ep")])
+        return self.num_ranks([at for at, name in enumerate(self.axes) if name in ROW_AXES])
 
     @property
     def joint_axes(self) -> tuple[int, ...]:

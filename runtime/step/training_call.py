@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from ...passes.ops.collectives import convert, local_tensor
 from ...planner.errors import UsageError
-from ...planner.graph.layout import INVARIANT, conversion_steps
+from ...planner.graph.layout import INVARIANT, ROW_AXES, conversion_steps
 from ..data.rank_batch import ShareBatch
 from ..messages.communicator import ProcessCommunicator
-from ..messages.groups import DATA_AXIS
 from ..messages.pending_results import shared_sum
 from ..messages.shared_objects import group_for
 from ..messages.watchdog import BETWEEN_STEPS
@@ -120,16 +119,14 @@ class TrainingCall:
         """Convert an output to the rows that the caller gave: all, or this rank's share."""
         program = self._executor.program
         layout = program.layouts[key]
-        axes = program.mesh.axes
-        own = DATA_AXIS if is_share else ""
-        target = tuple(
-            p if axis == own else INVARIANT for axis, p in zip(axes, layout, strict=True)
-        )
+        own = ROW_AXES if is_share else ()
+        named = zip(program.mesh.axes, layout, strict=True)
+        target = tuple(p if axis in own else INVARIANT for axis, p in named)
         steps = conversion_steps(layout, target)
         whole = convert(value, steps, ProcessCommunicator(self._executor.stage.device_mesh))
-        if not is_share or DATA_AXIS not in axes:
+        num_shares = program.mesh.row_parts
+        if not is_share or num_shares == 1:
             return whole
-        num_shares = program.mesh.shape[axes.index(DATA_AXIS)]
         return _with_backward(whole, lambda gradient: gradient / num_shares)
 
     def _forwards(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 
 import psutil
 import torch
 from torch import Tensor
 
+from ...passes.ops.collectives import local_tensor
 from ...passes.ops.random_ops import step_key
 from ...passes.tracing.counter_random import batch_dims, counter_random
 from ...planner.errors import UsageError
@@ -114,7 +114,7 @@ def check_first_step(
         return why
     with _apart(trainer):
         loss = float(own())
-        pieces = collect(trainer.model.all_parameters(), graph, attrgetter("gradient"))
+        pieces = collect(trainer.model.all_parameters(), graph, _gradient)
         changed = collect_buffers(trainer, StageModule.next_buffer)
 
     def compared() -> None:
@@ -130,6 +130,13 @@ def check_first_step(
 
     on_first(compared)
     return ""
+
+
+def _gradient(parameter: StageParameter) -> Tensor | None:
+    """Return this rank's part of a gradient, which a backward of the script's own loss has left
+    with the optimizer's parameter."""
+    own, given = parameter.gradient, parameter.master.grad
+    return local_tensor(given) if own is None and given is not None else own
 
 
 def _norm(pieces: Sequence[Piece]) -> float:
