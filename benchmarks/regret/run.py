@@ -85,7 +85,6 @@ MODELS: dict[str, Job] = {
     ),
 }
 EXPERTS = ("experts", "Mixtral")
-CHAIN: Job = (str(HERE / "wide_mlp.py"), {"num_layers": 4}, 256, None)
 CHAINED = "pp={},microbatches=64,schedule=gpipe"
 """A pipeline in which the host's messages are measured."""
 GRID = (
@@ -135,9 +134,10 @@ def main(arguments: Sequence[str]) -> int:
             emulated = replace(emulated, issue_seconds=on_ranks(places, measure_issue))
             print(f"{emulated.name}: the host issues an op in {emulated.issue_seconds:.2g} s")
             transfers = on_ranks(places, measure_network, emulated)
-            pipeline = make_plan(emulated, CHAIN, CHAINED.format(emulated.num_ranks), transfers)
+            chain = chain_of(emulated.num_ranks)
+            pipeline = make_plan(emulated, chain, CHAINED.format(emulated.num_ranks), transfers)
             assert pipeline is not None
-            message_seconds = on_ranks(places, measure_message, emulated, CHAIN, pipeline[2])
+            message_seconds = on_ranks(places, measure_message, emulated, chain, pipeline[2])
             emulated = replace(emulated, message_seconds=message_seconds)
             print(f"and sends or receives a message in {message_seconds:.2g} s", flush=True)
             for model, job in jobs:
@@ -159,6 +159,11 @@ def chosen(values: Any, names: str, name_of: Any) -> list[Any]:
     """The values whose names contain one of ``names``; all without any."""
     wanted = [name for name in names.split(",") if name]
     return [v for v in values if not wanted or any(name in name_of(v) for name in wanted)]
+
+
+def chain_of(num_ranks: int) -> Job:
+    """The job of the pipeline ``CHAINED``."""
+    return str(HERE / "wide_mlp.py"), {"num_layers": num_ranks}, 256, None
 
 
 def jobs_of(emulated: Emulated) -> list[tuple[str, Job]]:

@@ -47,6 +47,9 @@ from .seconds import StateBytes as StateBytes
 CONVERSION_SECONDS = 1e-8
 """Seconds added to each single-axis step, so that fewer steps win among otherwise equal plans."""
 
+COUNT_BYTES = 8
+"""Bytes of a number of tokens."""
+
 
 class Prices(MeshPrices):
     """Prices of ops, conversions, collectives and states on ``mesh``, on the cluster's ranks."""
@@ -223,6 +226,10 @@ class Prices(MeshPrices):
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
         dispatching = sorted({axis for axis, item in inner if item.kind == "dispatch"})
+        if dispatching and self.assumptions.dispatcher == "alltoall":
+            # Ranks first tell each other how many tokens of each expert they send.
+            counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0]
+            sent[0] += self.collective("all_to_all", counts, *dispatching)
         for axis, item in inner:
             others = prod(
                 size
