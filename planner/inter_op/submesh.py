@@ -91,7 +91,7 @@ def experts_of(graph: Graph, strategies: Strategies, *, gradient_bytes: int) -> 
             continue
         if is_expert_layer(node):
             tokens, ids = graph.spec(node.inputs[0]), graph.spec(node.inputs[1])
-            exchanged += tokens.num_bytes * ids.shape[1]
+            exchanged += tokens.num_bytes * ids.shape[-1]
         elif not any(ref in found.dims and ref not in found.views for ref in node.inputs):
             data = (ref for ref in node.inputs if ref not in found.views)
             exchanged += sum(graph.spec(ref).num_bytes for ref in data)

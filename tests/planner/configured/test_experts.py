@@ -21,6 +21,7 @@ from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.expert_dims import FIRST_WEIGHT, is_expert_layer, router_nodes
 from autoparallel.planner.graph.graph import Graph
 from autoparallel.planner.graph.layout import INVARIANT, REPLICATE, NodeLayout, local_shape, shard
+from autoparallel.planner.inter_op.submesh import experts_of
 from autoparallel.planner.ops.experts import as_received
 from autoparallel.planner.ops.products import expert_pairs
 from autoparallel.planning.capture import capture_target
@@ -198,3 +199,11 @@ def test_tokens_are_sent_over_all_folded_axes_at_once(fold: dict[str, Any]) -> N
         sent.append((seconds.forward_communication, seconds.backward_communication))
     assert sent[0] == sent[1]
     assert all(sent[0])
+
+
+def test_a_token_is_exchanged_once_for_each_expert_that_it_visits() -> None:
+    """Mixtral sends a token of width 32 to 2 experts in each of 2 layers."""
+    graph = program().graph
+    found = experts_of(graph, lambda node: rules.axis_strategies(node, graph, 2), gradient_bytes=4)
+    assert found is not None
+    assert found.exchanged == 2 * 2 * 32 * 32 * 4  # of 32 positions, in float32
