@@ -98,7 +98,7 @@ def _run(result: Result, parallels: Sequence[str]) -> None:
     began = time.perf_counter()
     deferred = record_target(target)
     program = capture_program(
-        target, deferred, global_batch=GLOBAL_BATCH, seq=seq, precision="fp32"
+        target, deferred, global_batch=GLOBAL_BATCH, seq=seq, precision="fp64"
     )
     result.capture_seconds = time.perf_counter() - began
     _describe(result, program)
@@ -113,10 +113,7 @@ def _run(result: Result, parallels: Sequence[str]) -> None:
         if parallel == "own":
             result.plan_seconds = time.perf_counter() - began
     if plans:
-        doubles = capture_program(
-            target, deferred, global_batch=GLOBAL_BATCH, seq=seq, precision="fp64"
-        )
-        result.plans |= run_ranks(target, deferred, doubles, plans)
+        result.plans |= run_ranks(target, deferred, program, plans)
 
 
 def _expert_plans(program: Program) -> list[str]:
@@ -143,7 +140,11 @@ def _plan(program: Program, target: Target, parallel: str, seq: int | None) -> P
     forced = Forced() if parallel == "own" else parse_parallel(parallel)
     devices = NUM_RANKS if parallel == "own" or "," in parallel else 2
     options = PlanOptions(
-        global_batch=GLOBAL_BATCH, seq=seq, forced=forced, time_limit_seconds=PLAN_SECONDS
+        global_batch=GLOBAL_BATCH,
+        seq=seq,
+        precision="fp64",
+        forced=forced,
+        time_limit_seconds=PLAN_SECONDS,
     )
     return plan_program(program, target, parse_cluster(f"cpu:{devices}"), options)
 
