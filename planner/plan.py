@@ -16,6 +16,8 @@ from .graph.graph import Blocks
 from .graph.layout import INVARIANT, SENT, Layout, Mesh, NodeLayout
 
 SCHEMA = 6
+OMITTED = {"omitted": True}
+"""Metadata of a field that plan files omit where it has its default, as older files do."""
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
@@ -307,10 +309,10 @@ class Plan:
 
     ``replicated_ops`` have no sharding rule; ``replicated_seconds``: seconds of a step that every
     rank spends on each of them. ``unsharded_ops`` run whole because an axis does not divide them.
-    ``undivided_batch``: reason why only one micro-batch was searched, "" if there is none. ``goal``
-    is None if the objective is time and devices have no price. ``slices``: lengths of sequence
-    slices, if any. ``compiled``: blocks are priced, and run, compiled. ``gradient_order``: with
-    "priority" a step's last gradient sums, and their updates, run beside the next step's forward.
+    ``undivided_batch``: reason why only one micro-batch was searched, None if there is none.
+    ``goal`` is None if the objective is time and devices have no price. ``slices``: lengths of
+    sequence slices, if any. ``compiled``: blocks are priced, and run, compiled.
+    ``gradient_order``: with "priority" a step's last gradient sums, and their updates, run beside the next step's forward.
     ``offload``: "optimizer" keeps masters and optimizer states in host memory and steps on the
     host. ``servers`` is None without parameter servers.
     """
@@ -326,7 +328,7 @@ class Plan:
     replicated_ops: tuple[str, ...] = ()
     replicated_seconds: Mapping[str, float] = field(default_factory=dict)
     unsharded_ops: tuple[str, ...] = ()
-    undivided_batch: str = ""
+    undivided_batch: str | None = field(default=None, metadata=OMITTED)
     version: str = ""
     torch_version: str = ""
     goal: GoalReport | None = None

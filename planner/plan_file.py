@@ -20,7 +20,7 @@ from ..cost_model.cluster.cluster_file import from_dict, to_dict
 from ..cost_model.cluster.given_text import check_texts, parse_json
 from .errors import PlanError
 from .graph.layout import Layout, Placement, format_layout, parse_layout
-from .plan import SCHEMA, Plan
+from .plan import OMITTED, SCHEMA, Plan
 
 CHECKSUMS = "checksums"
 
@@ -128,7 +128,12 @@ def encode(value: Any) -> Any:
     if isinstance(value, Cluster):
         return to_dict(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        items = ((field, getattr(value, field.name)) for field in fields(value))
+        return {
+            field.name: encode(item)
+            for field, item in items
+            if field.name not in _omitted(type(value)) or item != field.default
+        }
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -182,6 +187,14 @@ def _scalar(value: Any, kind: type, key: str) -> Any:
 
 
 @cache
+def _omitted(kind: Any) -> frozenset[str]:
+    """Return the names of the fields that a file omits where they have their defaults."""
+    return frozenset(
+        field.name for field in fields(kind) if OMITTED.items() <= field.metadata.items()
+    )
+
+
+@cache
 def _types_of(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
@@ -191,12 +204,16 @@ def _decode_dataclass(value: Any, kind: Any, key: str) -> Any:
     hints = _types_of(kind)
     prefix = f"{key}." if key else ""
     for name in hints:
-        if name not in value:
+        if name not in value and name not in _omitted(kind):
             raise _Damage("AP503", prefix + name, "this key is missing")
     for name in value:
         if name not in hints:
             raise _Damage("AP503", prefix + name, "this key is unknown")
-    arguments = {name: decode(value[name], hint, prefix + name) for name, hint in hints.items()}
+    arguments = {
+        name: decode(value[name], hint, prefix + name)
+        for name, hint in hints.items()
+        if name in value
+    }
     try:
         return kind(**arguments)
     except ValueError as error:

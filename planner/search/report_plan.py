@@ -76,16 +76,16 @@ def make_plan(
         replicated_ops=tuple(replicated),
         replicated_seconds=replicated,
         unsharded_ops=_unsharded_ops(structure, best),
-        undivided_batch=_undivided_batch(graph, request) if best.num_microbatches == 1 else "",
+        undivided_batch=_undivided_batch(graph, request) if best.num_microbatches == 1 else None,
     )
 
 
-def _undivided_batch(graph: Graph, request: Request) -> str:
-    """Describe why the search had only the whole batch as a micro-batch; "" if it had others."""
+def _undivided_batch(graph: Graph, request: Request) -> str | None:
+    """Describe why the search had only the whole batch as a micro-batch; None if it had others."""
     is_free = request.forced.num_microbatches is None and request.global_batch > 1
     node = meeting(graph) if is_free else None
     if node is None:
-        return ""
+        return None
     text = f"{meeting_text(node)}, so a step is one micro-batch"
     own = "; with --parallel microbatches=N only those of a micro-batch meet"
     return text + own if graph.batch_dims else text

@@ -115,6 +115,14 @@ def test_states_in_host_memory_survive() -> None:
     assert loads(dumps(plan)) == plan
 
 
+def test_a_field_that_older_files_lack_is_omitted_where_it_says_nothing() -> None:
+    original = flat_plan()
+    assert original.undivided_batch is None
+    assert "undivided_batch" not in json.loads(dumps(original))
+    told = replace(original, undivided_batch="samples meet in mul")
+    assert loads(dumps(told)) == told
+
+
 def test_unequal_shares_of_the_batch_survive() -> None:
     original = flat_plan()
     stage = replace(original.stages[0], shares=(3, 5))
