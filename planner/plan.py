@@ -312,9 +312,9 @@ class Plan:
     ``undivided_batch``: reason why only one micro-batch was searched, None if there is none.
     ``goal`` is None if the objective is time and devices have no price. ``slices``: lengths of
     sequence slices, if any. ``compiled``: blocks are priced, and run, compiled.
-    ``gradient_order``: with "priority" a step's last gradient sums, and their updates, run beside the next step's forward.
-    ``offload``: "optimizer" keeps masters and optimizer states in host memory and steps on the
-    host. ``servers`` is None without parameter servers.
+    ``gradient_order``: with "priority" a step's last gradient sums, and their updates, run beside
+    the next step's forward. ``offload``: "optimizer" keeps masters and optimizer states in host
+    memory and steps on the host. ``servers`` is None without parameter servers.
     """
 
     model: ModelInfo
