@@ -2,7 +2,7 @@
 
 The names are of the main branch of August 2026 (commit d98e8a6) and were compared with its
 parser. Source: ``megatron/training/arguments.py``,
-``megatron/core/transformer/transformer_config.py`` and ``pipeline_parallel_layer_layout.py``.
+``megatron/core/transformer/transformer_config.py`` and the parser of pipeline layouts beside it.
 """
 
 from __future__ import annotations
