@@ -31,6 +31,7 @@ from autoparallel.passes.programs.outputs import mean_inputs, mean_of_outputs
 from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.python_state import PythonState
 from autoparallel.planner.errors import AutoparallelError, CaptureError, UsageError
+from autoparallel.planner.graph.layout import ROW_AXES
 from autoparallel.planner.plan import Plan
 from autoparallel.planner.plan_file import dumps, loads
 from autoparallel.planner.requests.request import Forced
@@ -284,18 +285,18 @@ def _plan_again(
 
     Returns None if ``plan`` has several meshes, or if no such plan exists. Collective.
     """
-    meshes = {stage.mesh for stage in plan.stages}
-    degrees = dict(zip(plan.stages[0].mesh.axes, plan.stages[0].mesh.shape, strict=True))
-    if len(meshes) > 1 or plan.stages[0].shares:
+    first, meshes = plan.stages[0], {stage.mesh for stage in plan.stages}
+    degrees = dict(zip(first.mesh.axes, first.mesh.shape, strict=True))
+    if len(meshes) > 1 or first.shares:
         return None
-    splits_rows = not degrees.keys().isdisjoint(("dp", "ep"))
+    splits_rows = not degrees.keys().isdisjoint(ROW_AXES)
     forced = replace(
         options.forced,
-        dp=plan.stages[0].mesh.row_parts if splits_rows else None,
+        dp=first.mesh.row_parts if splits_rows else None,
         tp=degrees.get("tp"),
         cp=degrees.get("cp"),
-        ep=degrees.get("ep"),
-        zero=plan.stages[0].zero,
+        ep=first.expert_degree if "ep" in degrees else None,
+        zero=first.zero,
         schedule=plan.schedule or None,
         num_microbatches=plan.num_microbatches,
         pp=len(plan.stages),

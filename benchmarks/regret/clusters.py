@@ -82,4 +82,4 @@ OF_EIGHT = (
     replace(FLAT_FAST, name="flat of 8", num_ranks=8),
     replace(ISLANDS, name="two islands of 4", num_ranks=8),
 )
-"""Clusters for models of experts alone."""
+"""Clusters on which only models of experts are measured."""

@@ -24,8 +24,8 @@ from ...planner.ops import axis_strategies
 from ...planner.ops.catalog import spec_of
 from ..ops.torch_ops import resolve
 from .hoist import drop_dead
+from .unfold import RESHAPES
 
-RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 DIMS = ("dim", "dims", "dim0", "dim1", "start_dim", "end_dim")
 """Names that schemas give to arguments that count dimensions."""
 SIZES = ("size", "shape")
@@ -129,13 +129,15 @@ class _Apart:
         needed = self._needed()
         nodes: list[Node] = []
         joined: dict[Ref, Ref] = {}
+        apart = dict(self.sources)
         for node in self.graph.nodes:
             if node.name in needed:
                 made = self.changed[node.name]
-                rows = {ref: self._apart_view(ref, made) for ref in self.others[node.name]}
-                nodes += [view for view in rows.values() if view not in nodes]
-                reads = {ref: Ref(view.name) for ref, view in rows.items()}
-                nodes.append(_reading(made, {**self.sources, **reads}))
+                for ref in self.others[node.name]:
+                    if ref not in apart:
+                        nodes.append(self._apart_view(ref, made))
+                        apart[ref] = Ref(nodes[-1].name)
+                nodes.append(_reading(made, apart))
                 for ref, spec in zip(_values(node), node.outputs, strict=True):
                     nodes.append(_joined(ref, spec))
                     joined[ref] = Ref(nodes[-1].name)

@@ -15,7 +15,7 @@ from ...planner.graph.graph import Graph, Node, Ref, TensorSpec, map_refs
 from ..ops.torch_ops import is_pointwise
 from .hoist import drop_dead
 
-_RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 _CASTS = ("aten.to.dtype",)
 
 
@@ -35,7 +35,7 @@ def unfold(graph: Graph) -> Graph:
     …)."""
     state, is_changed = _Unfolding(graph, []), False
     for node in graph.nodes:
-        changed = state.folded(node) if node.kind == "op" and node.op in _RESHAPES else None
+        changed = state.folded(node) if node.kind == "op" and node.op in RESHAPES else None
         is_changed |= changed is not None
         state.nodes.append(changed or node)
     return replace(graph, nodes=tuple(state.nodes)) if is_changed else graph
@@ -57,7 +57,7 @@ class _Unfolding:
         if len(shape) < 2 or joined != (shape[0] * shape[1], *shape[2:]) or 1 in shape[:2]:
             return None
         maker = self.graph[source.name]
-        if maker.op in _RESHAPES and self.graph.spec(maker.args[0]).shape == shape:
+        if maker.op in RESHAPES and self.graph.spec(maker.args[0]).shape == shape:
             return replace(node, args=(maker.args[0], *node.args[1:]))
         if not self._repeats(source, shape[0]):
             return None
@@ -74,7 +74,7 @@ class _Unfolding:
             return False
         made = [self.graph[each.name] for each in node.inputs]
         others = [each for each in made if not self._repeats(Ref(each.name), count)]
-        return len(others) < len(made) and all(each.op in _RESHAPES for each in others)
+        return len(others) < len(made) and all(each.op in RESHAPES for each in others)
 
     def _is_elementwise(self, node: Node) -> bool:
         if node.kind != "op" or not (node.op in _CASTS or is_pointwise(node.op)):
@@ -87,7 +87,7 @@ class _Unfolding:
         """Return the value ``ref``, of shape (count · T, …), computed in shape (count, T, …)."""
         node, spec = self.graph[ref.name], self.graph.spec(ref)
         shape = (count, spec.shape[0] // count, *spec.shape[1:])
-        if node.op in _RESHAPES:
+        if node.op in RESHAPES:
             return self._made(node, node.op, (node.args[0], list(shape)), shape)
         if node.op == "aten.repeat.default":
             one = (1, *shape[1:])

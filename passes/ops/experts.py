@@ -45,10 +45,10 @@ def run_experts(
     transposed: bool,
     first: int = 0,
 ) -> Tensor:
-    """Return for each of the tokens T the sum of its experts' outputs, weighted by ``scores`` (1 if
-    None); only experts ``first`` … ``first`` + E − 1 count. T is one or several dimensions. ``x``
-    is (T, in), ``ids`` (experts) and ``scores`` are (T, k), the result is (T, out). ``weights`` are
-    up (E, in, width), down (E, width, out) and their biases or None."""
+    """Return for each token the sum of its experts' outputs, weighted by ``scores`` (1 if None);
+    only experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and
+    ``scores`` are (T, k), the result is (T, out); T stands for one or several dimensions of tokens.
+    ``weights`` are up (E, in, width), down (E, width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
     assert up is not None
     assert down is not None

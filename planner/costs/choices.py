@@ -391,18 +391,20 @@ def held_layouts(
     shape = node.spec.shape
     same = INVARIANT if restriction.sequence_parallel is False else REPLICATE
     options: list[list[Placement]] = []
+    own = restriction.folded
+    must_split = (*restriction.split_experts, *(own or ()))
+    may_split = restriction.split_positions if own is None else ()
     for axis, size in enumerate(prices.mesh.shape):
-        experts = _split_weights(graph, axis, prices, restriction)
         splits = [
             shard(dim)
             for dim, length in enumerate(shape)
             if length and length % size == 0 and not node.spec.stored
         ]
-        if node.name in experts:
+        if node.name in _expert_weights(graph, axis, prices, must_split):
             options.append([shard(0)])
         elif axis in restriction.tokens and node.name in routers_of(graph, prices):
             options.append([REPLICATE])
-        elif node.name in _spread_weights(graph, axis, prices, restriction):
+        elif node.name in _expert_weights(graph, axis, prices, may_split):
             options.append([*(each for each in splits if each.dim == 0), REPLICATE])
         elif axis in restriction.given or size == 1:
             options.append([REPLICATE])
@@ -416,22 +418,13 @@ def held_layouts(
     return keep_pinned(found, restriction.pins.get(node.name, ()), prices.mesh)
 
 
-def _split_weights(
-    graph: Graph, axis: int, prices: Prices, restriction: Restriction
+def _expert_weights(
+    graph: Graph, axis: int, prices: Prices, axes: Sequence[int]
 ) -> Mapping[str, int]:
-    """Return the expert weights that an axis must split by expert, with numbers of experts."""
+    """Return the weights of experts, with numbers of experts, if the axis is among ``axes`` and has
+    several ranks."""
     size = prices.mesh.shape[axis]
-    is_split = axis in (*restriction.split_experts, *(restriction.folded or ()))
-    return experts_on(graph, size, prices).weights if is_split and size > 1 else {}
-
-
-def _spread_weights(
-    graph: Graph, axis: int, prices: Prices, restriction: Restriction
-) -> Mapping[str, int]:
-    """Return the expert weights that an axis of positions may split by expert."""
-    size, is_free = prices.mesh.shape[axis], restriction.folded is None
-    may_split = is_free and axis in restriction.split_positions and size > 1
-    return experts_on(graph, size, prices).weights if may_split else {}
+    return experts_on(graph, size, prices).weights if axis in axes and size > 1 else {}
 
 
 def held_for(wanted: Layout, held: Sequence[Layout]) -> tuple[Layout, ...]:

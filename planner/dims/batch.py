@@ -396,8 +396,8 @@ class _Propagation:
 
 
 def _passing(node: Node, graph: Graph) -> Iterator[AxisStrategy]:
-    """Yield the strategies by which a sum over rows stays one that no layout of a mesh has: a
-    number is added to it, or it is a sum of integers."""
+    """Yield strategies under which an op of a partial sum over rows makes a partial sum, beside
+    those for meshes: it adds a number to the sum, or the sum is of integers."""
     specs = tuple(graph.spec(ref) for ref in node.inputs)
     if len(specs) == 1 and packet(node.op) in _SHIFTS:
         yield AxisStrategy("P", (PARTIAL,), (PARTIAL,))

@@ -72,7 +72,8 @@ def _planned(parallel: str, num_shares: int) -> list[float]:
     ],
 )
 def test_ranks_get_the_outputs_of_the_rows_that_they_gave(parallel: str, num_shares: int) -> None:
-    """Each rank's share of a batch, or all of it; the first step is compared with one device."""
+    """Ranks give their shares of each batch, or all give the whole batch. The first step is also
+    compared with one device."""
     results = run_processes(RANKS, _planned, parallel, num_shares)
     found = torch.tensor(results, dtype=torch.float64)
     total = found.sum(0) * num_shares / RANKS

@@ -67,8 +67,9 @@ def test_memory_that_runs_out_in_nccl_is_a_memory_error(text: str) -> None:
 
 
 def _joint() -> dict[str, list[list[int]]]:
-    """For two stages of four ranks: which ranks sum together over every axis, and over "dp". A
-    tensor on each mesh is loaded as scripts load tensors."""
+    """Return the ranks that sum together with this one, over all axes of its stage's mesh and over
+    "dp". Two stages have four ranks each. A tensor on each mesh is saved, and loaded as scripts
+    load tensors."""
     found = {}
     for first, axes in ((0, ("dp", "ep")), (4, ("dp", "ep", "cp"))):
         shape = (2, 2) if len(axes) == 2 else (2, 1, 2)

@@ -248,7 +248,8 @@ def test_experts_are_routed_as_the_model_does() -> None:
 def test_experts_are_spread_over_ranks_that_shard(
     choices: dict[str, Any], sharing: int, ep: int
 ) -> None:
-    """torchtitan spreads none over ranks that replicate, so these are sharded under ZeRO 0 too."""
+    """Experts are spread over the ranks that shard, never over ranks that replicate, so torchtitan
+    shards other weights too where the plan has ZeRO 0."""
     own = settings(files_of("deepseek_v3", **choices).texts[FILE], "ParallelismConfig")
     names = ("data_parallel_shard", "context_parallel", "tensor_parallel")
     product = 1
