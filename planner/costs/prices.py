@@ -14,7 +14,9 @@ the figures of devices and links ("spec").
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from ...cost_model.cluster.cluster import Link, Source
 from ...cost_model.cluster.tf32 import TFLOAT32, product_dtype
@@ -34,7 +36,7 @@ from ..graph.layout import (
     local_shape,
 )
 from ..ops import Rules as Rules
-from ..ops.experts import as_run, expert_traffic, num_senders
+from ..ops.experts import as_run, expert_traffic, num_kernels, num_senders
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
 from .op_case import op_case
@@ -138,7 +140,7 @@ class Prices(MeshPrices):
         *,
         is_sent: bool,
     ) -> Priced:
-        work = self.rules.work(node, inputs, outputs)
+        work = self._work(node, inputs, outputs, is_sent=is_sent)
         issue = host_seconds(self.device, work)
         forward, backward = self._analytic(node, work)
         if is_expert_layer(node):
@@ -166,6 +168,22 @@ class Prices(MeshPrices):
             op = QueriedOp(case, bare.source, error=known.error if known is not None else 0.0)
             self.asked.op(node.name, op, found.forward + found.backward)
         return found
+
+    def _work(
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        is_sent: bool,
+    ) -> Any:
+        work = self.rules.work(node, inputs, outputs)
+        kernels = self.assumptions.expert_kernels
+        issued = num_kernels(node, kernels, is_sent=is_sent) if is_expert_layer(node) else None
+        if issued is not None:
+            backward = issued[1] if work.kernels_backward else 0
+            work = replace(work, kernels_forward=issued[0], kernels_backward=backward)
+        return work
 
     def _with_dequantized(self, found: Priced, inputs: Sequence[TensorSpec]) -> Priced:
         """Add to an op's price a kernel for each quantized weight that it reads, in its forward and

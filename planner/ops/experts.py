@@ -50,6 +50,10 @@ Megatron-LM if experts have biases. ``activation``: all ops between the products
 ``one``: they are part of the products' kernels, as in cuDNN's grouped products with an
 activation."""
 
+LOCAL_KERNELS, SENT_KERNELS = (23, 16), (46, 23)
+"""Kernels (forward, backward) of a layer without biases, beside its activation: of this package's
+op on the rank's own tokens, and with tokens that are sent."""
+
 
 def sent_strategies(
     node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
@@ -189,14 +193,36 @@ def expert_traffic(
         forward, backward = forward + made + read, backward + 2 * made + read
     elif kernels == "separate":
         has_biases = len(node.inputs) > FIRST_WEIGHT + 2
-        text = argument(node, 7, "activation", "[]")
-        within = _activation(json.loads(text), made, read)
+        within = _activation(_calls(node), made, read)
         biases = (made + width) if has_biases else 0
         # A bias is gathered by row and added; its gradient is summed. The scores are multiplied in.
         forward += within[0] + 4 * biases + 2 * width
         backward += within[1] + 2 * biases + 4 * width
     pairs = expert_pairs(node, inputs) * tokens.itemsize
     return pairs * forward, pairs * backward
+
+
+def num_kernels(node: Node, kernels: ExpertKernels, *, is_sent: bool) -> tuple[int, int] | None:
+    """Return the numbers of kernels (forward, backward) that the host issues for a layer of experts
+    of this package's own form; None if another program fuses them. ``is_sent``: the layer sends its
+    tokens to their experts."""
+    if kernels != "separate":
+        return None
+    forward, backward = SENT_KERNELS if is_sent else LOCAL_KERNELS
+    inside = sum(not _is_view(target) for target, *_ in _calls(node))
+    biases = len(node.inputs) - FIRST_WEIGHT - 2
+    return forward + inside + 2 * biases, backward + 2 * inside + 2 * biases
+
+
+def _calls(node: Node) -> Sequence[Any]:
+    """Return the calls of a layer's activation: targets, arguments and options."""
+    found: Sequence[Any] = json.loads(argument(node, 7, "activation", "[]"))
+    return found
+
+
+def _is_view(target: str) -> bool:
+    name = target.rpartition(".")[2]
+    return name in ("getitem", "contiguous") or spec_named(name).family == "view"
 
 
 def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
@@ -211,8 +237,7 @@ def _activation(calls: Sequence[Any], made: int, read: int) -> tuple[int, int]:
     for target, arguments, options in calls:
         given = (*arguments, *options.values())
         places = [each["at"] for each in given if isinstance(each, dict) and "at" in each]
-        name = target.rpartition(".")[2]
-        is_view = name in ("getitem", "contiguous") or spec_named(name).family == "view"
+        is_view = _is_view(target)
         width = read if is_view else max((widths[at] for at in places), default=read)
         widths.append(width)
         if not is_view:

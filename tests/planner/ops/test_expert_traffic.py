@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
 from autoparallel.cost_model.collectives.dispatch import DISPATCHERS, ROW_COPIES
 from autoparallel.cost_model.ops.compute import rate
 from autoparallel.passes.ops.activation import describe
+from autoparallel.passes.ops.collectives import Alone, Parts, Rank
+from autoparallel.passes.ops.experts import run_experts, sent_experts
 from autoparallel.planner import ops as rules
 from autoparallel.planner.costs.basis import CostAssumptions
 from autoparallel.planner.costs.prices import Prices
 from autoparallel.planner.graph.graph import Node, Ref, TensorSpec
 from autoparallel.planner.graph.layout import INVARIANT, Mesh, NodeLayout
-from autoparallel.planner.ops.experts import ExpertKernels, expert_traffic
+from autoparallel.planner.ops.experts import ExpertKernels, expert_traffic, num_kernels
 
 TOKENS, CHOSEN, EXPERTS, HIDDEN, WIDTH = 32, 2, 4, 16, 24
 PAIRS, BYTES = TOKENS * CHOSEN, 2
@@ -90,8 +94,10 @@ def test_biases_and_each_op_of_an_activation_count_apart() -> None:
 @pytest.mark.parametrize("kernels", get_args(ExpertKernels))
 def test_a_price_has_the_traffic_besides_the_products(kernels: ExpertKernels) -> None:
     node, specs = layer(swiglu)
-    cluster = parse_cluster("1xH100")
-    device, whole = cluster.hosts[0].device, (INVARIANT,)
+    cluster, whole = parse_cluster("1xH100"), (INVARIANT,)
+    host = cluster.hosts[0]
+    device = replace(host.device, launch_seconds=0.0)
+    cluster = replace(cluster, hosts=(replace(host, device=device),))
     layout = NodeLayout((whole,) * len(specs), (whole,))
 
     def seconds(own: ExpertKernels, imbalance: float = 1.0) -> float:
@@ -108,3 +114,50 @@ def test_a_price_has_the_traffic_besides_the_products(kernels: ExpertKernels) ->
 
 def test_each_dispatcher_says_how_often_it_copies_rows() -> None:
     assert set(ROW_COPIES) == set(DISPATCHERS)
+
+
+class Kernels(TorchDispatchMode):
+    """Counter of ops that compute, as a GPU's host issues them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class Pair(Alone):
+    """Communicator of one of two ranks, of which each gets its own rows back."""
+
+    def size(self, axis: int) -> int:
+        return 2
+
+    def parts(self, counts: torch.Tensor, axes: tuple[int, ...]) -> tuple[Parts, torch.Tensor]:
+        sent = tuple(counts.sum(-1).tolist())
+        return Parts(sent, sent), counts
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("function", [swiglu, clamped])
+def test_kernels_are_those_that_the_runtime_issues(
+    function: Callable[[Any], Any], is_sent: bool, has_biases: bool
+) -> None:
+    node, specs = layer(function, has_biases=has_biases)
+    held = EXPERTS // 2 if is_sent else EXPERTS
+    x, _, scores = (torch.rand(spec.shape, requires_grad=True) for spec in specs[:3])
+    ids = torch.randint(EXPERTS, specs[1].shape)
+    weights = [torch.rand(held, *spec.shape[1:], requires_grad=True) for spec in specs[3:]]
+    options = {"activation": node.kwargs["activation"], "transposed": False}
+    rank = Rank(Mesh(("ep",), (2,)), (0,), Pair())
+    with Kernels() as forward:
+        if is_sent:
+            made = sent_experts(rank, x, ids, scores, *weights, axes=(0,), sent=(0,), **options)
+        else:
+            made = run_experts(x, ids, scores, *weights, **options)
+    with Kernels() as backward:
+        torch.autograd.grad(made, [x, scores, *weights], torch.ones_like(made))
+    told = num_kernels(node, "separate", is_sent=is_sent)
+    assert told == pytest.approx((forward.count, backward.count), rel=0.25)
