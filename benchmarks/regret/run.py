@@ -81,10 +81,12 @@ MODELS: dict[str, Job] = {
             "num_attention_heads": 4,
         },
         64,
-        64,
+        256,
     ),
 }
 EXPERTS = ("experts", "Mixtral")
+WEAK = 2
+"""Factor of the global batch on eight devices."""
 CHAINED = "pp={},microbatches=64,schedule=gpipe"
 """A pipeline in which the host's messages are measured."""
 GRID = (
@@ -168,12 +170,13 @@ def chain_of(num_ranks: int) -> Job:
 
 def jobs_of(emulated: Emulated) -> list[tuple[str, Job]]:
     """The models of a cluster: all on four devices, but experts of transformers on two clusters;
-    on eight devices those with experts."""
+    on eight devices those with experts, with more samples."""
     every = emulated.num_ranks == NUM_RANKS
     both = emulated in (FLAT_FAST, ISLANDS, *OF_EIGHT)
+    more = 1 if every else WEAK
     return [
-        (name, job)
-        for name, job in MODELS.items()
+        (name, (target, settings, more * global_batch, seq))
+        for name, (target, settings, global_batch, seq) in MODELS.items()
         if (name in EXPERTS or every) and (both or name != "Mixtral")
     ]
 
