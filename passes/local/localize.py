@@ -12,26 +12,34 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
 import torch
 from torch import fx, nn
 
+from ...planner.dims.batch import is_mean
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
 from ...planner.graph.layout import (
     INVARIANT,
     Layout,
+    Mesh,
     NodeLayout,
     conversion_steps,
     format_layout,
     local_shape,
 )
+from ...planner.kernels.slices import SlicedRegion
+from ...planner.ops.case import argument
+from ...planner.ops.catalog import has_classes
 from ..backward.replayed import Replayed
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
+from ..ops.local_loss import divisor
 from ..ops.torch_ops import returns_several
 from .local_ops import local_call
+from .slices import AXIS, Cut, Placed, SlicedCall, place_slices
 
 MADE_BY = "made by"
 """Key in the ``meta`` of a local op's fx node for the graph's node that the op implements."""
@@ -118,8 +126,10 @@ def localize_block(
     rank: Rank,
     num_microbatches: int = 1,
     replayed: Replayed | None = None,
+    regions: Sequence[SlicedRegion] = (),
 ) -> fx.GraphModule:
-    """Build the module that computes a block (layer) on one rank. Sums over rows
+    """Build the module that computes a block (layer) on one rank, its ``regions`` slice by slice.
+    Sums over rows
     (``Graph.accumulation``) are multiplied by ``num_microbatches``, as a step's loss is the mean
     over micro-batches. ``replayed`` marks ops for recomputation. Raises ``PlanError`` if a layout
     does not fit its op."""
@@ -133,7 +143,11 @@ def localize_block(
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
         values.counts[key] = _placeholder(body, key)
-    for name in interface.nodes:
+    found = [_Region.of(each, graph, interface, layouts, rank.mesh) for each in regions]
+    for name in _in_order(interface.nodes, [each for each in found if each is not None], graph):
+        if isinstance(name, _Region):
+            name.add(body, values, graph, layouts, rank, num_microbatches)
+            continue
         made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
         if num_microbatches > 1 and name in graph.accumulation.sums:
             summed, layout = values.made[Ref(name)]
@@ -151,6 +165,123 @@ def localize_block(
     body.output(tuple(results))
     body.lint()
     return fx.GraphModule(_holder(graph, interface, rank), body, class_name="Block")
+
+
+def _in_order(
+    nodes: Sequence[str], regions: Sequence[_Region], graph: Graph
+) -> Iterator[str | _Region]:
+    """Yield the ops of a block, and its regions in place of theirs, each after what it reads."""
+    of_op = {name: each for each in regions for name in each.region.strategies}
+    readers: nx.DiGraph[str | int] = nx.DiGraph()
+    places = {id(each): each for each in regions}
+    step: dict[str, str | int] = {name: id(of_op[name]) if name in of_op else name for name in nodes}
+    readers.add_nodes_from(step.values())
+    for name in nodes:
+        for ref in graph[name].inputs:
+            if ref.name in step and step[ref.name] != step[name]:
+                readers.add_edge(step[ref.name], step[name])
+    first = {each: at for at, each in reversed([*enumerate(step.values())])}
+    for each in nx.lexicographical_topological_sort(readers, first.__getitem__):
+        yield places[each] if isinstance(each, int) else each
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Region of a block on a rank, with the place of its slices. ``entries``: the layouts in which
+    values enter."""
+
+    region: SlicedRegion
+    placed: Placed
+    entries: Mapping[Ref, Layout]
+
+    @staticmethod
+    def of(
+        region: SlicedRegion,
+        graph: Graph,
+        block: BlockInterface,
+        layouts: Mapping[str, NodeLayout],
+        mesh: Mesh,
+    ) -> _Region | None:
+        """Return the region on a rank of a mesh; None if it cannot be cut there. A value that is
+        cut enters as it is made, others as they are first read."""
+        first = {
+            ref: held
+            for name in reversed(region.strategies)
+            for ref, held in zip(graph[name].inputs, layouts[name].inputs, strict=True)
+        }
+        made = {parse_key(key): layout for key, layout in block.inputs.items()}
+        for ref, own in region.entries.items():
+            if own.is_shard:
+                inside = ref.name in layouts and ref not in made
+                first[ref] = layouts[ref.name].outputs[ref.index] if inside else made[ref]
+        entries = {ref: first[ref] for ref in region.entries}
+        placed = place_slices(graph, region, layouts, entries, mesh)
+        return None if placed is None else _Region(region, placed, entries)
+
+    def add(
+        self, body: fx.Graph, values: _Values, graph: Graph, layouts: Mapping[str, NodeLayout],
+        rank: Rank, num_microbatches: int,
+    ) -> None:
+        """Add a call to the fx graph ``body`` that computes the region slice by slice."""
+        own, placed = self.region, self.placed
+        exits = {ref: layouts[ref.name].outputs[ref.index] for ref in own.exits}
+        divisors = {
+            count_key(name): _divisor(body, values, graph, graph[name], layouts[name], rank)
+            for name in own.strategies
+            if has_classes(graph[name]) and is_mean(graph[name]) and count_key(name) not in values.counts
+        }
+        interface = BlockInterface(
+            tuple(own.strategies),
+            {value_key(r): placed.layout(self.entries[r], p) for r, p in own.entries.items()},
+            {},
+            {value_key(r): placed.layout(exits[r], p) for r, p in own.exits.items()},
+            (*values.counts, *divisors),
+        )
+        inner = {name: placed.node(layouts[name], each) for name, each in own.strategies.items()}
+        programs = [
+            localize_block(
+                graph,
+                interface,
+                layouts=inner,
+                rank=placed.rank(rank, number),
+                num_microbatches=num_microbatches,
+            )
+            for number in range(placed.count)
+        ]
+        given = [
+            _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
+            for ref, wanted in self.entries.items()
+        ]
+        cuts = [placed.cut(self.entries[r], p, rank.mesh) for r, p in own.entries.items()]
+        cuts += [Cut()] * len(interface.counts)
+        made = [placed.cut(exits[r], p, rank.mesh) for r, p in own.exits.items()]
+        call = SlicedCall(programs, cuts, made, rank.draws)
+        inputs = (*given, *values.counts.values(), *divisors.values())
+        result = body.create_node("call_function", call, inputs, {}, name=AXIS)
+        for index, ref in enumerate(own.exits):
+            part = body.call_function(operator.getitem, (result, index))
+            values.made[ref] = (part, exits[ref])
+
+
+def _divisor(
+    body: fx.Graph, values: _Values, graph: Graph, loss: Node, layout: NodeLayout, rank: Rank
+) -> fx.Node:
+    """Add the divisor of a class loss's mean, computed of its targets alone, to the fx graph
+    ``body``."""
+    scores, *others = loss.inputs
+    given = [
+        _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
+        for ref, wanted in zip(others, layout.inputs[1:], strict=True)
+    ]
+    spec = graph.spec(scores)
+    classes = min(1, len(spec.shape) - 1)
+    rows = [at for at, own in enumerate(layout.inputs[0]) if own.is_shard and own.dim != classes]
+    options = {
+        "ignore_index": argument(loss, 4, "ignore_index", -100),
+        "row_axes": tuple(rows),
+        "dtype": getattr(torch, spec.dtype),
+    }
+    return body.create_node("call_function", rank.bound(divisor), tuple(given), options)
 
 
 def _localize_node(

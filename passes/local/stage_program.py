@@ -15,9 +15,18 @@ from torch import fx
 
 from ...planner import ops as rules
 from ...planner.errors import PlanError
-from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
-from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
+from ...planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
+from ...planner.graph.layout import (
+    INVARIANT,
+    REPLICATE,
+    AxisStrategy,
+    Layout,
+    Mesh,
+    boundary_layout,
+)
+from ...planner.graph.positions import Dims, position_dims
 from ...planner.kernels.recompute import Storages, find_replay
+from ...planner.kernels.slices import SlicedRegion, sliced_regions
 from ...planner.plan import Plan, Recompute, StagePlan
 from ...planner.variants.shares import RowShare, share_of, why_not
 from ..backward.replayed import Replayed
@@ -183,10 +192,23 @@ class _Stage:
             return ()
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
 
+    @cached_property
+    def _dims(self) -> Dims:
+        return position_dims(self.graph, self._by_slices)
+
+    def _by_slices(self, node: Node) -> tuple[AxisStrategy, ...]:
+        return rules.axis_strategies(node, self.graph, 2)
+
+    def regions(self, block: Block, outputs: Iterable[str]) -> tuple[SlicedRegion, ...]:
+        """Return the regions of a block that may be computed slice by slice; ``outputs``: keys of
+        the values that leave it."""
+        leaving = set(map(parse_key, outputs))
+        return sliced_regions(block.nodes, self.graph, self._by_slices, self._dims, leaving)
+
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
         """Return an object that says which ops of a block the backward recomputes under ``mode``;
         None if it recomputes none."""
-        if mode == "none":
+        if mode in ("none", "sliced"):
             return None
         return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
 
@@ -372,6 +394,7 @@ def _build_block(
         rank=stage.rank,
         num_microbatches=stage.num_microbatches,
         replayed=stage.replayed(block, recompute),
+        regions=stage.regions(block, outputs) if recompute == "sliced" else (),
     )
     made.update(outputs)
     return BlockProgram(

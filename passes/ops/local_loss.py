@@ -81,7 +81,9 @@ def cross_entropy(  # noqa: PLR0913
     if reduction != MEAN:
         return total
     if count is None:
-        count = _denominator(rank, logits, target, weight, ignore_index, row_axes)
+        count = divisor(
+            rank, target, weight, ignore_index=ignore_index, row_axes=row_axes, dtype=logits.dtype
+        )
     return (total / count).to(logits.dtype)
 
 
@@ -100,25 +102,28 @@ def nll_loss(
     if known."""
     total = functional.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction="sum")
     if count is None:
-        count = _denominator(rank, scores, target, weight, ignore_index, row_axes)
+        count = divisor(
+            rank, target, weight, ignore_index=ignore_index, row_axes=row_axes, dtype=scores.dtype
+        )
     return (total / count).to(scores.dtype)
 
 
-def _denominator(
+def divisor(
     rank: Rank,
-    logits: Tensor,
     target: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | None = None,
+    *,
     ignore_index: int,
     row_axes: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the divisor of a loss's mean: the number of rows on all ranks whose target is not
     ignored, weighted by class. It is float32 or float64, as half precision cannot count beyond some
-    hundreds."""
-    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    hundreds. ``dtype`` is that of the scores."""
+    dtype = dtype if dtype == torch.float64 else torch.float32
     if target.is_floating_point():
-        classes = logits.shape[min(1, logits.dim() - 1)]
-        count = torch.full((), target.numel() // classes, dtype=dtype, device=logits.device)
+        classes = target.shape[min(1, target.dim() - 1)]
+        count = torch.full((), target.numel() // classes, dtype=dtype, device=target.device)
     else:
         count = count_targets(target, weight, ignore_index, dtype)
     if 0 in row_axes and rank.share is not None and rank.share.rows == 0:

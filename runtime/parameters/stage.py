@@ -77,7 +77,7 @@ class StageBlock(nn.Module):
         defers them keeps its inputs after it has run, and the recomputation would not end with that
         op.
         """
-        if self.recompute == "none" or (self.recompute == "full" and not self.deferred):
+        if self.recompute == "none" or (self.recompute != "selective" and not self.deferred):
             return None
         found = Recomputing(keeps_costly=self.recompute == "selective")
         found.mark(self.graph)

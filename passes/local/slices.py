@@ -1,0 +1,280 @@
+"""A region of a block as one rank computes it: slice by slice.
+
+In: a region (``planner.kernels.slices``), the layouts of its ops, a rank. Out: a function object
+for the block's graph. The slices are ranks of one more mesh axis, whose coordinate is the number of
+the slice: so every op computes a slice as it would compute a part, random numbers and positions
+included. The axis stands inside the mesh axes that split the sliced dimension in every value, and
+outside the others, which gather and scatter it: so they exchange parts of one slice. A slice then
+has the same rows of each part that such an axis splits off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from ...planner.graph.graph import Graph, Ref
+from ...planner.graph.layout import AxisStrategy, Layout, Mesh, NodeLayout, Placement
+from ...planner.kernels.slices import SlicedRegion, num_slices
+from ..ops.collectives import Communicator, Parts, Rank
+from ..ops.random_ops import Draws
+
+AXIS = "slices"
+"""Name of the mesh axis of slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Cut of a local tensor into slices: along dimension ``dim``, of each of ``parts`` equal parts.
+    A value that is not cut has no dimension (-1)."""
+
+    dim: int = -1
+    parts: int = 1
+
+    def of(self, tensor: Tensor, number: int, count: int) -> Tensor:
+        """Return slice ``number`` of ``count``."""
+        if self.dim < 0:
+            return tensor
+        if self.parts == 1:
+            size = tensor.shape[self.dim] // count
+            return tensor.narrow(self.dim, number * size, size)
+        return self._parts(tensor, number, count).flatten(self.dim, self.dim + 1)
+
+    def put(self, whole: Tensor, part: Tensor, number: int, count: int) -> None:
+        """Write slice ``number`` of ``count``."""
+        if self.parts == 1:
+            self.of(whole, number, count).copy_(part)
+        else:
+            into = self._parts(whole, number, count)
+            into.copy_(part.unflatten(self.dim, (self.parts, -1)))
+
+    def whole(self, part: Tensor, count: int) -> Tensor:
+        """Return memory for ``count`` slices of the shape of ``part``."""
+        shape = list(part.shape)
+        shape[self.dim] *= count
+        return part.new_empty(shape)
+
+    def _parts(self, tensor: Tensor, number: int, count: int) -> Tensor:
+        return tensor.unflatten(self.dim, (self.parts, count, -1)).select(self.dim + 1, number)
+
+
+@dataclass(frozen=True)
+class _SliceCommunicator:
+    """Communicator of a rank that computes slice ``number`` of ``count``: mesh axis ``at`` is that
+    of the slices, along which nothing is sent."""
+
+    communicator: Communicator
+    at: int
+    number: int
+    count: int
+
+    def _mesh_axis(self, axis: int) -> int:
+        return axis - (axis > self.at)
+
+    def size(self, axis: int) -> int:
+        return self.count if axis == self.at else self.communicator.size(self._mesh_axis(axis))
+
+    def coordinate(self, axis: int) -> int:
+        is_own = axis == self.at
+        return self.number if is_own else self.communicator.coordinate(self._mesh_axis(axis))
+
+    def all_reduce(self, tensor: Tensor, axis: int, op: Literal["sum", "max"] = "sum") -> Tensor:
+        return self.communicator.all_reduce(tensor, self._mesh_axis(axis), op)
+
+    def all_gather(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return self.communicator.all_gather(tensor, self._mesh_axis(axis), dim)
+
+    def reduce_scatter(self, tensor: Tensor, axis: int, dim: int) -> Tensor:
+        return self.communicator.reduce_scatter(tensor, self._mesh_axis(axis), dim)
+
+    def all_to_all(self, tensor: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        return self.communicator.all_to_all(tensor, self._mesh_axis(axis), split_dim, concat_dim)
+
+    def swap(self, tensor: Tensor, axis: int) -> Tensor:
+        return self.communicator.swap(tensor, self._mesh_axis(axis))
+
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        return self.communicator.parts(counts, tuple(map(self._mesh_axis, axes)))
+
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+        return self.communicator.exchange(rows, parts, tuple(map(self._mesh_axis, axes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Place of the axis of slices in a rank's mesh: before mesh axis ``at``, with ``count``
+    slices. ``varying``: the axes from there on that split the sliced dimension of some values."""
+
+    at: int
+    count: int
+    varying: tuple[int, ...]
+
+    def layout(self, layout: Layout, placement: Placement) -> Layout:
+        """Return a layout with the placement on the axis of slices."""
+        return (*layout[: self.at], placement, *layout[self.at :])
+
+    def node(self, layout: NodeLayout, strategy: AxisStrategy) -> NodeLayout:
+        """Return an op's layout with its strategy on the axis of slices."""
+        labels = layout.labels and (*layout.labels[: self.at], "", *layout.labels[self.at :])
+        return NodeLayout(
+            tuple(map(self.layout, layout.inputs, strategy.inputs)),
+            tuple(map(self.layout, layout.outputs, strategy.outputs)),
+            labels,
+        )
+
+    def rank(self, rank: Rank, number: int) -> Rank:
+        """Return the rank that computes slice ``number``."""
+        axes, sizes, place = rank.mesh.axes, rank.mesh.shape, rank.coordinates
+        at, of_slice = self.at, _SliceCommunicator(rank.communicator, self.at, number, self.count)
+        mesh = Mesh((*axes[:at], AXIS, *axes[at:]), (*sizes[:at], self.count, *sizes[at:]))
+        return Rank(mesh, (*place[:at], number, *place[at:]), of_slice, rank.draws)
+
+    def cut(self, layout: Layout, placement: Placement, mesh: Mesh) -> Cut:
+        """Return how a value in a layout is cut into slices."""
+        if not placement.is_shard:
+            return Cut()
+        whole = (axis for axis in self.varying if layout[axis] != placement)
+        return Cut(placement.dim, prod(mesh.shape[axis] for axis in whole))
+
+
+def place_slices(
+    graph: Graph,
+    region: SlicedRegion,
+    layouts: Mapping[str, NodeLayout],
+    entering: Mapping[Ref, Layout],
+    mesh: Mesh,
+) -> Placed | None:
+    """Return the place of the axis of slices for a region, and the number of slices; None if the
+    region cannot be cut, or is too small to be. ``layouts``: by op; ``entering``: layouts in which
+    values enter."""
+    held = [(graph.spec(ref), entering[ref], own) for ref, own in region.entries.items()]
+    for name, strategy in region.strategies.items():
+        node, layout = graph[name], layouts[name]
+        specs = (*(graph.spec(ref) for ref in node.inputs), *node.outputs)
+        own = (*strategy.inputs, *strategy.outputs)
+        held += zip(specs, (*layout.inputs, *layout.outputs), own, strict=True)
+    cut = [each for each in held if each[2].is_shard]
+    axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    splits = {axis: [layout[axis] == own for _, layout, own in cut] for axis in axes}
+    always = [axis for axis, found in splits.items() if all(found)]
+    varying = tuple(axis for axis, found in splits.items() if any(found) and not all(found))
+    at = max(always, default=-1) + 1
+    if any(axis < at for axis in varying):
+        return None
+    split = prod(mesh.shape[axis] for axis in (*always, *varying))
+    count = num_slices([(spec.shape, own.dim) for spec, _, own in cut], split)
+    return Placed(at, count, varying) if count > 1 else None
+
+
+@dataclass(eq=False)
+class SlicedCall:
+    """Function object that computes a region slice by slice, in the backward again. ``programs``
+    has a graph for each slice; ``cuts`` and ``made`` say how inputs and outputs are cut, and
+    outputs that are not cut are sums over the slices. ``is_spared``: its results are not needed,
+    as a recomputed block calls it again only for its backward."""
+
+    programs: Sequence[fx.GraphModule]
+    cuts: Sequence[Cut]
+    made: Sequence[Cut]
+    draws: Draws
+    is_spared: bool = False
+    __name__: str = field(default=AXIS, init=False)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+            results: tuple[Tensor, ...] = _BySlices.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            return results
+        return self.forward(inputs)
+
+    def slices(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return slice ``number`` of the inputs."""
+        count = len(self.programs)
+        return [cut.of(each, number, count) for cut, each in zip(self.cuts, tensors, strict=True)]
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the region's outputs, without recording them for a backward."""
+        count, results = len(self.programs), list[Tensor]()
+        with torch.no_grad():
+            for number, program in enumerate(self.programs):
+                parts = program(*self.slices(inputs, number))
+                if not results:
+                    results = [_start(cut, part, count) for cut, part in zip(self.made, parts, strict=True)]
+                for cut, whole, part in zip(self.made, results, parts, strict=True):
+                    if cut.dim < 0:
+                        whole.add_(part)
+                    else:
+                        cut.put(whole, part, number, count)
+        return tuple(results)
+
+
+def _start(cut: Cut, part: Tensor, count: int) -> Tensor:
+    return torch.zeros_like(part) if cut.dim < 0 else cut.whole(part, count)
+
+
+class _BySlices(torch.autograd.Function):
+    """Autograd function of a region. Its backward computes each slice again, with its gradients;
+    gradients of inputs that are not cut are added up in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, call: SlicedCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.place = call, (call.draws.key, call.draws.microbatch)
+        ctx.save_for_backward(*inputs)
+        results = call.forward(inputs)
+        ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        call, inputs = ctx.call, ctx.saved_tensors
+        found: list[Tensor | None] = [None] * len(call.cuts)
+        needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[1:]) if is_needed]
+        with torch.enable_grad(), call.draws.repeated(*ctx.place):
+            for number in range(len(call.programs)):
+                own = _gradients_of_slice(call, inputs, gradients, number, needed)
+                for at, gradient in zip(needed, own, strict=True):
+                    if gradient is not None:
+                        found[at] = _added(call, at, found[at], gradient, number)
+        dtypes = [each.dtype for each in inputs]
+        return (None, *(g if g is None else g.to(d) for g, d in zip(found, dtypes, strict=True)))
+
+
+def _gradients_of_slice(
+    call: SlicedCall,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    number: int,
+    needed: Sequence[int],
+) -> Sequence[Tensor | None]:
+    """Return the gradients of the inputs ``needed`` of slice ``number``, which is computed again."""
+    given = [each.detach() for each in call.slices(inputs, number)]
+    wanted = [given[at].requires_grad_() for at in needed]
+    parts = call.programs[number](*given)
+    count = len(call.programs)
+    pairs = [
+        (part, cut.of(gradient, number, count))
+        for part, cut, gradient in zip(parts, call.made, gradients, strict=True)
+        if part.requires_grad
+    ]
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        [part for part, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+    )
+    return found
+
+
+def _added(
+    call: SlicedCall, at: int, before: Tensor | None, gradient: Tensor, number: int
+) -> Tensor:
+    """Return the gradient of input ``at`` with that of slice ``number``."""
+    cut, count = call.cuts[at], len(call.programs)
+    if cut.dim < 0:
+        exact = gradient if gradient.dtype == torch.float64 else gradient.float()
+        return exact if before is None else before.add_(exact)
+    if before is None:
+        before = cut.whole(gradient, count).zero_()
+    cut.put(before, gradient, number, count)
+    return before
