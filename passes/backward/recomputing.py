@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .replayed import AGAIN, KEPT, MARK, PRODUCT, SPARED
+from .replayed import AGAIN, KEPT, MARK, PRODUCT, SLICED, SPARED
 
 aten = torch.ops.aten
 
@@ -220,9 +220,19 @@ class _Again(_MarkedOp):
             self.block.keeps_costly = keeps
 
 
+class _Sliced(_MarkedOp):
+    def _run(self, memory: deque[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.block.is_again:
+            return self.called.recorded(_given_back(memory.popleft()), *args)  # type: ignore[attr-defined]
+        results = self.called(*args)
+        memory.append(_remembered(results, hollow=True))
+        return results
+
+
 _MARKED: dict[str, type[_MarkedOp]] = {
     KEPT: _Kept,
     SPARED: _Spared,
     PRODUCT: _Product,
     AGAIN: _Again,
+    SLICED: _Sliced,
 }

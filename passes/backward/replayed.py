@@ -17,10 +17,11 @@ from ...planner.plan import Recompute
 from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
 MARK = "when recomputed"
-KEPT, SPARED, PRODUCT, AGAIN = "kept", "spared", "product", "again"
+KEPT, SPARED, PRODUCT, AGAIN, SLICED = "kept", "spared", "product", "again", "sliced"
 """Marks that say what recomputation does with an op. KEPT: its result is kept. SPARED: it is not
 executed again. PRODUCT: of a matrix product, only the tensors that autograd saves are recomputed.
-AGAIN: it is executed again as a whole, and no result inside it is kept."""
+AGAIN: it is executed again as a whole, and no result inside it is kept. SLICED: the last ops of the
+block, which compute slice by slice and need their inputs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Replayed:
 
     mode: Recompute
     replay: Replay
+    is_recorded: bool = False
+    """True if autograd goes through what runs again, so that every op must run there."""
 
     def mark(self, node: Node, results: Sequence[fx.Node]) -> None:
         """Set the recomputation mark on the fx nodes ``results`` that implement the op ``node``:
@@ -53,6 +56,8 @@ class Replayed:
         is_kept = self.mode == "selective" and node.name in self.replay.kept
         if is_costly(node):
             return None if is_kept else PRODUCT
+        if self.is_recorded:
+            return None
         if returns_several(node.op):
             return None
         return KEPT if is_kept else SPARED
@@ -60,6 +65,11 @@ class Replayed:
     def mark_unread(self, uses: Mapping[fx.Node, Iterable[tuple[str, int]]]) -> None:
         """Mark layout conversions that need not be repeated, as no repeated op reads their results.
         ``uses`` maps each conversion to its readers, as (op, position of the input)."""
-        for converted, readers in uses.items():
+        for converted, readers in () if self.is_recorded else uses.items():
             if self.replay.unread[self.mode].issuperset(readers):
                 converted.meta[MARK] = SPARED
+
+
+def is_sliced(graph: fx.GraphModule) -> bool:
+    """Return whether a block's last ops compute slice by slice."""
+    return any(node.meta.get(MARK) == SLICED for node in graph.graph.nodes)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -34,7 +33,7 @@ from ...planner.graph.layout import (
 from ...planner.kernels.slices import SlicedRegion
 from ...planner.ops.case import argument
 from ...planner.ops.catalog import has_classes
-from ..backward.replayed import Replayed
+from ..backward.replayed import MARK, SLICED, Replayed
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
 from ..ops.local_loss import divisor
 from ..ops.torch_ops import returns_several
@@ -126,9 +125,9 @@ def localize_block(
     rank: Rank,
     num_microbatches: int = 1,
     replayed: Replayed | None = None,
-    regions: Sequence[SlicedRegion] = (),
+    last: SlicedRegion | None = None,
 ) -> fx.GraphModule:
-    """Build the module that computes a block (layer) on one rank, its ``regions`` slice by slice.
+    """Build the module that computes a block (layer) on one rank, its ``last`` ops slice by slice.
     Sums over rows
     (``Graph.accumulation``) are multiplied by ``num_microbatches``, as a step's loss is the mean
     over micro-batches. ``replayed`` marks ops for recomputation. Raises ``PlanError`` if a layout
@@ -143,10 +142,9 @@ def localize_block(
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
         values.counts[key] = _placeholder(body, key)
-    found = [_Region.of(each, graph, interface, layouts, rank.mesh) for each in regions]
-    for name in _in_order(interface.nodes, [each for each in found if each is not None], graph):
-        if isinstance(name, _Region):
-            name.add(body, values, graph, layouts, rank, num_microbatches)
+    region = None if last is None else _Region.of(last, graph, interface, layouts, rank.mesh)
+    for name in interface.nodes:
+        if region is not None and name in region.region.strategies:
             continue
         made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
         if num_microbatches > 1 and name in graph.accumulation.sums:
@@ -156,6 +154,8 @@ def localize_block(
             made.append(scaled)
         if replayed is not None:
             replayed.mark(graph[name], made)
+    if region is not None:
+        region.add(body, values, graph, layouts, rank, num_microbatches, replayed)
     if replayed is not None:
         replayed.mark_unread(values.uses)
     results = [
@@ -165,24 +165,6 @@ def localize_block(
     body.output(tuple(results))
     body.lint()
     return fx.GraphModule(_holder(graph, interface, rank), body, class_name="Block")
-
-
-def _in_order(
-    nodes: Sequence[str], regions: Sequence[_Region], graph: Graph
-) -> Iterator[str | _Region]:
-    """Yield the ops of a block, and its regions in place of theirs, each after what it reads."""
-    of_op = {name: each for each in regions for name in each.region.strategies}
-    readers: nx.DiGraph[str | int] = nx.DiGraph()
-    places = {id(each): each for each in regions}
-    step: dict[str, str | int] = {name: id(of_op[name]) if name in of_op else name for name in nodes}
-    readers.add_nodes_from(step.values())
-    for name in nodes:
-        for ref in graph[name].inputs:
-            if ref.name in step and step[ref.name] != step[name]:
-                readers.add_edge(step[ref.name], step[name])
-    first = {each: at for at, each in reversed([*enumerate(step.values())])}
-    for each in nx.lexicographical_topological_sort(readers, first.__getitem__):
-        yield places[each] if isinstance(each, int) else each
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +202,7 @@ class _Region:
 
     def add(
         self, body: fx.Graph, values: _Values, graph: Graph, layouts: Mapping[str, NodeLayout],
-        rank: Rank, num_microbatches: int,
+        rank: Rank, num_microbatches: int, replayed: Replayed | None,
     ) -> None:
         """Add a call to the fx graph ``body`` that computes the region slice by slice."""
         own, placed = self.region, self.placed
@@ -238,6 +220,7 @@ class _Region:
             (*values.counts, *divisors),
         )
         inner = {name: placed.node(layouts[name], each) for name, each in own.strategies.items()}
+        again = None if replayed is None else replace(replayed, is_recorded=True)
         programs = [
             localize_block(
                 graph,
@@ -245,6 +228,7 @@ class _Region:
                 layouts=inner,
                 rank=placed.rank(rank, number),
                 num_microbatches=num_microbatches,
+                replayed=again,
             )
             for number in range(placed.count)
         ]
@@ -252,12 +236,15 @@ class _Region:
             _in_layout(body, values, graph, ref, wanted=wanted, rank=rank)
             for ref, wanted in self.entries.items()
         ]
+        for each in given:  # the backward reads them
+            values.uses.pop(each, None)
         cuts = [placed.cut(self.entries[r], p, rank.mesh) for r, p in own.entries.items()]
         cuts += [Cut()] * len(interface.counts)
         made = [placed.cut(exits[r], p, rank.mesh) for r, p in own.exits.items()]
         call = SlicedCall(programs, cuts, made, rank.draws)
         inputs = (*given, *values.counts.values(), *divisors.values())
         result = body.create_node("call_function", call, inputs, {}, name=AXIS)
+        result.meta[MARK] = SLICED
         for index, ref in enumerate(own.exits):
             part = body.call_function(operator.getitem, (result, index))
             values.made[ref] = (part, exits[ref])

@@ -11,6 +11,7 @@ has the same rows of each part that such an axis splits off.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from torch import Tensor, fx
 from ...planner.graph.graph import Graph, Ref
 from ...planner.graph.layout import AxisStrategy, Layout, Mesh, NodeLayout, Placement
 from ...planner.kernels.slices import SlicedRegion, num_slices
+from ..backward.recomputing import Recomputing
 from ..ops.collectives import Communicator, Parts, Rank
 from ..ops.random_ops import Draws
 
@@ -173,42 +175,54 @@ def place_slices(
 
 @dataclass(eq=False)
 class SlicedCall:
-    """Function object that computes a region slice by slice, in the backward again. ``programs``
-    has a graph for each slice; ``cuts`` and ``made`` say how inputs and outputs are cut, and
-    outputs that are not cut are sums over the slices. ``is_spared``: its results are not needed,
-    as a recomputed block calls it again only for its backward."""
+    """Function object that computes a region slice by slice, and each slice again in the backward.
+    ``programs`` has a graph for each slice; ``cuts`` and ``made`` say how inputs and outputs are
+    cut, and outputs that are not cut are sums over the slices."""
 
     programs: Sequence[fx.GraphModule]
     cuts: Sequence[Cut]
     made: Sequence[Cut]
     draws: Draws
-    is_spared: bool = False
+    replays: Sequence[Recomputing] = field(init=False)
     __name__: str = field(default=AXIS, init=False)
+
+    def __post_init__(self) -> None:
+        self.replays = [Recomputing(keeps_costly=False) for _ in self.programs]
+        for replay, program in zip(self.replays, self.programs, strict=True):
+            replay.mark(program)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
-            results: tuple[Tensor, ...] = _BySlices.apply(self, *inputs)  # type: ignore[no-untyped-call]
-            return results
+            return self.recorded(None, *inputs)
         return self.forward(inputs)
+
+    def recorded(self, known: Sequence[Tensor] | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the region's outputs, recorded for a backward. ``known``: stand-ins for outputs
+        that nothing reads, as the call only repeats what its backward needs."""
+        results: tuple[Tensor, ...] = _BySlices.apply(self, known, *inputs)  # type: ignore[no-untyped-call]
+        return results
 
     def slices(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
         """Return slice ``number`` of the inputs."""
         count = len(self.programs)
         return [cut.of(each, number, count) for cut, each in zip(self.cuts, tensors, strict=True)]
 
-    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the region's outputs, without recording them for a backward."""
+    def forward(
+        self, inputs: Sequence[Tensor], contexts: Sequence[AbstractContextManager[Any]] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return the region's outputs, without recording them for a backward. ``contexts``: of the
+        forward of each slice."""
         count, results = len(self.programs), list[Tensor]()
-        with torch.no_grad():
-            for number, program in enumerate(self.programs):
+        for number, program in enumerate(self.programs):
+            with torch.no_grad(), contexts[number] if contexts else nullcontext():
                 parts = program(*self.slices(inputs, number))
-                if not results:
-                    results = [_start(cut, part, count) for cut, part in zip(self.made, parts, strict=True)]
-                for cut, whole, part in zip(self.made, results, parts, strict=True):
-                    if cut.dim < 0:
-                        whole.add_(part)
-                    else:
-                        cut.put(whole, part, number, count)
+            pairs = [*zip(self.made, parts, strict=True)]
+            results = results or [_start(cut, part, count) for cut, part in pairs]
+            for (cut, part), whole in zip(pairs, results, strict=True):
+                if cut.dim < 0:
+                    whole.add_(part)
+                else:
+                    cut.put(whole, part, number, count)
         return tuple(results)
 
 
@@ -221,48 +235,53 @@ class _BySlices(torch.autograd.Function):
     gradients of inputs that are not cut are added up in float32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, call: SlicedCall, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.place = call, (call.draws.key, call.draws.microbatch)
+    def forward(
+        ctx: Any, call: SlicedCall, known: Sequence[Tensor] | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
-        results = call.forward(inputs)
+        if known is not None:
+            return tuple(known)
+        contexts = [each.contexts() for each in call.replays]
+        results = call.forward(inputs, [first for first, _ in contexts])
+        ctx.call, ctx.place = call, (call.draws.key, call.draws.microbatch)
+        ctx.again = [again for _, again in contexts]
         ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         call, inputs = ctx.call, ctx.saved_tensors
-        found: list[Tensor | None] = [None] * len(call.cuts)
-        needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[1:]) if is_needed]
-        with torch.enable_grad(), call.draws.repeated(*ctx.place):
-            for number in range(len(call.programs)):
-                own = _gradients_of_slice(call, inputs, gradients, number, needed)
-                for at, gradient in zip(needed, own, strict=True):
-                    if gradient is not None:
-                        found[at] = _added(call, at, found[at], gradient, number)
-        dtypes = [each.dtype for each in inputs]
-        return (None, *(g if g is None else g.to(d) for g, d in zip(found, dtypes, strict=True)))
+        found: list[Tensor | None] = [None] * len(inputs)
+        needed = [at for at, is_needed in enumerate(ctx.needs_input_grad[2:]) if is_needed]
+        for number, again in enumerate(ctx.again):
+            given = [each.detach() for each in call.slices(inputs, number)]
+            wanted = [given[at].requires_grad_() for at in needed]
+            with torch.enable_grad(), call.draws.repeated(*ctx.place), again:
+                parts = call.programs[number](*given)
+            own = _gradients(call, parts, gradients, wanted, number)
+            for at, gradient in zip(needed, own, strict=True):
+                if gradient is not None:
+                    found[at] = _added(call, at, found[at], gradient, number)
+        pairs = zip(found, inputs, strict=True)
+        return None, None, *(g if g is None else g.to(each.dtype) for g, each in pairs)
 
 
-def _gradients_of_slice(
+def _gradients(
     call: SlicedCall,
-    inputs: Sequence[Tensor],
+    parts: Sequence[Tensor],
     gradients: Sequence[Tensor],
+    wanted: Sequence[Tensor],
     number: int,
-    needed: Sequence[int],
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of the inputs ``needed`` of slice ``number``, which is computed again."""
-    given = [each.detach() for each in call.slices(inputs, number)]
-    wanted = [given[at].requires_grad_() for at in needed]
-    parts = call.programs[number](*given)
+    """Return the gradients of the inputs ``wanted`` of slice ``number``, of outputs ``parts``."""
     count = len(call.programs)
     pairs = [
         (part, cut.of(gradient, number, count))
         for part, cut, gradient in zip(parts, call.made, gradients, strict=True)
         if part.requires_grad
     ]
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        [part for part, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
-    )
+    ends, given = [part for part, _ in pairs], [gradient for _, gradient in pairs]
+    found: Sequence[Tensor | None] = torch.autograd.grad(ends, wanted, given, allow_unused=True)
     return found
 
 

@@ -26,7 +26,7 @@ from ...planner.graph.layout import (
 )
 from ...planner.graph.positions import Dims, position_dims
 from ...planner.kernels.recompute import Storages, find_replay
-from ...planner.kernels.slices import SlicedRegion, sliced_regions
+from ...planner.kernels.slices import SlicedRegion, last_region
 from ...planner.plan import Plan, Recompute, StagePlan
 from ...planner.variants.shares import RowShare, share_of, why_not
 from ..backward.replayed import Replayed
@@ -199,16 +199,16 @@ class _Stage:
     def _by_slices(self, node: Node) -> tuple[AxisStrategy, ...]:
         return rules.axis_strategies(node, self.graph, 2)
 
-    def regions(self, block: Block, outputs: Iterable[str]) -> tuple[SlicedRegion, ...]:
-        """Return the regions of a block that may be computed slice by slice; ``outputs``: keys of
-        the values that leave it."""
+    def last_region(self, block: Block, outputs: Iterable[str]) -> SlicedRegion | None:
+        """Return the last ops of a block that may be computed slice by slice, None without any;
+        ``outputs``: keys of the values that leave the block."""
         leaving = set(map(parse_key, outputs))
-        return sliced_regions(block.nodes, self.graph, self._by_slices, self._dims, leaving)
+        return last_region(block.nodes, self.graph, self._by_slices, self._dims, leaving)
 
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
         """Return an object that says which ops of a block the backward recomputes under ``mode``;
         None if it recomputes none."""
-        if mode in ("none", "sliced"):
+        if mode == "none":
             return None
         return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
 
@@ -394,7 +394,7 @@ def _build_block(
         rank=stage.rank,
         num_microbatches=stage.num_microbatches,
         replayed=stage.replayed(block, recompute),
-        regions=stage.regions(block, outputs) if recompute == "sliced" else (),
+        last=stage.last_region(block, outputs) if recompute == "full" else None,
     )
     made.update(outputs)
     return BlockProgram(

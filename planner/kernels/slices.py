@@ -63,30 +63,23 @@ class SlicedRegion:
     exits: Mapping[Ref, Placement]
 
 
-def sliced_regions(
+def last_region(
     nodes: Sequence[str],
     graph: Graph,
     strategies: Strategies,
     dims: Dims,
     leaving: Collection[Ref],
-) -> tuple[SlicedRegion, ...]:
-    """Return the regions of a block that run slice by slice, each as large as possible.
+) -> SlicedRegion | None:
+    """Return the largest region at the end of a block: no op outside reads what it makes. None
+    without any.
 
     ``nodes``: the block's ops in order; ``strategies``: function that returns an op's strategies on
     the axis of slices; ``dims``: dimensions of values that count rows or positions; ``leaving``:
     the values that leave the block.
     """
-    found: list[_Region] = []
-    while True:
-        claimed = {name for each in found for name in each.chosen}
-        grown = list(_grown(nodes, graph, strategies, dims, claimed))
-        best = max(grown, key=lambda each: each.num_bytes, default=None)
-        if best is None:
-            break
-        found.append(best)
-    order = {name: at for at, name in enumerate(nodes)}
-    found.sort(key=lambda each: order[next(iter(each.chosen))])
-    return tuple(each.finished(nodes, leaving) for each in found)
+    grown = (each for each in _grown(nodes, graph, strategies, dims) if not each.after)
+    best = max(grown, key=lambda each: each.num_bytes, default=None)
+    return None if best is None else best.finished(leaving)
 
 
 def _grown(
@@ -94,20 +87,17 @@ def _grown(
     graph: Graph,
     strategies: Strategies,
     dims: Dims,
-    claimed: Collection[str],
 ) -> Iterator[_Region]:
     """Yield every region with a costly op or a loss that can be grown from a first op."""
     seen = set[tuple[str, AxisStrategy]]()
     for start, name in enumerate(nodes):
-        if name in claimed:
-            continue
         for strategy in strategies(graph[name]):
             if (name, strategy) in seen:
                 continue
             region = _Region(graph, strategies, dims)
             if region.takes(graph[name], strategy) and region.entries:
                 for other in nodes[start:]:
-                    region.look(graph[other], is_free=other not in claimed)
+                    region.look(graph[other])
                 seen.update(region.chosen.items())
                 if region.is_worthwhile:
                     yield region
@@ -136,12 +126,12 @@ class _Region:
         nodes = (self.graph[name] for name in self.chosen)
         return any(is_costly(node) or spec_of(node).loss is not None for node in nodes)
 
-    def look(self, node: Node, *, is_free: bool) -> None:
+    def look(self, node: Node) -> None:
         """Add an op, the next in the block's order, if it can be computed slice by slice."""
         if node.name in self.chosen:
             return
         follows = any(ref.name in self.after for ref in node.inputs)
-        if is_free and not follows and self._is_next(node):
+        if not follows and self._is_next(node):
             for strategy in self.strategies(node):
                 if self.takes(node, strategy):
                     return
@@ -182,11 +172,9 @@ class _Region:
             return False
         return placement.dim in self.dims.get(ref, NONE) or bool(self.entries)
 
-    def finished(self, nodes: Iterable[str], leaving: Collection[Ref]) -> SlicedRegion:
-        """Return the region with the values that ops outside read, or that leave the block."""
-        outside = [self.graph[name] for name in nodes if name not in self.chosen]
-        read = {ref for node in outside for ref in node.inputs}
-        exits = {ref: own for ref, own in self.made.items() if ref in read or ref in leaving}
+    def finished(self, leaving: Collection[Ref]) -> SlicedRegion:
+        """Return the region; ``leaving``: the values that leave the block."""
+        exits = {ref: own for ref, own in self.made.items() if ref in leaving}
         return SlicedRegion(self.chosen, self.entries, exits)
 
 
