@@ -13,6 +13,7 @@ from torch import fx
 
 from ...planner.graph.graph import Node
 from ...planner.kernels.recompute import Replay, is_costly
+from ...planner.kernels.slices import SlicedRegion
 from ...planner.plan import Recompute
 from ..ops.torch_ops import is_pointwise, is_view, returns_several
 
@@ -32,6 +33,8 @@ class Replayed:
 
     mode: Recompute
     replay: Replay
+    last: SlicedRegion | None = None
+    """The last ops of the block, if they may run slice by slice."""
     is_recorded: bool = False
     """True if autograd goes through what runs again, so that every op must run there."""
 

@@ -125,12 +125,11 @@ def localize_block(
     rank: Rank,
     num_microbatches: int = 1,
     replayed: Replayed | None = None,
-    last: SlicedRegion | None = None,
 ) -> fx.GraphModule:
-    """Build the module that computes a block (layer) on one rank, its ``last`` ops slice by slice.
-    Sums over rows
+    """Build the module that computes a block (layer) on one rank. Sums over rows
     (``Graph.accumulation``) are multiplied by ``num_microbatches``, as a step's loss is the mean
-    over micro-batches. ``replayed`` marks ops for recomputation. Raises ``PlanError`` if a layout
+    over micro-batches. ``replayed`` marks ops for recomputation, of which the last may be computed
+    slice by slice. Raises ``PlanError`` if a layout
     does not fit its op."""
     body, values = fx.Graph(), _Values()
     for key, layout in interface.inputs.items():
@@ -142,7 +141,9 @@ def localize_block(
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
         values.counts[key] = _placeholder(body, key)
-    region = None if last is None else _Region.of(last, graph, interface, layouts, rank.mesh)
+    last = None if replayed is None else replayed.last
+    is_whole = last is None or rank.share is not None
+    region = None if is_whole else _Region.of(last, graph, interface, layouts, rank.mesh)
     for name in interface.nodes:
         if region is not None and name in region.region.strategies:
             continue
@@ -155,7 +156,7 @@ def localize_block(
         if replayed is not None:
             replayed.mark(graph[name], made)
     if region is not None:
-        region.add(body, values, graph, layouts, rank, num_microbatches, replayed)
+        region.add(body, values, graph, interface, layouts, rank, num_microbatches, replayed)
     if replayed is not None:
         replayed.mark_unread(values.uses)
     results = [
@@ -201,12 +202,14 @@ class _Region:
         return None if placed is None else _Region(region, placed, entries)
 
     def add(
-        self, body: fx.Graph, values: _Values, graph: Graph, layouts: Mapping[str, NodeLayout],
-        rank: Rank, num_microbatches: int, replayed: Replayed | None,
+        self, body: fx.Graph, values: _Values, graph: Graph, block: BlockInterface,
+        layouts: Mapping[str, NodeLayout], rank: Rank, num_microbatches: int, replayed: Replayed | None,
     ) -> None:
         """Add a call to the fx graph ``body`` that computes the region slice by slice."""
         own, placed = self.region, self.placed
-        exits = {ref: layouts[ref.name].outputs[ref.index] for ref in own.exits}
+        leaving = [parse_key(key) for key in block.outputs if parse_key(key).name in own.strategies]
+        made = {ref: own.strategies[ref.name].outputs[ref.index] for ref in leaving}
+        exits = {ref: layouts[ref.name].outputs[ref.index] for ref in leaving}
         divisors = {
             count_key(name): _divisor(body, values, graph, graph[name], layouts[name], rank)
             for name in own.strategies
@@ -216,11 +219,11 @@ class _Region:
             tuple(own.strategies),
             {value_key(r): placed.layout(self.entries[r], p) for r, p in own.entries.items()},
             {},
-            {value_key(r): placed.layout(exits[r], p) for r, p in own.exits.items()},
+            {value_key(r): placed.layout(exits[r], p) for r, p in made.items()},
             (*values.counts, *divisors),
         )
         inner = {name: placed.node(layouts[name], each) for name, each in own.strategies.items()}
-        again = None if replayed is None else replace(replayed, is_recorded=True)
+        again = None if replayed is None else replace(replayed, last=None, is_recorded=True)
         programs = [
             localize_block(
                 graph,
@@ -240,12 +243,12 @@ class _Region:
             values.uses.pop(each, None)
         cuts = [placed.cut(self.entries[r], p, rank.mesh) for r, p in own.entries.items()]
         cuts += [Cut()] * len(interface.counts)
-        made = [placed.cut(exits[r], p, rank.mesh) for r, p in own.exits.items()]
-        call = SlicedCall(programs, cuts, made, rank.draws)
+        written = [placed.cut(exits[r], p, rank.mesh) for r, p in made.items()]
+        call = SlicedCall(programs, cuts, written, rank.draws)
         inputs = (*given, *values.counts.values(), *divisors.values())
         result = body.create_node("call_function", call, inputs, {}, name=AXIS)
         result.meta[MARK] = SLICED
-        for index, ref in enumerate(own.exits):
+        for index, ref in enumerate(leaving):
             part = body.call_function(operator.getitem, (result, index))
             values.made[ref] = (part, exits[ref])
 

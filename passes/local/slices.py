@@ -21,10 +21,12 @@ from torch import Tensor, fx
 
 from ...planner.graph.graph import Graph, Ref
 from ...planner.graph.layout import AxisStrategy, Layout, Mesh, NodeLayout, Placement
-from ...planner.kernels.slices import SlicedRegion, num_slices
+from ...planner.kernels.slices import SlicedRegion
+from ...planner.ops.catalog import spec_of
 from ..backward.recomputing import Recomputing
 from ..ops.collectives import Communicator, Parts, Rank
 from ..ops.random_ops import Draws
+from ..ops.torch_ops import resolve
 
 AXIS = "slices"
 """Name of the mesh axis of slices."""
@@ -153,7 +155,15 @@ def place_slices(
 ) -> Placed | None:
     """Return the place of the axis of slices for a region, and the number of slices; None if the
     region cannot be cut, or is too small to be. ``layouts``: by op; ``entering``: layouts in which
-    values enter."""
+    values enter.
+
+    Numbers drawn by counter belong to places in the whole tensor, of which a slice has several
+    parts if an axis gathers the sliced dimension; numbers of torch's generator are not drawn
+    again. So regions of such ops are not cut.
+    """
+    nodes = [graph[name] for name in region.strategies]
+    if any(torch.Tag.nondeterministic_seeded in resolve(node.op).tags for node in nodes):
+        return None
     held = [(graph.spec(ref), entering[ref], own) for ref, own in region.entries.items()]
     for name, strategy in region.strategies.items():
         node, layout = graph[name], layouts[name]
@@ -166,10 +176,11 @@ def place_slices(
     always = [axis for axis, found in splits.items() if all(found)]
     varying = tuple(axis for axis, found in splits.items() if any(found) and not all(found))
     at = max(always, default=-1) + 1
-    if any(axis < at for axis in varying):
+    if any(axis < at for axis in varying) or (varying and any(spec_of(n).is_counted for n in nodes)):
         return None
     split = prod(mesh.shape[axis] for axis in (*always, *varying))
-    count = num_slices([(spec.shape, own.dim) for spec, _, own in cut], split)
+    num_rows = graph.batch_size // mesh.row_parts
+    count = region.num_slices(num_rows, split if num_rows == 1 else 1)
     return Placed(at, count, varying) if count > 1 else None
 
 

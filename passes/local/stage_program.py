@@ -15,18 +15,10 @@ from torch import fx
 
 from ...planner import ops as rules
 from ...planner.errors import PlanError
-from ...planner.graph.graph import Block, Blocks, Graph, Node, Ref, TensorSpec
-from ...planner.graph.layout import (
-    INVARIANT,
-    REPLICATE,
-    AxisStrategy,
-    Layout,
-    Mesh,
-    boundary_layout,
-)
-from ...planner.graph.positions import Dims, position_dims
+from ...planner.graph.graph import Block, Blocks, Graph, Ref, TensorSpec
+from ...planner.graph.layout import INVARIANT, REPLICATE, Layout, Mesh, boundary_layout
 from ...planner.kernels.recompute import Storages, find_replay
-from ...planner.kernels.slices import SlicedRegion, last_region
+from ...planner.kernels.slices import last_region
 from ...planner.plan import Plan, Recompute, StagePlan
 from ...planner.variants.shares import RowShare, share_of, why_not
 from ..backward.replayed import Replayed
@@ -171,6 +163,7 @@ class _Stage:
     leaves: Mapping[str, HeldValue | ParameterProgram]
     received: Mapping[str, Layout]
     sent: frozenset[str]
+    is_compiled: bool
     is_in_parts: bool
     """True if a step computes its rows, or their sequences, in several parts (micro-batches or
     slices)."""
@@ -192,25 +185,17 @@ class _Stage:
             return ()
         return counts_used(self.graph, nodes, totals=self.is_in_parts)
 
-    @cached_property
-    def _dims(self) -> Dims:
-        return position_dims(self.graph, self._by_slices)
-
-    def _by_slices(self, node: Node) -> tuple[AxisStrategy, ...]:
-        return rules.axis_strategies(node, self.graph, 2)
-
-    def last_region(self, block: Block, outputs: Iterable[str]) -> SlicedRegion | None:
-        """Return the last ops of a block that may be computed slice by slice, None without any;
-        ``outputs``: keys of the values that leave the block."""
-        leaving = set(map(parse_key, outputs))
-        return last_region(block.nodes, self.graph, self._by_slices, self._dims, leaving)
-
     def replayed(self, block: Block, mode: Recompute) -> Replayed | None:
         """Return an object that says which ops of a block the backward recomputes under ``mode``;
         None if it recomputes none."""
         if mode == "none":
             return None
-        return Replayed(mode, find_replay(block, self.graph, rules, self._storages))
+        found = find_replay(block, self.graph, rules, self._storages)
+        num_rows, left = divmod(self.graph.batch_size, self.plan.mesh.row_parts)
+        last = None
+        if mode == "full" and not (left or self.is_compiled):
+            last = last_region(block.nodes, self.graph, rules, num_rows)
+        return Replayed(mode, found, last)
 
 
 def build_stage(
@@ -250,6 +235,7 @@ def build_stage(
         leaves,
         {b.key: b.target_layout for b in receives},
         frozenset((*kept, *(b.key for b in sends))),
+        is_compiled=plan.compiled,
         is_in_parts=plan.num_microbatches > 1 or of_slice is not None,
     )
     made: dict[str, Layout] = {}
@@ -394,7 +380,6 @@ def _build_block(
         rank=stage.rank,
         num_microbatches=stage.num_microbatches,
         replayed=stage.replayed(block, recompute),
-        last=stage.last_region(block, outputs) if recompute == "full" else None,
     )
     made.update(outputs)
     return BlockProgram(

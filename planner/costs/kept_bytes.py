@@ -24,6 +24,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
@@ -32,6 +33,7 @@ from ..graph.layout import Layout, NodeLayout
 from ..kernels.recompute import RECOMPUTE_MODES as RECOMPUTE_MODES
 from ..kernels.recompute import Replay as Replay
 from ..kernels.recompute import find_replay
+from ..kernels.slices import last_region
 from ..ops.case import packet
 from ..ops.catalog import spec_of
 from ..ops.experts import as_run
@@ -209,6 +211,63 @@ def read_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) -> 
         for ref, each in pairs
         if graph[ref.name].kind == "input"
     }
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class LastOps:
+    """Last ops of a block that full recomputation runs in ``count`` slices; ``weights``: what all
+    slices read, whose gradients are added up."""
+
+    names: frozenset[str] = frozenset()
+    count: int = 1
+    weights: frozenset[Ref] = frozenset()
+
+    def part(self, name: str, num_bytes: int) -> int:
+        """Return the bytes, at a time, of what the op ``name`` makes or works on."""
+        return num_bytes // self.count if name in self.names else num_bytes
+
+
+WHOLE = LastOps()
+"""No op runs slice by slice."""
+
+
+def last_ops(block: Block, graph: Graph, prices: Prices) -> LastOps:
+    """Return the ops of a block that full recomputation runs slice by slice on the mesh: none in
+    programs of other systems. Cached."""
+    parts, num_rows = prices.mesh.row_parts, graph.batch_size
+    if num_rows % parts or prices.assumptions.recomputed:
+        return WHOLE
+    num_rows //= parts
+    key = block.nodes[0], min(num_rows, 2)
+    region = find(
+        prices.cache.last_regions,
+        key,
+        lambda: last_region(block.nodes, graph, prices.rules, num_rows),
+    )
+    positions = dict(zip(prices.mesh.axes, prices.mesh.shape, strict=True)).get("cp", 1)
+    count = 1 if region is None else region.num_slices(num_rows, positions)
+    if region is None or count == 1:
+        return WHOLE
+    weights = (ref for ref, placement in region.entries.items() if not placement.is_shard)
+    return LastOps(frozenset(region.strategies), count, frozenset(weights))
+
+
+def again_parts(
+    node: Node, layout: NodeLayout, graph: Graph, prices: Prices, last: LastOps
+) -> tuple[Part, ...]:
+    """Return (storage, bytes per rank) of the tensors of an op that a fully recomputed block holds
+    at a time in its backward: those that autograd keeps, of one slice where ``last`` ops run slice
+    by slice, and the sums of gradients of these ops' weights."""
+    saved = saved_parts(node, layout, graph, prices)
+    if node.name not in last.names:
+        return saved
+    found = [(name, last.part(name.rpartition(":")[0], size)) for name, size in saved]
+    for ref, held in zip(node.inputs, layout.inputs, strict=True):
+        spec = graph.spec(ref)
+        if ref in last.weights and spec.requires_grad:
+            exact = max(4, spec.itemsize) * prices.local(spec, held).numel
+            found.append((f"{ref.name}:{ref.index}:sum", exact))
     return tuple(found)
 
 

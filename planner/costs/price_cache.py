@@ -21,6 +21,7 @@ from ..graph.layout import AxisStrategy, Layout, Mesh
 from ..graph.positions import Dims
 from ..integer_programs.program import Floats, Ints
 from ..kernels.recompute import Replay
+from ..kernels.slices import SlicedRegion
 from .seconds import Priced
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class PriceCache:
     storages: dict[int, Mapping[tuple[str, int], tuple[str, int]]] = field(default_factory=dict)
     from_parameters: dict[str, bool] = field(default_factory=dict)
     replays: ByIdentity[Replay] = field(default_factory=ByIdentity)
+    last_regions: dict[tuple[str, int], SlicedRegion | None] = field(default_factory=dict)
 
     spaces: dict[tuple[object, ...], DecisionSpace] = field(default_factory=dict)
     traits: dict[tuple[object, ...], Any] = field(default_factory=dict)

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ...cost_model.cluster.cluster import Link
 from ..costs.choices import inner_collectives, input_specs
 from ..costs.kept_bytes import (
     RECOMPUTE_MODES,
+    WHOLE,
     Part,
+    again_parts,
     kept_parts,
+    last_ops,
     read_parts,
     replay,
     saved_parts,
@@ -113,6 +116,8 @@ class _BlockWalk:
         self.made = {ref: layout for ref, layout in values if layout is not None}
         self.parameters = dict(zip(self.reads.parameters, self.layouts.parameters, strict=True))
         self.replay = replay(self.reads.block, self.graph, self.prices)
+        is_full = self.mode == "full"
+        self.last = last_ops(self.reads.block, self.graph, self.prices) if is_full else WHOLE
         self.skipped = self.replay.skipped.get(self.mode, frozenset(self.reads.block.nodes))
         self.leaves = dict(zip(self.reads.leaves, self.layouts.leaves, strict=True))
 
@@ -166,7 +171,8 @@ class _BlockWalk:
                 uses.setdefault(ref, []).append((name, position))
             for index, made in enumerate(layout.outputs):
                 self.made[Ref(name, index)] = made
-            parts.update(dict.fromkeys(saved_parts(node, layout, graph, prices)))
+            saved = saved_parts if mode != "full" else partial(again_parts, last=self.last)
+            parts.update(dict.fromkeys(saved(node, layout, graph, prices)))
             if mode == "selective":
                 selected.update(
                     dict.fromkeys(kept_parts(node, layout, graph, prices, of=self.replay))
@@ -175,7 +181,7 @@ class _BlockWalk:
             late.update(dict.fromkeys(weight_grad_parts(node, layout, graph, prices)))
             for at, own in enumerate(weight_grad_seconds(node, layout, graph, prices)):
                 self.late[at] += own
-            size = working_bytes(node, layout, graph, prices)
+            size = self.last.part(name, working_bytes(node, layout, graph, prices))
             self.working_bytes = max(self.working_bytes, size)
         self._meet()
         for ref, targets in wanted.items():

@@ -99,6 +99,8 @@ class Pool:
     _totals: dict[int, Floats] = field(default_factory=dict)
     _rows: dict[CostRow, Floats] = field(default_factory=dict)
     _transient_bytes: list[Floats] = field(default_factory=list)
+    _sliced_bytes: list[float] = field(default_factory=list)
+    """By solution, the bytes of its largest op that full recomputation saves."""
     _per_byte: list[tuple[float, float]] = field(default_factory=list)
 
     @cached_property
@@ -112,6 +114,8 @@ class Pool:
             table = StageTable(self._problem, choices)
             self.entries[choices] = Entry(table, solution)
             self._transient_bytes.append(table.transient_bytes)
+            is_sliced = "full" in self._recomputing
+            self._sliced_bytes.append(table.sliced_bytes if is_sliced else 0.0)
             self._per_byte.append(table.seconds_per_byte(self._recomputing))
         return self.entries[choices]
 
@@ -138,15 +142,15 @@ class Pool:
             at, place = divmod(int((fitting <= least * SAME).argmax()), len(zeros))
             setting = replace(base, zero=zeros[place])
             best = PooledSolution(self._listed[at], setting, least)
-        lower = np.maximum(seconds, self._lower_bounds(hidden, over, kept, in_flight))
+        least_over = over - np.array(self._sliced_bytes)[:, None]
+        lower = np.maximum(seconds, self._lower_bounds(hidden, least_over, kept, in_flight))
         wanted = np.flatnonzero(~fits & (lower * SAME < least))
         if len(wanted):
             order = wanted[np.argsort(lower.ravel()[wanted], kind="stable")]
             best = self._best_policy(run, order, (lower, over), base, best)
         if best is None:
-            self._note_excess(
-                run, base, float((over - np.array(self._per_byte)[:, 1:] * kept).min())
-            )
+            saved = np.array(self._per_byte)[:, 1:] * kept
+            self._note_excess(run, base, float((least_over - saved).min()))
         return best
 
     def _objectives(

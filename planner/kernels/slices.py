@@ -14,87 +14,85 @@ arXiv:2407.15892; Bekman et al. 2025, "Arctic Long Sequence Training", arXiv:250
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
 from ..graph.graph import Graph, Node, Ref
 from ..graph.layout import AxisStrategy, Placement
-from ..graph.positions import NONE, Dims, Strategies
-from ..ops.case import packet
+from ..graph.positions import Strategies
+from ..ops import Rules
 from ..ops.catalog import spec_of
-from .recompute import is_costly
 
 
-LEAST_ROWS = 1024
-"""Rows (tokens) of a slice at the least: products of fewer rows use a GPU badly."""
+LEAST_TOKENS = 1024
+"""Tokens of a slice at the least: products of fewer rows use a GPU badly."""
 
-
-def num_slices(cut: Sequence[tuple[tuple[int, ...], int]], split: int) -> int:
-    """Return the number of slices into which a rank cuts a region: the largest power of two that
-    divides every value and leaves a slice ``LEAST_ROWS`` rows. ``cut``: shape and cut dimension of
-    each value; ``split``: the number of parts into which mesh axes split that dimension.
-
-    >>> num_slices([((1, 65536, 4096), 1), ((65536, 128256), 0)], 8)
-    8
-    >>> num_slices([((8, 2048, 4096), 0), ((16384, 128256), 0)], 1)
-    8
-    """
-    length = gcd(*(shape[dim] for shape, dim in cut))
-    if length % split:
-        return 1
-    most_dims = max(len(shape) for shape, _ in cut)
-    rows = min(prod(shape[:-1]) for shape, _ in cut if len(shape) >= min(most_dims, 3)) // split
-    most = min(length // split, max(1, rows // LEAST_ROWS))
-    count = 1
-    while 2 * count <= most and length // split % (2 * count) == 0:
-        count *= 2
-    return count
+LEAST_BYTES = 256 << 20
+"""Bytes of the values of a slice at the least: kernels on fewer bytes take no longer than their
+launch, and nobody lacks that memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedRegion:
     """Ops of a block that run slice by slice. ``strategies``: by op, in the block's order, its
     strategy on the axis of slices. ``entries``: the values that the ops read, each with its
-    placement on that axis; ``exits``: the values that others read."""
+    placement on that axis. ``cut``: shape and cut dimension of each value that is cut;
+    ``num_bytes``: bytes of the cut values that the ops make; both of one row, cut by positions, or
+    of two rows, cut by rows (``num_rows``)."""
 
     strategies: Mapping[str, AxisStrategy]
     entries: Mapping[Ref, Placement]
-    exits: Mapping[Ref, Placement]
+    cut: tuple[tuple[tuple[int, ...], int], ...]
+    num_bytes: int
+    num_rows: int
+
+    def num_slices(self, num_rows: int, split: int) -> int:
+        """Return the number of slices of ``num_rows`` rows, whose positions mesh axes split into
+        ``split`` parts: the largest power of two that divides every value and leaves a slice
+        ``LEAST_TOKENS`` and ``LEAST_BYTES``; 1 if the ops are not worth cutting."""
+        num_dims = min(3, max(len(shape) for shape, _ in self.cut))
+        tokens = min(prod(shape[:-1]) for shape, _ in self.cut if len(shape) >= num_dims)
+        more = num_rows / self.num_rows / split
+        length = num_rows if num_rows > 1 else gcd(*(shape[dim] for shape, dim in self.cut)) // split
+        most = min(length, more * tokens // LEAST_TOKENS, more * self.num_bytes // LEAST_BYTES)
+        count = 1
+        while 2 * count <= most and length % (2 * count) == 0:
+            count *= 2
+        return count
 
 
 def last_region(
-    nodes: Sequence[str],
-    graph: Graph,
-    strategies: Strategies,
-    dims: Dims,
-    leaving: Collection[Ref],
+    nodes: Sequence[str], graph: Graph, rules: Rules, num_rows: int
 ) -> SlicedRegion | None:
-    """Return the largest region at the end of a block: no op outside reads what it makes. None
-    without any.
+    """Return the largest region at the end of a block, so that no op outside reads what it makes;
+    None without any. It is cut by positions if a rank computes one row, else by rows. ``nodes``:
+    the block's ops in order, at any batch size."""
+    size = min(num_rows, 2)
+    if graph.batch_size != size:
+        if not graph.batch_dims:
+            return None
+        graph = graph.with_batch_size(size)
+    if any(graph[name].fused is not None for name in nodes):
+        return None  # of a compiler, which decides what is kept
 
-    ``nodes``: the block's ops in order; ``strategies``: function that returns an op's strategies on
-    the axis of slices; ``dims``: dimensions of values that count rows or positions; ``leaving``:
-    the values that leave the block.
-    """
-    grown = (each for each in _grown(nodes, graph, strategies, dims) if not each.after)
+    def strategies(node: Node) -> tuple[AxisStrategy, ...]:
+        return rules.axis_strategies(node, graph, 2)
+
+    grown = (each for each in _grown(nodes, graph, strategies) if not each.after)
     best = max(grown, key=lambda each: each.num_bytes, default=None)
-    return None if best is None else best.finished(leaving)
+    return None if best is None else best.finished()
 
 
-def _grown(
-    nodes: Sequence[str],
-    graph: Graph,
-    strategies: Strategies,
-    dims: Dims,
-) -> Iterator[_Region]:
+def _grown(nodes: Sequence[str], graph: Graph, strategies: Strategies) -> Iterator[_Region]:
     """Yield every region with a costly op or a loss that can be grown from a first op."""
+    weights = _of_weights(nodes, graph)
     seen = set[tuple[str, AxisStrategy]]()
     for start, name in enumerate(nodes):
         for strategy in strategies(graph[name]):
             if (name, strategy) in seen:
                 continue
-            region = _Region(graph, strategies, dims)
+            region = _Region(graph, strategies, weights)
             if region.takes(graph[name], strategy) and region.entries:
                 for other in nodes[start:]:
                     region.look(graph[other])
@@ -103,14 +101,26 @@ def _grown(
                     yield region
 
 
+def _of_weights(nodes: Sequence[str], graph: Graph) -> frozenset[str]:
+    """Return the parameters and buffers that ops read, and the ops that compute of them alone."""
+    leaves = {ref.name for name in nodes for ref in graph[name].inputs}
+    found = {name for name in leaves if graph[name].kind in ("parameter", "buffer")}
+    for name in nodes:
+        inputs = graph[name].inputs
+        if inputs and found.issuperset(ref.name for ref in inputs):
+            found.add(name)
+    return frozenset(found)
+
+
 @dataclass
 class _Region:
     """Region that grows. ``chosen``: by op, its strategy; ``made``: values that its ops make;
-    ``entries``: values from outside; ``after``: ops outside that read them, directly or not."""
+    ``entries``: values from outside, of which ``weights`` are not cut; ``after``: ops outside that
+    read what the region makes, directly or not."""
 
     graph: Graph
     strategies: Strategies
-    dims: Dims
+    weights: frozenset[str]
     chosen: dict[str, AxisStrategy] = field(default_factory=dict)
     made: dict[Ref, Placement] = field(default_factory=dict)
     entries: dict[Ref, Placement] = field(default_factory=dict)
@@ -124,7 +134,7 @@ class _Region:
     @property
     def is_worthwhile(self) -> bool:
         nodes = (self.graph[name] for name in self.chosen)
-        return any(is_costly(node) or spec_of(node).loss is not None for node in nodes)
+        return any(spec.is_costly or spec.loss is not None for spec in map(spec_of, nodes))
 
     def look(self, node: Node) -> None:
         """Add an op, the next in the block's order, if it can be computed slice by slice."""
@@ -155,7 +165,7 @@ class _Region:
         for ref, placement in zip(node.inputs, strategy.inputs, strict=True):
             known = self.made.get(ref, self.entries.get(ref, entering.get(ref)))
             if known is None:
-                if placement.kind == "P" or (placement.is_shard and not self._counts(ref, placement)):
+                if placement.kind == "P" or (placement.is_shard and ref.name in self.weights):
                     return False
                 entering[ref] = placement
             elif known != placement and (ref in self.made or known.is_shard or placement.is_shard):
@@ -165,17 +175,11 @@ class _Region:
         self.made |= {Ref(node.name, at): own for at, own in enumerate(strategy.outputs)}
         return True
 
-    def _counts(self, ref: Ref, placement: Placement) -> bool:
-        """Return whether the split dimension of a value from outside counts rows or positions, or
-        is that of a constant that is read along with them."""
-        if self.graph[ref.name].kind in ("parameter", "buffer"):
-            return False
-        return placement.dim in self.dims.get(ref, NONE) or bool(self.entries)
-
-    def finished(self, leaving: Collection[Ref]) -> SlicedRegion:
-        """Return the region; ``leaving``: the values that leave the block."""
-        exits = {ref: own for ref, own in self.made.items() if ref in leaving}
-        return SlicedRegion(self.chosen, self.entries, exits)
+    def finished(self) -> SlicedRegion:
+        """Return the region with the figures of what it cuts."""
+        placed = (*self.entries.items(), *self.made.items())
+        cut = {(self.graph.spec(ref).shape, own.dim): None for ref, own in placed if own.is_shard}
+        return SlicedRegion(self.chosen, self.entries, tuple(cut), self.num_bytes, self.graph.batch_size)
 
 
 def _exchanges(node: Node, strategy: AxisStrategy) -> bool:

@@ -15,7 +15,9 @@ import numpy as np
 
 from ..costs.kept_bytes import (
     RECOMPUTE_MODES,
+    LastOps,
     Part,
+    again_parts,
     kept_parts,
     read_parts,
     saved_parts,
@@ -50,11 +52,11 @@ class RowCost:
 
     ``amounts[zero, amount]``: see ``terms``.
     ``made_again[mode]``: bytes of the values that a recomputed block holds while its backward runs;
-    ``working_bytes``: memory of the largest op.
+    ``working_bytes[mode]``: memory of the largest op.
     """
 
     amounts: Floats
-    working_bytes: float = 0.0
+    working_bytes: Floats = field(default_factory=lambda: np.zeros(len(BLOCK_MODES)))
     made_again: Floats = field(default_factory=lambda: np.zeros(len(BLOCK_MODES)))
 
     @cached_property
@@ -106,13 +108,16 @@ Kept = tuple[tuple[tuple[Part, ...], ...], ...]
 class OpStorages:
     """Bytes per rank that an op with a layout uses, on demand. Storages (memory of a tensor and its
     views) are (storage, bytes): ``saved`` by autograd, ``selected`` for selective recomputation,
-    ``read`` from the batch; ``working_bytes``: its inputs and outputs."""
+    ``read`` from the batch, ``again`` in the backward of full recomputation; ``working_bytes``: its
+    inputs and outputs, ``working_again`` under full recomputation. ``replay`` and ``last``: the ops
+    of the block that recomputation reruns, and those of them that it runs slice by slice."""
 
     node: Node
     layout: NodeLayout
     graph: Graph
     prices: Prices
-    again: Replay
+    replay: Replay
+    last: LastOps
 
     @cached_property
     def saved(self) -> tuple[Part, ...]:
@@ -120,20 +125,28 @@ class OpStorages:
 
     @cached_property
     def selected(self) -> tuple[Part, ...]:
-        return kept_parts(self.node, self.layout, self.graph, self.prices, of=self.again)
+        return kept_parts(self.node, self.layout, self.graph, self.prices, of=self.replay)
 
     @cached_property
     def read(self) -> tuple[Part, ...]:
         return read_parts(self.node, self.layout, self.graph, self.prices)
 
     @cached_property
+    def again(self) -> tuple[Part, ...]:
+        return again_parts(self.node, self.layout, self.graph, self.prices, self.last)
+
+    @cached_property
     def working_bytes(self) -> int:
         return working_bytes(self.node, self.layout, self.graph, self.prices)
+
+    @property
+    def working_again(self) -> int:
+        return self.last.part(self.node.name, self.working_bytes)
 
 
 @dataclass(frozen=True)
 class ChoiceStorages:
-    """``OpStorages`` of all ops of a choice together; ``working_bytes`` of the largest."""
+    """``OpStorages`` of all ops of a choice together; ``working_bytes`` of the largest op."""
 
     ops: tuple[OpStorages, ...]
 
@@ -150,8 +163,16 @@ class ChoiceStorages:
         return _distinct(each.read for each in self.ops)
 
     @cached_property
+    def again(self) -> tuple[Part, ...]:
+        return _distinct(each.again for each in self.ops)
+
+    @cached_property
     def working_bytes(self) -> int:
         return max((each.working_bytes for each in self.ops), default=0)
+
+    @cached_property
+    def working_again(self) -> int:
+        return max((each.working_again for each in self.ops), default=0)
 
 
 Storages = OpStorages | ChoiceStorages
@@ -170,7 +191,7 @@ class KindModel:
     decision. ``edges``: values of one decision of the block that another reads, and parameters that
     are used more than once. ``constant[zero, Resource]``: seconds of a block that no choice
     changes. ``held(decision, choice)`` returns the choice's ``Storages``; ``saved``,
-    ``working_bytes``, ``selected`` and ``read`` list them by decision and choice. ``costs`` caches
+    ``working_bytes``, ``selected``, ``read`` and others list them by decision and choice. ``costs`` caches
     a block's cost by choices.
     """
 
@@ -221,6 +242,17 @@ class KindModel:
             np.array([held.working_bytes for held in choices], dtype=np.float64)
             for choices in self._held
         )
+
+    @cached_property
+    def working_again(self) -> tuple[Floats, ...]:
+        return tuple(
+            np.array([held.working_again for held in choices], dtype=np.float64)
+            for choices in self._held
+        )
+
+    @cached_property
+    def again(self) -> Kept:
+        return tuple(tuple(held.again for held in choices) for choices in self._held)
 
     @cached_property
     def selected(self) -> Kept:

@@ -129,6 +129,12 @@ class Policies:
                 np.maximum(largest, used_of_class * of_mode[..., number, None], out=largest)
         return largest
 
+    def rest(self, counts: Sequence[int]) -> NDArray[np.bool_]:
+        """Return ``[policy, class]``: whether a policy leaves blocks of a class as they are;
+        ``counts``: blocks of each class."""
+        found: NDArray[np.bool_] = np.array(counts) > self.blocks.sum(axis=0)
+        return found
+
     @cached_property
     def _is_used(self) -> NDArray[np.bool_]:
         """Return ``[mode, class, policy]``: whether a policy recomputes any block of a class."""

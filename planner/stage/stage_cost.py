@@ -274,8 +274,14 @@ class StageTable:
         kept = [sum(size for _, size in own) for own in (saved, read, selected)]
         amounts[:, KEPT] = kept
         both = sum(size for _, size in saved & selected)
+        again = sum(size for _, size in {part for own in held for part in own.again})
         working = float(max((own.working_bytes for own in held), default=0))
-        return RowCost(amounts, working, np.array([0.0, kept[0], kept[0] - both]))
+        full = float(max((own.working_again for own in held), default=0))
+        return RowCost(
+            amounts,
+            np.array([working, full, working]),
+            np.array([0.0, again, kept[0] - both]),
+        )
 
     def policy_costs(self, run: Run) -> PolicyCosts:
         """Return the costs of all recomputation policies to try on a stage ``run``. Cached."""
@@ -287,7 +293,7 @@ class StageTable:
                 listed,
                 listed.sums(costs.seconds),
                 listed.sums(costs.kept_bytes),
-                self._transient_bytes(listed, costs),
+                self._transient_bytes(run, listed, costs),
             )
         return self._policy_costs[run.key]
 
@@ -305,10 +311,14 @@ class StageTable:
             np.array([kind.transient_bytes[1:] for kind in kinds]).transpose(1, 2, 0),
         )
 
-    def _transient_bytes(self, listed: Policies, costs: RecomputeCosts) -> Floats:
+    def _transient_bytes(self, run: Run, listed: Policies, costs: RecomputeCosts) -> Floats:
         """Return ``[zero, policy]``: bytes of the largest op plus gathered or recomputed values."""
+        kinds = [self.kinds[own.kind] for own in run.block_classes]
+        working = np.array([kind.working_bytes for kind in kinds]).T
+        rest = listed.rest(run.class_counts[0]) * working[0]
+        most = np.maximum(rest.max(axis=1), listed.largest(working[1:]))
         largest = listed.largest(costs.transient_bytes)
-        transient: Floats = self._working_bytes + np.maximum(self._gathered[:, None], largest)
+        transient: Floats = most + np.maximum(self._gathered[:, None], largest)
         return transient
 
     @property
@@ -318,7 +328,14 @@ class StageTable:
 
     @cached_property
     def _working_bytes(self) -> float:
-        return max(kind.working_bytes for kind in self.kinds.values())
+        return max(float(kind.working_bytes[0]) for kind in self.kinds.values())
+
+    @property
+    def sliced_bytes(self) -> float:
+        """Return the bytes of the largest op that running ops slice by slice saves, where all
+        blocks are fully recomputed."""
+        least = max(float(kind.working_bytes[1:].min()) for kind in self.kinds.values())
+        return self._working_bytes - least
 
     @cached_property
     def _gathered(self) -> Floats:
@@ -359,7 +376,7 @@ class StageTable:
             kept += float(weights @ cost.kept_bytes)
             received += sum(occurrences) * cost.amounts[setting.zero, RECEIVED]
         forced = Policies.of(setting.policy, len(run.block_classes))
-        transient = self._transient_bytes(forced, self._recompute_costs(run))
+        transient = self._transient_bytes(run, forced, self._recompute_costs(run))
         memory = {state.name.lower(): float(states[state]) for state in list(State)[HELD]}
         memory["activations"] = kept * setting.in_flight
         late = None

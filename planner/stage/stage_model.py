@@ -20,6 +20,7 @@ from ..costs.conversions import conversion_seconds
 from ..costs.kept_bytes import (
     RECOMPUTE_MODES,
     Part,
+    last_ops,
     replay,
     weight_grad_parts,
     weight_grad_seconds,
@@ -210,7 +211,8 @@ class StageModel:
     def _holder(self, kind: str, decisions: Sequence[Decision]) -> Callable[[int, int], Storages]:
         """Return a cached function (decision, choice) → ``Storages`` for a kind of block."""
         graph, prices = self.structure.graph, self.prices
-        again = replay(self.structure.blocks.kinds[kind], graph, prices)
+        block = self.structure.blocks.kinds[kind]
+        again, last = replay(block, graph, prices), last_ops(block, graph, prices)
         by_choice: dict[tuple[int, int], Storages] = {}
         by_layout: dict[tuple[str, int], OpStorages] = {}
         by_split = prices.cache.held.setdefault((graph.batch_size, prices.mesh.shape), {})
@@ -221,7 +223,7 @@ class StageModel:
             if found is None:
                 own = (node.name, splits(layout))
                 if own not in by_split:
-                    by_split[own] = OpStorages(node, layout, graph, prices, again)
+                    by_split[own] = OpStorages(node, layout, graph, prices, again, last)
                 found = by_layout[key] = by_split[own]
             return found
 

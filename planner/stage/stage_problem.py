@@ -183,15 +183,16 @@ class StageProblem:
         working, blocks = [], []
         for kind in self.kinds:
             start, model = self.start[kind], self.model.kind(kind)
-            _, full, selective = rows[kind]
-            for number, sizes in enumerate(model.working_bytes):
+            none, full, selective = rows[kind]
+            largest = model.working_bytes if none or selective else model.working_again
+            for number, sizes in enumerate(largest):
                 working.append(Alternative(((start + number, sizes),)))
             gathered = tuple(
                 (start + number, GATHERED_BLOCKS * decision.amounts.states[zero, :, State.GATHERED])
                 for number, decision in enumerate(model.decisions)
             )
             if full:
-                blocks.append(Alternative(gathered, tuple(self._saved(kind, model.saved, 1.0))))
+                blocks.append(Alternative(gathered, tuple(self._saved(kind, model.again, 1.0))))
             elif selective:
                 blocks.append(self._made_again(kind, gathered))
             else:
@@ -231,6 +232,6 @@ def context_bytes(model: StageModel) -> int:
 def fixed_bytes(model: StageModel, run: Run) -> float:
     """Return the bytes per device that a stage's blocks (``run``) take whatever the choices:
     constants, buffers, CUDA context, and the largest op in its smallest layout."""
-    sizes = [each for kind in run.counts for each in model.kind(kind).working_bytes]
+    sizes = [each for kind in run.counts for each in model.kind(kind).working_again]
     working = max((float(each.min()) for each in sizes), default=0.0)
     return constant_bytes(model, run) + context_bytes(model) + working
