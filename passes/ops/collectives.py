@@ -25,14 +25,32 @@ from .random_ops import Draws
 
 
 class Parts(NamedTuple):
-    """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each."""
+    """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each.
+    ``gathered``: number of rows that each rank along other axes receives."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(counts: Tensor, received: Tensor, place: int) -> Parts:
+        """Return the numbers of rows, from the counts (ranks, M) of rows to send, and the counts
+        (ranks of other axes × ranks, M) that the ranks of other axes receive; this rank has
+        ``place`` among them. The host waits for the device."""
+        ranks = counts.shape[0]
+        sums = torch.cat((counts, received)).sum(-1).tolist()
+        own = [sums[at : at + ranks] for at in range(ranks, len(sums), ranks)]
+        gathered = tuple(map(sum, own)) if len(own) > 1 else ()
+        return Parts(tuple(sums[:ranks]), tuple(own[place]), gathered)
 
     def back(self) -> Parts:
         """Return the numbers of rows of the exchange that returns all rows."""
         return Parts(self.received, self.sent)
+
+    def copies(self) -> Parts:
+        """Return the numbers of rows of the exchange in which each rank of the other axes sends all
+        rows that it received to every rank."""
+        return Parts((sum(self.received),) * len(self.gathered), self.gathered)
 
 
 class Communicator(Protocol):
@@ -71,17 +89,28 @@ class Communicator(Protocol):
         for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[Parts, Tensor]:
         """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
         each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
-        the counts that each rank told this one (ranks, M). The host reads the rows by rank, so it
-        waits for the device."""
+        the counts that were told to each rank along mesh axes ``gathered`` (ranks of ``gathered``
+        × ranks, M). The host reads the rows by rank, so it waits for the device."""
         ...
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         """Send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
         together, the next to the second, and so on; return the received rows in rank order."""
         ...
+
+
+def place_along(communicator: Communicator, axes: tuple[int, ...]) -> int:
+    """Return this rank's position among the ranks along mesh axes ``axes`` together, in row-major
+    order; 0 without axes."""
+    place = 0
+    for axis in axes:
+        place = place * communicator.size(axis) + communicator.coordinate(axis)
+    return place
 
 
 class Alone:
@@ -108,7 +137,9 @@ class Alone:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[Parts, Tensor]:
         return Parts((), ()), counts
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
@@ -273,7 +304,9 @@ def exchange(
     rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
 ) -> Tensor:
     """Send rows to the ranks along mesh axes ``axes`` together (``Communicator.exchange``),
-    differentiably."""
+    differentiably. Without axes nothing is sent."""
+    if not axes:
+        return rows
     made: Tensor = _Exchange.apply(rows, parts, axes, communicator)  # type: ignore[no-untyped-call]
     return made
 

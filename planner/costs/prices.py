@@ -226,10 +226,13 @@ class Prices(MeshPrices):
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
         dispatching = sorted({axis for axis, item in inner if item.kind == "dispatch"})
-        if dispatching and self.assumptions.dispatcher == "alltoall":
+        if is_expert_layer(node) and self.assumptions.dispatcher == "alltoall":
             # Ranks first tell each other how many tokens of each expert they send.
             counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0]
-            sent[0] += self.collective("all_to_all", counts, *dispatching)
+            if dispatching:
+                sent[0] += self.collective("all_to_all", counts, *dispatching)
+            for axis in sorted({axis for axis, item in inner if item.kind == "all_gather"}):
+                sent[0] += self.collective("all_gather", counts * self.mesh.shape[axis], axis)
         for axis, item in inner:
             others = prod(
                 size
