@@ -26,11 +26,11 @@ from .random_ops import Draws
 
 class Parts(NamedTuple):
     """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each.
-    ``gathered``: number of rows that each rank along other axes receives."""
+    ``totals``: number of rows that each rank along other axes receives."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    gathered: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
 
     @staticmethod
     def of(counts: Tensor, received: Tensor, place: int) -> Parts:
@@ -40,8 +40,8 @@ class Parts(NamedTuple):
         ranks = counts.shape[0]
         sums = torch.cat((counts, received)).sum(-1).tolist()
         own = [sums[at : at + ranks] for at in range(ranks, len(sums), ranks)]
-        gathered = tuple(map(sum, own)) if len(own) > 1 else ()
-        return Parts(tuple(sums[:ranks]), tuple(own[place]), gathered)
+        totals = tuple(map(sum, own)) if len(own) > 1 else ()
+        return Parts(tuple(sums[:ranks]), tuple(own[place]), totals)
 
     def back(self) -> Parts:
         """Return the numbers of rows of the exchange that returns all rows."""
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     def copies(self) -> Parts:
         """Return the numbers of rows of the exchange in which each rank of the other axes sends all
         rows that it received to every rank."""
-        return Parts((sum(self.received),) * len(self.gathered), self.gathered)
+        return Parts((sum(self.received),) * len(self.totals), self.totals)
 
 
 class Communicator(Protocol):
