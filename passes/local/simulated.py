@@ -98,7 +98,8 @@ class ThreadCommunicator:
         if gathered:
             whole = self.groups[gathered].exchange(place, ("parts gathered",), received)
             received = torch.cat(whole)
-        return Parts.of(counts, received, place), received
+        sums = torch.cat((counts, received)).sum(-1)
+        return Parts.of(sums.tolist, len(counts), place), received
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         self.calls.append(("exchange", axes))

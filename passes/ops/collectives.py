@@ -11,10 +11,10 @@ Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P�
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,33 +24,48 @@ from ...planner.variants.shares import RowShare
 from .random_ops import Draws
 
 
-class Parts(NamedTuple):
-    """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each.
-    ``totals``: number of rows that each rank along other axes receives."""
+class Parts:
+    """Numbers of rows that a rank sends to each rank along mesh axes (``sent``), and receives from
+    each (``received``). ``totals``: number of rows that each rank along other axes receives. The
+    host waits for the device when it first uses one of them."""
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    totals: tuple[int, ...] = ()
+    def __init__(self, read: Callable[[], Sequence[tuple[int, ...]]]) -> None:
+        """Make parts; ``read`` waits, and returns ``sent``, ``received`` and ``totals``."""
+        self._numbers = cache(read)
 
     @staticmethod
-    def of(counts: Tensor, received: Tensor, place: int) -> Parts:
-        """Return the numbers of rows, from the counts (ranks, M) of rows to send, and the counts
-        (ranks of other axes × ranks, M) that the ranks of other axes receive; this rank has
-        ``place`` among them. The host waits for the device."""
-        ranks = counts.shape[0]
-        sums = torch.cat((counts, received)).sum(-1).tolist()
-        own = [sums[at : at + ranks] for at in range(ranks, len(sums), ranks)]
-        totals = tuple(map(sum, own)) if len(own) > 1 else ()
-        return Parts(tuple(sums[:ranks]), tuple(own[place]), totals)
+    def of(read: Callable[[], list[int]], ranks: int, place: int) -> Parts:
+        """Return the numbers of rows. ``read`` waits for the device, and returns the numbers of
+        rows to send to each of ``ranks`` ranks, then for each rank of other axes, among which this
+        rank has ``place``, the numbers of rows that it receives from each."""
+
+        def numbers() -> Sequence[tuple[int, ...]]:
+            sums = read()
+            sent, *received = (tuple(sums[at : at + ranks]) for at in range(0, len(sums), ranks))
+            return sent, received[place], tuple(map(sum, received))
+
+        return Parts(numbers)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        return self._numbers()[0]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        return self._numbers()[1]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        return self._numbers()[2]
 
     def back(self) -> Parts:
         """Return the numbers of rows of the exchange that returns all rows."""
-        return Parts(self.received, self.sent)
+        return Parts(lambda: (self.received, self.sent, ()))
 
     def copies(self) -> Parts:
         """Return the numbers of rows of the exchange in which each rank of the other axes sends all
         rows that it received to every rank."""
-        return Parts((sum(self.received),) * len(self.totals), self.totals)
+        return Parts(lambda: ((sum(self.received),) * len(self.totals), self.totals, ()))
 
 
 class Communicator(Protocol):
@@ -95,7 +110,7 @@ class Communicator(Protocol):
         """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
         each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
         the counts that were told to each rank along mesh axes ``gathered`` (ranks of ``gathered``
-        × ranks, M). The host reads the rows by rank, so it waits for the device."""
+        × ranks, M). The host waits for the device when it first uses the rows by rank."""
         ...
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
@@ -140,7 +155,7 @@ class Alone:
     def parts(
         self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
     ) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts
+        return Parts(lambda: ((), (), ())), counts
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         return rows.clone()

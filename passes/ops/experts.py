@@ -169,7 +169,7 @@ def _matching_halves(rank: Rank, axes: tuple[int, ...], columns: Tensor) -> Tens
     if targets[0] > targets[1]:
         blocks = blocks.flip(0)
     sent, received = (tuple(each.count(of) for of in range(count)) for each in (targets, sources))
-    blocks = exchange(blocks, Parts(sent, received), axes, rank.communicator)
+    blocks = exchange(blocks, Parts(lambda: (sent, received, ())), axes, rank.communicator)
     return blocks.flatten(0, 1).t()
 
 

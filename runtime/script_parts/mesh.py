@@ -95,7 +95,9 @@ class Mesh:
             dist.all_to_all_single(received, counts.contiguous(), group=self.groups["+".join(axes)])
         if gathered:
             received = self.all_gather(received, among, 0)
-        return Parts.of(counts, received, self.coordinate(among) if gathered else 0), received
+        sums = torch.cat((counts, received)).sum(-1)
+        place = self.coordinate(among) if gathered else 0
+        return Parts.of(sums.tolist, len(counts), place), received
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[str, ...]) -> Tensor:
         """Send consecutive rows to the ranks of the axes; return the received rows by rank."""
