@@ -292,17 +292,14 @@ def _axis_strategies(
 def expert_strategies(
     node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an expert layer that may send tokens as the restriction says.
-
-    If the solver decides, experts are sliced only where they are too few for the ranks: otherwise,
-    sending each token to whole experts moves fewer bytes.
-    """
+    """Return the permitted strategies of an expert layer. If the solver decides, it slices experts
+    only where they are too few for the ranks: else tokens sent to whole experts are fewer bytes."""
     strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     if restriction.folded is None or axis in restriction.split_experts:
-        spread = {axis, *restriction.split_experts}
-        experts = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0]
-        is_few = axis not in restriction.given and experts % prices.mesh.num_ranks([*spread])
-        return tuple(each for each in strategies if each.label != SLICED or is_few)
+        ranks = prices.mesh.num_ranks([*{axis, *restriction.split_experts}])
+        is_few = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] % ranks > 0
+        slices = is_few and axis not in restriction.given
+        return tuple(each for each in strategies if slices or each.label != SLICED)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label == label)
     if label == SLICED and restriction.sequence_parallel:

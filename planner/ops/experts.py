@@ -161,7 +161,7 @@ def column_order(activation: str) -> ColumnOrder | None:
     >>> column_order('[["torch.cumsum", [{"at": 0}, -1], {}]]')
     """
     found: ColumnOrder = "same"
-    parts = ["whole"]  # what each value holds of a row: all columns, two halves of them, or one
+    parts = ["whole"]  # of a row's columns in each value: all, both halves, or one of two
     for target, given, named in json.loads(activation):
         read = {parts[each["at"]] for each in (*given, *named.values()) if _is_value(each)}
         others = [each for each in (*given, *named.values()) if not _is_value(each)]

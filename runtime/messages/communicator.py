@@ -162,8 +162,8 @@ class ProcessCommunicator:
     ) -> tuple[Parts, Tensor]:
         """Return the numbers of rows to send to, and to receive from, each rank along ``axes``, and
         the counts (ranks, M) of received rows, given those to send on the device; of received rows
-        for all ranks along ``gathered``. Numbers are copied to the host beside what the device
-        computes next; the host waits for the copy when it first uses them."""
+        for all ranks along ``gathered``. Numbers are copied to the host beside later work of
+        the device; the host waits for the copy when it first uses them."""
         received = counts
         if axes:
             received = torch.empty_like(counts)
