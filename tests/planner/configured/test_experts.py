@@ -214,6 +214,17 @@ def test_tokens_are_sent_over_all_folded_axes_at_once(fold: dict[str, Any]) -> N
     assert all(sent[0])
 
 
+def test_ranks_exchange_columns_unless_slices_have_those_of_both_halves() -> None:
+    """The halves are gate and up; both directions take longer."""
+    plain, cut = (
+        priced(replace(SENT, plain_slices=cuts), **FOLDS[1]).stages[0].seconds
+        for cuts in (False, True)
+    )
+    assert plain.forward_communication > cut.forward_communication
+    assert plain.backward_communication > cut.backward_communication
+    assert plain.forward_compute == cut.forward_compute
+
+
 def labels_on(size: int, forced: Forced) -> set[str]:
     """Labels of the strategies of a layer of four experts on an axis "tp"."""
     graph, mesh = rows_graph(), mesh_of(1, size)
