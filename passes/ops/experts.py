@@ -247,9 +247,8 @@ def _by_rank(
     inner = [place for place, axis in enumerate(axes) if axis not in sent]
     every = torch.arange(held * prod(sizes), device=device).view(*sizes, held)
     of_ranks = every.permute(*outer, *inner, len(axes))
-    return of_ranks.reshape(prod(sizes[each] for each in outer), -1), place_along(
-        rank.communicator, sent
-    )
+    place = place_along(rank.communicator, sent)
+    return of_ranks.reshape(prod(sizes[each] for each in outer), -1), place
 
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)
