@@ -13,7 +13,7 @@ from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
-from .graph.layout import INVARIANT, SENT, Layout, Mesh, NodeLayout
+from .graph.layout import INVARIANT, SENT, SLICED, Layout, Mesh, NodeLayout
 
 SCHEMA = 6
 OMITTED = {"omitted": True}
@@ -117,6 +117,12 @@ class StagePlan:
         return prod(self.mesh.shape[axis] for axis in self.expert_axes)
 
     @property
+    def slice_degree(self) -> int:
+        """Return the number of ranks that hold slices of the same experts; 1 without slices."""
+        sliced = {axis for each in self.layouts.values() for axis in _axes_of(each, SLICED)}
+        return self.mesh.num_ranks([*sliced])
+
+    @property
     def state_axes(self) -> tuple[tuple[int, ...], ...]:
         """Return the sets of mesh axes whose ranks hold some parameter whole, in ascending order;
         ZeRO shards its states over them."""
@@ -145,7 +151,11 @@ def joint_axes(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
 
 
 def _sent_axes(layout: NodeLayout) -> tuple[int, ...]:
-    return tuple(axis for axis, label in enumerate(layout.labels) if label == SENT)
+    return _axes_of(layout, SENT)
+
+
+def _axes_of(layout: NodeLayout, label: str) -> tuple[int, ...]:
+    return tuple(axis for axis, own in enumerate(layout.labels) if own == label)
 
 
 @dataclass(frozen=True, slots=True)

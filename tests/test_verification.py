@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +75,8 @@ def target(model: str) -> Target:
         return load_target("tests/models/gpt_dropout.py", {"causal": False})
     if model == "dropped":
         return load_target("tests/models/gpt_dropout.py", {"in_attention": False})
-    return load_target(f"hf:tests/models/{model}", {})
+    folder = "models" if Path("tests/models", model).is_dir() else "zoo"
+    return load_target(f"hf:tests/{folder}/{model}", {})
 
 
 @cache

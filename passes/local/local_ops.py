@@ -22,10 +22,11 @@ from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
 from ...planner.graph.layout import NodeLayout, balanced_axes, local_region
 from ...planner.ops.catalog import spec_of
+from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
-from ..ops.experts import sent_experts, split_experts
+from ..ops.experts import Slices, sent_experts, split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
@@ -216,10 +217,16 @@ def _attention(op: LocalOp) -> Call:
 def _experts(op: LocalOp) -> Call:
     names = ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")
     options = {"activation": op["activation"], "transposed": op["transposed"]}
-    options["axes"] = op.axes("up", 0)
-    tokens = op.input_layout("x")
-    sent = tuple(axis for axis in options["axes"] if tokens[axis].is_shard)
-    if sent:
+    options["axes"] = axes = op.axes("up", 0)
+    tokens, weight = op.input_layout("x"), op.input_layout("up")
+    sliced = tuple(axis for axis, held in enumerate(weight) if held.is_shard and axis not in axes)
+    sent, gathered = (
+        tuple(axis for axis in every if tokens[axis].is_shard) for every in (axes, sliced)
+    )
+    if sliced:
+        halves = column_order(op["activation"]) == "halves"
+        options["slices"] = Slices(sliced, gathered, halves)
+    if sent or gathered:
         return op.by_rank(sent_experts, *(op[name] for name in names), **options, sent=sent)
     return op.by_rank(split_experts, *(op[name] for name in names), **options)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -116,8 +117,11 @@ class FakeRanks:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return torch.empty_like(tensor)
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts  # unknown; as many rows are received as are sent
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[Parts, Tensor]:
+        """Return no numbers of rows: as many rows are received as are sent."""
+        return Parts(lambda: ((), (), ())), counts.repeat(prod(map(self.size, gathered)), 1)
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         return torch.empty_like(rows)

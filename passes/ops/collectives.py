@@ -11,10 +11,10 @@ Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P�
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +24,48 @@ from ...planner.variants.shares import RowShare
 from .random_ops import Draws
 
 
-class Parts(NamedTuple):
-    """Numbers of rows that a rank sends to each rank along mesh axes, and receives from each."""
+class Parts:
+    """Numbers of rows that a rank sends to each rank along mesh axes (``sent``), and receives from
+    each (``received``). ``totals``: number of rows that each rank along other axes receives. The
+    host waits for the device when it first uses one of them."""
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    def __init__(self, read: Callable[[], Sequence[tuple[int, ...]]]) -> None:
+        """Make parts; ``read`` waits, and returns ``sent``, ``received`` and ``totals``."""
+        self._numbers = cache(read)
+
+    @staticmethod
+    def of(read: Callable[[], list[int]], ranks: int, place: int) -> Parts:
+        """Return the numbers of rows. ``read`` waits for the device, and returns the numbers of
+        rows to send to each of ``ranks`` ranks, then for each rank of other axes, among which this
+        rank has ``place``, the numbers of rows that it receives from each."""
+
+        def numbers() -> Sequence[tuple[int, ...]]:
+            sums = read()
+            sent, *received = (tuple(sums[at : at + ranks]) for at in range(0, len(sums), ranks))
+            return sent, received[place], tuple(map(sum, received))
+
+        return Parts(numbers)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        return self._numbers()[0]
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        return self._numbers()[1]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        return self._numbers()[2]
 
     def back(self) -> Parts:
         """Return the numbers of rows of the exchange that returns all rows."""
-        return Parts(self.received, self.sent)
+        return Parts(lambda: (self.received, self.sent, ()))
+
+    def copies(self) -> Parts:
+        """Return the numbers of rows of the exchange in which each rank of the other axes sends all
+        rows that it received to every rank."""
+        return Parts(lambda: ((sum(self.received),) * len(self.totals), self.totals, ()))
 
 
 class Communicator(Protocol):
@@ -71,17 +104,28 @@ class Communicator(Protocol):
         for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[Parts, Tensor]:
         """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
         each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
-        the counts that each rank told this one (ranks, M). The host reads the rows by rank, so it
-        waits for the device."""
+        the counts that were told to each rank along mesh axes ``gathered`` (ranks of ``gathered``
+        × ranks, M). The host waits for the device when it first uses the rows by rank."""
         ...
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         """Send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
         together, the next to the second, and so on; return the received rows in rank order."""
         ...
+
+
+def place_along(communicator: Communicator, axes: tuple[int, ...]) -> int:
+    """Return this rank's position among the ranks along mesh axes ``axes`` together, in row-major
+    order; 0 without axes."""
+    place = 0
+    for axis in axes:
+        place = place * communicator.size(axis) + communicator.coordinate(axis)
+    return place
 
 
 class Alone:
@@ -108,8 +152,10 @@ class Alone:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[Parts, Tensor]:
+        return Parts(lambda: ((), (), ())), counts
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         return rows.clone()
@@ -273,7 +319,9 @@ def exchange(
     rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
 ) -> Tensor:
     """Send rows to the ranks along mesh axes ``axes`` together (``Communicator.exchange``),
-    differentiably."""
+    differentiably. Without axes nothing is sent."""
+    if not axes:
+        return rows
     made: Tensor = _Exchange.apply(rows, parts, axes, communicator)  # type: ignore[no-untyped-call]
     return made
 

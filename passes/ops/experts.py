@@ -18,16 +18,18 @@ no expert computes a row that is not its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .activation import activate
-from .collectives import Rank, exchange
+from .collectives import Parts, Rank, exchange, place_along
 from .local_loss import part_of
 
 SCHEMA = (
@@ -44,9 +46,11 @@ def run_experts(
     activation: str,
     transposed: bool,
     first: int = 0,
+    match: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return for each token the sum of its experts' outputs, weighted by ``scores`` (1 if None);
-    only experts ``first`` … ``first`` + E − 1 count. ``x`` is (T, in), ``ids`` (experts) and
+    only experts ``first`` … ``first`` + E − 1 count. ``match`` changes the columns of the first
+    product, before the activation. ``x`` is (T, in), ``ids`` (experts) and
     ``scores`` are (T, k), the result is (T, out); T stands for one or several dimensions of tokens.
     ``weights`` are up (E, in, width), down (E, width, out) and their biases or None."""
     up, down, up_bias, down_bias = (*weights, None, None)[:4]
@@ -60,7 +64,9 @@ def run_experts(
     of_row, places = own.sort(stable=True)
     groups = _Groups.of(of_row, count)
     rows = x.reshape(-1, x.shape[-1])[places // chosen].masked_fill_(groups.absent, 0)
-    rows = groups.product(activate(activation, groups.product(rows, up, up_bias)), down, down_bias)
+    rows = groups.product(rows, up, up_bias)
+    rows = activate(activation, rows if match is None else match(rows))
+    rows = groups.product(rows, down, down_bias)
     if scores is not None:
         rows = rows * scores.reshape(-1)[places].unsqueeze(-1)
     spread = torch.empty_like(rows).index_copy(0, places, rows)
@@ -127,19 +133,63 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
 
 
+class Slices(NamedTuple):
+    """Slices of each expert's inner width, over mesh axes ``axes``; on the axes ``gathered`` among
+    them each rank has its own tokens. ``halves``: the first product has two halves of columns, from
+    which the activation reads the same column (gate and up, one after the other)."""
+
+    axes: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+    halves: bool = False
+
+    def held(self, rank: Rank, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return a rank's slices of the weights, with its share of the bias of the results, which
+        no axis slices."""
+        *sliced, bias = (*weights, None, None)[:4]
+        parts = prod(map(rank.communicator.size, self.axes))
+        return (*sliced, None if bias is None else bias / parts)
+
+    def match(self, rank: Rank) -> Callable[[Tensor], Tensor] | None:
+        """Return the function that exchanges columns between the ranks, such that each has the same
+        columns of both halves; None if each rank's columns belong together."""
+        return partial(_matching_halves, rank, self.axes) if self.halves else None
+
+
+def _matching_halves(rank: Rank, axes: tuple[int, ...], columns: Tensor) -> Tensor:
+    """Return this rank's columns of both halves of a matrix (N, C), one half after the other.
+
+    Of n ranks along mesh axes ``axes``, rank r holds the columns 2r and 2r + 1, counted in blocks
+    of C / 2. Block b is that of rank b mod n.
+    """
+    count = prod(map(rank.communicator.size, axes))
+    place = place_along(rank.communicator, axes)
+    blocks = columns.view(len(columns), 2, columns.shape[-1] // 2).permute(1, 2, 0)
+    targets = [2 * place % count, (2 * place + 1) % count]
+    sources = [place // 2, (count + place) // 2]
+    if targets[0] > targets[1]:
+        blocks = blocks.flip(0)
+    sent, received = (tuple(each.count(of) for of in range(count)) for each in (targets, sources))
+    blocks = exchange(blocks, Parts(lambda: (sent, received, ())), axes, rank.communicator)
+    return blocks.flatten(0, 1).t()
+
+
 def split_experts(
     rank: Rank,
     x: Tensor,
     ids: Tensor,
-    scores: Tensor,
+    scores: Tensor | None,
     *weights: Tensor | None,
     axes: tuple[int, ...],
+    slices: Slices | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute for each token the weighted sum of the outputs of this rank's experts. Experts are
-    split over mesh axes ``axes``, so the results are partial sums."""
+    split over mesh axes ``axes``, and each of them as ``slices`` says, so the results are partial
+    sums."""
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
+    if slices is not None:
+        weights, options["match"] = slices.held(rank, weights), slices.match(rank)
     return run_experts(x, ids, scores, *weights, first=first, **options)
 
 
@@ -151,11 +201,13 @@ def sent_experts(
     *weights: Tensor | None,
     axes: tuple[int, ...],
     sent: tuple[int, ...],
+    slices: Slices | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
-    their experts in one exchange; over the others the results are partial sums."""
+    their experts in one exchange; over the others the results are partial sums. The ranks that hold
+    ``slices`` of the same experts then gather each other's rows, and sum the results."""
     assert weights[0] is not None
     held, width = weights[0].shape[0], x.shape[-1]
     places, place = _by_rank(rank, held, axes, sent, ids.device)
@@ -165,13 +217,19 @@ def sent_experts(
     wanted, order = slots[ids.reshape(-1)].sort(stable=True)
     ends = torch.searchsorted(wanted, every, right=True)
     counts = ends.diff(prepend=ends.new_zeros(1)).view(num_ranks, num_places)
-    parts, received = rank.communicator.parts(counts, sent)
+    gathered = () if slices is None else slices.gathered
+    parts, received = rank.communicator.parts(counts, sent, gathered)
     rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)
     rows = exchange(rows[order], parts, sent, rank.communicator)
-    own = places[place].repeat(num_ranks)
+    copies = prod(map(rank.communicator.size, gathered))
+    if gathered:
+        rows = exchange(rows.repeat(copies, 1), parts.copies(), gathered, rank.communicator)
+    own = places[place].repeat(received.shape[0])
     own = own.repeat_interleave(received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
-    first, _ = part_of(rank, held, axes)
-    made = run_experts(rows, own, None, *weights, first=first, **options)
+    made = split_experts(rank, rows, own, None, *weights, axes=axes, slices=slices, **options)
+    if gathered:
+        made = exchange(made, parts.copies().back(), gathered, rank.communicator)
+        made = made.view(copies, -1, made.shape[-1]).sum(0)
     made = exchange(made, parts.back(), sent, rank.communicator)
     made = torch.empty_like(made).index_copy(0, order, made)
     weighted = made.view(*ids.shape, made.shape[-1]) * scores.unsqueeze(-1)
@@ -189,9 +247,7 @@ def _by_rank(
     inner = [place for place, axis in enumerate(axes) if axis not in sent]
     every = torch.arange(held * prod(sizes), device=device).view(*sizes, held)
     of_ranks = every.permute(*outer, *inner, len(axes))
-    place = 0
-    for axis in sent:
-        place = place * rank.communicator.size(axis) + rank.communicator.coordinate(axis)
+    place = place_along(rank.communicator, sent)
     return of_ranks.reshape(prod(sizes[each] for each in outer), -1), place
 
 

@@ -358,8 +358,8 @@ def _check(
     configuration: Configuration, cluster: Cluster, graph: Graph, *, sends_tokens: bool
 ) -> None:
     own, total = configuration, cluster.num_devices
-    degrees = Forced(dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep)
-    check_experts(degrees, experts_of_layers(graph), own.etp)
+    degrees = Forced(dp=own.dp, tp=own.tp, cp=own.cp, ep=own.ep, etp=own.etp)
+    check_experts(degrees, experts_of_layers(graph))
     if own.num_devices != total:
         raise UsageError(
             "AP127",

@@ -155,6 +155,9 @@ class CostAssumptions:
     (``planner.ops.experts``); unless separate, experts keep only inputs of products and
     activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
     fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
+    ``plain_slices``: as in Megatron-LM, slices of experts have the same columns of both halves of
+    their first product, and one message has the counts of all ranks that share experts; else ranks
+    exchange columns (``planner.ops.experts``), gather counts, and gather rows by exchanges.
     ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
     ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
@@ -171,6 +174,7 @@ class CostAssumptions:
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
     routing: Routing = "any"
+    plain_slices: bool = False
     copies_states: bool = True
     attention: AttentionKernel = "flash"
 
@@ -234,7 +238,7 @@ class System:
     assumptions: CostAssumptions
 
 
-_SHARED = CostAssumptions(expert_kernels="activation", dispatcher="alltoall")
+_SHARED = CostAssumptions(expert_kernels="activation", dispatcher="alltoall", plain_slices=True)
 
 _SYSTEMS: Mapping[SystemName, System] = {
     "run": System("autoparallel run", "eager", False, RUNTIME),

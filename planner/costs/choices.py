@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from ..dims.batch import rows_apart
 from ..graph.expert_dims import (
+    FIRST_WEIGHT,
     ExpertDims,
     by_experts,
     expert_dims,
@@ -28,6 +29,7 @@ from ..graph.layout import (
     INVARIANT,
     REPLICATE,
     SENT,
+    SLICED,
     AxisStrategy,
     InnerCollective,
     Layout,
@@ -41,7 +43,7 @@ from ..graph.layout import (
     shard,
 )
 from ..graph.positions import Dims, by_entries, features_only, position_dims, positions_where_whole
-from ..ops.experts import SLICED, group_limit, sent_strategies
+from ..ops.experts import group_limit, sent_strategies
 from ..requests.features import Features, allowed
 from ..requests.pins import Pins, keep_pinned
 from .conversions import batch_split, batch_whole, parameters_split, positions_split
@@ -262,7 +264,7 @@ def _axis_strategies(
         return (AxisStrategy("I", (INVARIANT,) * num_inputs, (INVARIANT,) * num_outputs),)
     strategies = strategies_of(node, graph, size, prices)
     if is_expert_layer(node):
-        strategies = _sending(strategies, axis, restriction)
+        strategies = expert_strategies(node, graph, axis, prices, restriction)
     if axis in restriction.tokens and node.name in routers_of(graph, prices):
         return positions_split(
             node, batch_whole(node, graph, strategies), dims_on(graph, size, prices)
@@ -287,14 +289,21 @@ def _axis_strategies(
     return strategies
 
 
-def _sending(
-    strategies: tuple[AxisStrategy, ...], axis: int, restriction: Restriction
+def expert_strategies(
+    node: Node, graph: Graph, axis: int, prices: Prices, restriction: Restriction
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an expert layer that may send tokens as the restriction says."""
+    """Return the permitted strategies of an expert layer. If the solver decides, it slices experts
+    only where they are too few for the ranks: else tokens sent to whole experts are fewer bytes."""
+    strategies = strategies_of(node, graph, prices.mesh.shape[axis], prices)
     if restriction.folded is None or axis in restriction.split_experts:
-        return tuple(each for each in strategies if each.label != SLICED)
+        ranks = prices.mesh.num_ranks([*{axis, *restriction.split_experts}])
+        is_few = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] % ranks > 0
+        slices = is_few and axis not in restriction.given
+        return tuple(each for each in strategies if slices or each.label != SLICED)
     label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
     own = tuple(each for each in strategies if each.label == label)
+    if label == SLICED and restriction.sequence_parallel:
+        own = tuple(each for each in own if each.inputs[0].is_shard)
     return own or tuple(each for each in strategies if each.label not in (SENT, SLICED))
 
 

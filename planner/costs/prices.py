@@ -243,11 +243,10 @@ class Prices(MeshPrices):
         own = self._priced(node, inputs, layout)
         sent = [0.0, 0.0]
         whole = (*layout.inputs, *layout.outputs)
-        dispatching = sorted({axis for axis, item in inner if item.kind == "dispatch"})
-        if dispatching and self.assumptions.dispatcher == "alltoall":
-            # Ranks first tell each other how many tokens of each expert they send.
-            counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0]
-            sent[0] += self.collective("all_to_all", counts, *dispatching)
+        if is_expert_layer(node):
+            sent[0] += self._counts(inputs, inner)
+            inner = self._as_sent(inner)
+        dispatching = _axes_of(inner, "dispatch")
         for axis, item in inner:
             others = prod(
                 size
@@ -272,6 +271,33 @@ class Prices(MeshPrices):
             forward_issue=own.forward_issue,
             backward_issue=own.backward_issue,
         )
+
+    def _as_sent(
+        self, inner: Sequence[tuple[int, InnerCollective]]
+    ) -> list[tuple[int, InnerCollective]]:
+        """Return the collectives of an expert layer as the program runs them: without exchanges of
+        columns if slices are plain; else rows are gathered and summed by exchanges of rows."""
+        if self.assumptions.plain_slices:
+            return [(axis, item) for axis, item in inner if item.kind != "all_to_all"]
+        return [
+            (axis, item if item.kind == "dispatch" else replace(item, kind="all_to_all"))
+            for axis, item in inner
+        ]
+
+    def _counts(
+        self, inputs: Sequence[TensorSpec], inner: Sequence[tuple[int, InnerCollective]]
+    ) -> float:
+        """Return the seconds in which the ranks of an expert layer tell each other how many tokens
+        of each expert they send, and those that share experts how many they receive."""
+        if self.assumptions.dispatcher != "alltoall":
+            return 0.0
+        seconds, num_bytes = 0.0, COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0]
+        if dispatching := _axes_of(inner, "dispatch"):
+            seconds += self.collective("all_to_all", num_bytes, *dispatching)
+        if not self.assumptions.plain_slices:
+            for axis in _axes_of(inner, "all_gather"):
+                seconds += self.collective("all_gather", num_bytes * self.mesh.shape[axis], axis)
+        return seconds
 
     def _dispatch(
         self,
@@ -324,6 +350,11 @@ class Prices(MeshPrices):
             if self.asked is not None and num_bytes > 0:
                 self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
         return self._counted(found).forward
+
+
+def _axes_of(inner: Sequence[tuple[int, InnerCollective]], kind: str) -> list[int]:
+    """Return the axes of an op's collectives of one kind."""
+    return sorted({axis for axis, item in inner if item.kind == kind})
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:

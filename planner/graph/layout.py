@@ -419,6 +419,11 @@ SENT = "sent"
 see ``ops.experts``."""
 
 
+SLICED = "sliced"
+"""Label of a layer of experts on an axis whose ranks have a slice of each expert: see
+``ops.experts``."""
+
+
 def balanced_axes(layout: NodeLayout) -> tuple[int, ...]:
     """Return the mesh axes on which pairs of ranks swap halves of the queries of a causal
     attention, so that all ranks have equal work."""

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...passes.ops.collectives import Parts
+from ...passes.ops.collectives import Parts, place_along
+from .device_queue import queue_of
 from .groups import mesh_along
 
 # Named all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -156,14 +157,29 @@ class ProcessCommunicator:
     def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         return mesh_along(self.device_mesh, axes).get_group(0)
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(
+        self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
+    ) -> tuple[Parts, Tensor]:
         """Return the numbers of rows to send to, and to receive from, each rank along ``axes``, and
-        the counts (ranks, M) of received rows, given those to send on the device; the host waits
-        for the device."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts.contiguous(), group=self._group(axes))
-        sent, own = torch.stack((counts, received)).sum(-1).tolist()
-        return Parts(tuple(sent), tuple(own)), received
+        the counts (ranks, M) of received rows, given those to send on the device; of received rows
+        for all ranks along ``gathered``. Numbers are copied to the host beside later work of
+        the device; the host waits for the copy when it first uses them."""
+        received = counts
+        if axes:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts.contiguous(), group=self._group(axes))
+        for axis in reversed(gathered):
+            received = self.all_gather(received, axis, 0)
+        sums = torch.cat((counts, received)).sum(-1)
+        copy = queue_of(sums.device).to_host(sums, None)
+
+        def read() -> list[int]:
+            if copy is None:
+                return sums.tolist()
+            copy.event.synchronize()
+            return copy.tensor.tolist()
+
+        return Parts.of(read, len(counts), place_along(self, gathered)), received
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
         """Send consecutive rows to the ranks along ``axes``, as many to each as ``parts`` says;

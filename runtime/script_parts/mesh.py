@@ -83,13 +83,21 @@ class Mesh:
         every = self.all_gather(tensor.detach()[None], axis, 0)
         return every[self.size(axis) - 1 - self.coordinate(axis)].clone()
 
-    def parts(self, counts: Tensor, axes: tuple[str, ...]) -> tuple[Parts, Tensor]:
+    def parts(
+        self, counts: Tensor, axes: tuple[str, ...], gathered: tuple[str, ...] = ()
+    ) -> tuple[Parts, Tensor]:
         """Tell each rank of the axes how many rows of each class it will get: ``counts[i]`` for
-        rank i. Return the rows by rank, and the counts that the ranks told this one."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts.contiguous(), group=self.groups["+".join(axes)])
-        sent, own = torch.stack((counts, received)).sum(-1).tolist()
-        return Parts(tuple(sent), tuple(own)), received
+        rank i. Return the rows by rank, and the counts that were told to each rank of
+        ``gathered``."""
+        received, among = counts, "+".join(gathered)
+        if axes:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts.contiguous(), group=self.groups["+".join(axes)])
+        if gathered:
+            received = self.all_gather(received, among, 0)
+        sums = torch.cat((counts, received)).sum(-1)
+        place = self.coordinate(among) if gathered else 0
+        return Parts.of(sums.tolist, len(counts), place), received
 
     def exchange(self, rows: Tensor, parts: Parts, axes: tuple[str, ...]) -> Tensor:
         """Send consecutive rows to the ranks of the axes; return the received rows by rank."""
@@ -206,7 +214,9 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, *, split_dim: int, concat_dim: 
 
 
 def exchange(rows: Tensor, parts: Parts, axes: tuple[str, ...], mesh: Mesh) -> Tensor:
-    """Send rows to the ranks of the axes; gradients are sent back."""
+    """Send rows to the ranks of the axes; gradients are sent back. Without axes none are sent."""
+    if not axes:
+        return rows
 
     def there(tensor: Tensor, axis: str) -> Tensor:
         return mesh.exchange(tensor.contiguous(), parts, axes)
