@@ -13,7 +13,7 @@ from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
-from .graph.layout import INVARIANT, SENT, Layout, Mesh, NodeLayout
+from .graph.layout import INVARIANT, Layout, Mesh, NodeLayout, sent_axes
 
 SCHEMA = 6
 OMITTED = {"omitted": True}
@@ -108,7 +108,7 @@ class StagePlan:
     @property
     def expert_axes(self) -> tuple[int, ...]:
         """Return the mesh axes over which experts are spread."""
-        sent = {axis for each in self.layouts.values() for axis in _sent_axes(each)}
+        sent = {axis for each in self.layouts.values() for axis in sent_axes(each)}
         return tuple(a for a, name in enumerate(self.mesh.axes) if name == "ep" or a in sent)
 
     @property
@@ -140,12 +140,8 @@ def joint_axes(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
     the same mesh: those of states, and those over which tokens are sent to experts."""
     found = set[tuple[int, ...]]()
     for stage in stages:
-        found.update(stage.state_axes, map(_sent_axes, stage.layouts.values()))
+        found.update(stage.state_axes, map(sent_axes, stage.layouts.values()))
     return tuple(sorted(axes for axes in found if len(axes) > 1))
-
-
-def _sent_axes(layout: NodeLayout) -> tuple[int, ...]:
-    return tuple(axis for axis, label in enumerate(layout.labels) if label == SENT)
 
 
 @dataclass(frozen=True, slots=True)

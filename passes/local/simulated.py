@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Mesh
-from ..ops.collectives import Parts
+from ..ops.collectives import Parts, Received, parts_of
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60.0
@@ -93,19 +93,18 @@ class ThreadCommunicator:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return self._exchange(axis, ("swap",), tensor)[self.size(axis) - 1 - self.coordinate(axis)]
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[tuple[Parts, ...], Tensor]:
         self.calls.append(("parts", axes))
         mine = self._place(axes)
         every = self.groups[axes].exchange(mine, ("parts",), counts)
         received = torch.stack([each[mine] for each in every])
-        sent, own = counts.sum(1).tolist(), received.sum(1).tolist()
-        return Parts(tuple(sent), tuple(own)), received
+        return parts_of(counts, received), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
         self.calls.append(("exchange", axes))
         group, mine = self.groups[axes], self._place(axes)
         every = group.exchange_any(mine, torch.split(rows.detach().clone(), list(parts.sent)))
-        return torch.cat([each[mine] for each in every])
+        return Received(torch.cat([each[mine] for each in every]))
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:

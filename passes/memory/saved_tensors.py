@@ -31,7 +31,7 @@ from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from ..ops.collectives import Parts
+from ..ops.collectives import Parts, Received
 from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
@@ -116,11 +116,12 @@ class FakeRanks:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return torch.empty_like(tensor)
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts  # unknown; as many rows are received as are sent
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[tuple[Parts, ...], Tensor]:
+        unknown = Parts((), ())  # as many rows are received as are sent
+        return (unknown,) * counts.shape[1], counts
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(rows)
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
+        return Received(torch.empty_like(rows))
 
 
 class GroupedProducts(TorchFunctionMode):

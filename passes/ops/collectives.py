@@ -35,6 +35,31 @@ class Parts(NamedTuple):
         return Parts(self.received, self.sent)
 
 
+def parts_of(sent: Tensor, received: Tensor) -> tuple[Parts, ...]:
+    """Return the numbers of rows by rank for each of N exchanges, from counts of rows (ranks, N,
+    classes) that a rank sends and receives. The host waits for the device."""
+    rows = torch.stack((sent, received)).sum(-1).transpose(1, 2).tolist()
+    return tuple(Parts(tuple(each), tuple(own)) for each, own in zip(*rows, strict=True))
+
+
+class UnderWay(Protocol):
+    """Exchange that runs beside other work."""
+
+    def wait(self) -> Tensor:
+        """Return the received rows, when they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Exchange that is over: ``wait`` returns its ``rows`` at once."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
+
+
 class Communicator(Protocol):
     """Interface of one rank's collectives along a mesh axis, that is, among the ranks that differ
     from it only in their coordinate on this axis. They do not record autograd; each returns a new
@@ -71,16 +96,17 @@ class Communicator(Protocol):
         for coordinate i of n. Both tensors have the same shape and dtype."""
         ...
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[tuple[Parts, ...], Tensor]:
         """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
-        each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
-        the counts that each rank told this one (ranks, M). The host reads the rows by rank, so it
-        waits for the device."""
+        each of M classes it will get in each of N exchanges: ``counts[i]`` (N, M) for rank i.
+        Return the rows by rank for each exchange, and the counts that each rank told this one
+        (ranks, N, M). The host reads the rows by rank, so it waits for the device."""
         ...
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        """Send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
-        together, the next to the second, and so on; return the received rows in rank order."""
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+        """Start to send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
+        together, the next to the second, and so on. Its ``wait`` returns the received rows in rank
+        order; until then ``rows`` must not change."""
         ...
 
 
@@ -108,11 +134,11 @@ class Alone:
     def swap(self, tensor: Tensor, axis: int) -> Tensor:
         return tensor.clone()
 
-    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[Parts, Tensor]:
-        return Parts((), ()), counts
+    def parts(self, counts: Tensor, axes: tuple[int, ...]) -> tuple[tuple[Parts, ...], Tensor]:
+        return (Parts((), ()),) * counts.shape[1], counts
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        return rows.clone()
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+        return Received(rows.clone())
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,29 +279,6 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
     for axis in axes:
         tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
-    ) -> Tensor:
-        ctx.parts, ctx.axes, ctx.communicator = parts, axes, communicator
-        return communicator.exchange(rows.contiguous(), parts, axes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        own = gradients[0].contiguous()
-        return ctx.communicator.exchange(own, ctx.parts.back(), ctx.axes), None, None, None
-
-
-def exchange(
-    rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
-) -> Tensor:
-    """Send rows to the ranks along mesh axes ``axes`` together (``Communicator.exchange``),
-    differentiably."""
-    made: Tensor = _Exchange.apply(rows, parts, axes, communicator)  # type: ignore[no-untyped-call]
-    return made
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:

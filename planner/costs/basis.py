@@ -154,9 +154,10 @@ class CostAssumptions:
     experts are 8-bit, too. ``expert_kernels``: kernels of experts
     (``planner.ops.experts``); unless separate, experts keep only inputs of products and
     activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
-    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
-    ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
-    ``attention``: kernel of fused attention, if a device has an efficiency for it.
+    fullest rank of experts divided by the mean. ``hides_exchanges``: tokens are sent while other
+    ops run, and perhaps in halves (``cost_model.collectives.hidden``). ``routing``: experts that a
+    token may visit. ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and
+    3 (not in XLA). ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
 
     policy: PrecisionPolicy | None = None
@@ -170,6 +171,7 @@ class CostAssumptions:
     expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
+    hides_exchanges: bool = False
     routing: Routing = "any"
     copies_states: bool = True
     attention: AttentionKernel = "flash"
@@ -189,7 +191,7 @@ class CostAssumptions:
         return self.dispatcher != "gather"
 
 
-RUNTIME = CostAssumptions(dispatcher="alltoall")
+RUNTIME = CostAssumptions(dispatcher="alltoall", hides_exchanges=True)
 """Assumptions that hold for this package's own runtime."""
 
 

@@ -14,12 +14,15 @@ the figures of devices and links ("spec").
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from math import prod
 
 from ...cost_model.cluster.cluster import Link, Source
 from ...cost_model.cluster.tf32 import TFLOAT32, product_dtype
 from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
 from ...cost_model.collectives.dispatch import ROW_COPIES, dispatch_seconds
+from ...cost_model.collectives.hidden import hidden_seconds
 from ...cost_model.ops.compute import OpWork, eight_bit_seconds, host_seconds, rate, work_seconds
 from ...cost_model.profile.lookup import Profile, level_of
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
@@ -31,15 +34,16 @@ from ..graph.layout import (
     balanced_axes,
     conversion_steps,
     held_layout,
+    is_halved,
     local_shape,
 )
 from ..ops import Rules as Rules
-from ..ops.experts import as_run, expert_traffic, num_senders
+from ..ops.experts import as_half, as_run, expert_traffic, num_senders
 from .basis import SCALINGS, QueriedOp
 from .mesh_prices import MeshPrices
 from .op_case import op_case
 from .precision import EIGHT_BITS
-from .price_cache import find
+from .price_cache import PriceCache, find
 from .seconds import Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
@@ -50,9 +54,17 @@ CONVERSION_SECONDS = 1e-8
 COUNT_BYTES = 8
 """Bytes of a number of tokens."""
 
+Inner = Sequence[tuple[int, InnerCollective]]
+"""Collectives that an op runs itself, each with its mesh axis."""
+
 
 class Prices(MeshPrices):
     """Prices of ops, conversions, collectives and states on ``mesh``, on the cluster's ranks."""
+
+    @cached_property
+    def unrecorded(self) -> Prices:
+        """Return the same prices from all sources, without a record of queries."""
+        return replace(self, only=None, asked=None, cache=PriceCache(groups=self.cache.groups))
 
     def conversion(self, spec: TensorSpec, source: Layout, target: Layout) -> tuple[float, float]:
         """Return the seconds, forward and backward, of converting a value between two layouts."""
@@ -106,6 +118,7 @@ class Prices(MeshPrices):
             self.speed,
             self.profile,
             balanced_axes(layout),
+            is_halved(layout),
             num_senders(node, layout, sizes),
             tuple(
                 [
@@ -126,7 +139,11 @@ class Prices(MeshPrices):
                 for spec, each in zip(node.outputs, layout.outputs, strict=True)
             )
             run = as_run(node, layout, sizes)
-            found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
+            if is_halved(layout):
+                half = self._compute(as_half(run), local_inputs, local_outputs, is_sent=True)
+                found = half.times(2)
+            else:
+                found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
             self.cache.ops[key] = found
         return self._counted(found)
 
@@ -219,28 +236,23 @@ class Prices(MeshPrices):
         node: Node,
         inputs: Sequence[TensorSpec],
         layout: NodeLayout,
-        inner: Sequence[tuple[int, InnerCollective]] = (),
+        inner: Inner = (),
+        beside: tuple[float, float] = (0.0, 0.0),
     ) -> Seconds:
-        """Return the seconds of an op; ``inner``: (axis, collective) that the op runs itself."""
+        """Return the seconds of an op; ``inner``: (axis, collective) that the op runs itself;
+        ``beside``: seconds (forward, backward) of ops that run while it exchanges tokens."""
         own = self._priced(node, inputs, layout)
-        sent = [0.0, 0.0]
+        sent = self._sent(node, inputs, layout, inner, beside)
         whole = (*layout.inputs, *layout.outputs)
-        dispatching = sorted({axis for axis, item in inner if item.kind == "dispatch"})
-        if dispatching and self.assumptions.dispatcher == "alltoall":
-            # Ranks first tell each other how many tokens of each expert they send.
-            counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0]
-            sent[0] += self.collective("all_to_all", counts, *dispatching)
         for axis, item in inner:
+            if item.kind == "dispatch":
+                continue
             others = prod(
                 size
                 for other, size in enumerate(self.mesh.shape)
                 if other != axis and any(each[other].is_shard for each in whole)
             )
             num_bytes = item.num_bytes // others
-            if item.kind == "dispatch":
-                if axis == dispatching[0]:  # one message over all of these axes
-                    sent[item.backward] += self._dispatch(item, inputs, layout, dispatching)
-                continue
             sent[item.backward] += (
                 self._swap(num_bytes, self.groups[axis])
                 if item.kind == "swap"
@@ -249,11 +261,75 @@ class Prices(MeshPrices):
         return Seconds(
             own.forward,
             sent[0],
-            own.backward,
+            own.backward + self._summed_halves(inputs, layout),
             sent[1],
             forward_issue=own.forward_issue,
             backward_issue=own.backward_issue,
         )
+
+    def _summed_halves(self, inputs: Sequence[TensorSpec], layout: NodeLayout) -> float:
+        """Return the seconds of adding up the gradients of weights of experts that compute two
+        halves: two are read, and one written."""
+        if not is_halved(layout):
+            return 0.0
+        copy = rate(self.device, "copy", inputs[0].dtype)
+        pairs = zip(inputs[FIRST_WEIGHT:], layout.inputs[FIRST_WEIGHT:], strict=True)
+        sizes = [self.local_bytes(spec, each) for spec, each in pairs if spec.requires_grad]
+        seconds = sum(copy.seconds(0.0, 3 * size) for size in sizes)
+        return self._counted(Priced(seconds, 0.0, "spec")).forward
+
+    def _sent(
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+        inner: Inner,
+        beside: tuple[float, float],
+    ) -> list[float]:
+        """Return the seconds, forward and backward, in which an expert layer exchanges tokens and
+        nothing is computed; see ``op``."""
+        axes, parts = _dispatching_axes(inner), 1 + is_halved(layout)
+        sent = [0.0, 0.0]
+        for axis, item in inner:
+            if axes and axis == axes[0]:  # a message travels over all of these axes
+                sent[item.backward] += parts * self._dispatch(item, inputs, layout, axes)
+        for at, hidden in enumerate(self.hidden_shares(node, inputs, layout, inner, beside)):
+            sent[at] *= 1 - hidden
+        if axes and self.assumptions.dispatcher == "alltoall":
+            # Ranks first tell each other how many tokens of each expert they send.
+            counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0] * parts
+            sent[0] += self.collective("all_to_all", counts, *axes)
+        return sent
+
+    def hidden_shares(
+        self,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+        inner: Inner,
+        beside: tuple[float, float],
+    ) -> tuple[float, float]:
+        """Return the share, forward and backward, of the exchanges of an expert layer that runs
+        beside compute; see ``op``. It is taken from all sources of seconds together."""
+        axes, shares = _dispatching_axes(inner), [0.0, 0.0]
+        if not axes or not self.assumptions.hides_exchanges:
+            return 0.0, 0.0
+        every = self if self.only is None else self.unrecorded
+        own, halved = every._priced(node, inputs, layout), is_halved(layout)
+        for at, compute in enumerate((own.forward, own.backward)):
+            items = [item for axis, item in inner if axis == axes[0] and item.backward == bool(at)]
+            if items:
+                first, last = (every._dispatch(item, inputs, layout, axes) for item in items)
+                hidden = hidden_seconds(
+                    first,
+                    compute / 2,
+                    last,
+                    others=beside[at],
+                    slowed_share=self._slowed_share("all_to_all"),
+                    halved=halved,
+                )
+                shares[at] = hidden / ((1 + halved) * (first + last)) if hidden else 0.0
+        return shares[0], shares[1]
 
     def _dispatch(
         self,
@@ -262,9 +338,10 @@ class Prices(MeshPrices):
         layout: NodeLayout,
         axes: Sequence[int],
     ) -> float:
-        """Return the seconds of sending tokens to their experts over mesh axes, or back."""
+        """Return the seconds of one exchange that sends tokens to their experts over mesh axes, or
+        back: of all tokens, or of half of them."""
         own = self.assumptions
-        num_bytes = item.num_bytes / self.num_parts(layout.inputs[0])
+        num_bytes = item.num_bytes / self.num_parts(layout.inputs[0]) / (1 + is_halved(layout))
         if own.dispatcher == "alltoall":
             return own.imbalance * self.collective("all_to_all", num_bytes * item.copies, *axes)
         seconds = dispatch_seconds(
@@ -306,6 +383,11 @@ class Prices(MeshPrices):
             if self.asked is not None and num_bytes > 0:
                 self.asked.transfer(("p2p", group, ()), num_bytes, seconds, source)
         return self._counted(found).forward
+
+
+def _dispatching_axes(inner: Inner) -> list[int]:
+    """Return the mesh axes over which tokens are sent to experts."""
+    return sorted({axis for axis, item in inner if item.kind == "dispatch"})
 
 
 def _scaled(bare: Priced, profile: Profile, name: str, num_bytes: int) -> Priced:

@@ -102,6 +102,16 @@ class Priced(NamedTuple):
     forward_issue: float = 0.0
     backward_issue: float = 0.0
 
+    def times(self, count: int) -> Priced:
+        """Return the price of running the op ``count`` times."""
+        return Priced(
+            count * self.forward,
+            count * self.backward,
+            self.source,
+            count * self.forward_issue,
+            count * self.backward_issue,
+        )
+
 
 class StateBytes(NamedTuple):
     """Bytes on a rank of a parameter, its gradient and its optimizer states, and ``gathered``:

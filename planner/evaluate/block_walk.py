@@ -26,6 +26,7 @@ from ..costs.kept_bytes import (
     weight_grad_seconds,
     working_bytes,
 )
+from ..costs.others_beside import seconds_beside
 from ..costs.prices import Prices, Seconds, StateBytes
 from ..graph.graph import Block, Blocks, Graph, Node, Ref
 from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
@@ -208,13 +209,16 @@ class _BlockWalk:
 
     def _op(self, node: Node, layout: NodeLayout) -> None:
         inner = inner_collectives(node, self.graph, self.prices, layout)
-        own = self.prices.op(node, input_specs(node, self.graph), layout, inner)
+        specs = input_specs(node, self.graph)
+        beside = seconds_beside(node, self.reads.block.nodes, self.graph, self.prices)
+        own = self.prices.op(node, specs, layout, inner, beside)
         self._add(own)
         if self.mode == "none":
             return
         is_skipped = node.name in self.skipped
         if not (is_skipped and self.prices.assumptions.keeps_sent):
-            self._add(Seconds(backward_communication=own.forward_communication))
+            rerun = self.prices.op(node, specs, layout, inner)  # without the ops beside it
+            self._add(Seconds(backward_communication=rerun.forward_communication))
         if not is_skipped:
             again = Seconds(backward_compute=own.forward_compute, backward_issue=own.forward_issue)
             self._add(again)

@@ -4,7 +4,8 @@ In: a layer of experts (``passes.ops.experts``), an axis. Out: strategies in whi
 own tokens, and a rank's call of the layer with its received tokens.
 
 In ``SENT`` each rank also has its own experts. Tokens are sent to their experts and results back,
-and so are their gradients. In ``SLICED`` each rank has a slice of each expert: the ranks of the
+and so are their gradients; in ``HALVED`` in two exchanges, each beside the compute of the other
+half. In ``SLICED`` each rank has a slice of each expert: the ranks of the
 axis gather the tokens that any of them received, and sum the results.
 
 Memory traffic, beside that of the products, of a layer at local shapes and its division into
@@ -27,6 +28,7 @@ from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
+    HALVED,
     REPLICATE,
     SENT,
     AxisStrategy,
@@ -52,10 +54,15 @@ activation."""
 
 
 def sent_strategies(
-    node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
+    node: Node,
+    inputs: Sequence[TensorSpec],
+    axis_size: int,
+    limit: GroupLimit = (1, 1),
+    *,
+    in_halves: bool = False,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an expert layer with tokens sent to experts; none for other
-    nodes."""
+    """Return the strategies of an expert layer with tokens sent to experts; none for other nodes.
+    ``in_halves``: tokens may be sent in two exchanges."""
     if axis_size == 1 or not is_expert_layer(node):
         return ()
     return tuple(
@@ -63,6 +70,7 @@ def sent_strategies(
         for dim, size in enumerate(inputs[0].shape[:-1])
         if size % axis_size == 0
         for strategy in _of_experts(node, inputs, axis_size, limit, shard(dim))
+        if in_halves or strategy.label != HALVED
     )
 
 
@@ -105,7 +113,8 @@ def _of_experts(
             for backward in directions
             for spec in (tokens, node.spec)
         )
-        yield AxisStrategy(SENT, (*data, *(shard(0) for _ in weights)), (own,), sent)
+        for label in (SENT, HALVED):
+            yield AxisStrategy(label, (*data, *(shard(0) for _ in weights)), (own,), sent)
     parts = [_hidden(each, at, tokens.shape[-1]) for at, each in enumerate(weights)]
     if all(dim is None or weights[at].shape[dim] % axis_size == 0 for at, dim in enumerate(parts)):
         received, made = copies * tokens.num_bytes, copies * node.spec.num_bytes
@@ -138,6 +147,12 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
     if parts == 1:
         return node
     count = Fraction(argument(node, 8, "num_experts"), parts)
+    return replace(node, kwargs={**node.kwargs, "num_experts": count})
+
+
+def as_half(node: Node) -> Node:
+    """Return a layer of experts with half as many (token, expert) pairs."""
+    count = 2 * argument(node, 8, "num_experts")
     return replace(node, kwargs={**node.kwargs, "num_experts": count})
 
 
