@@ -150,14 +150,15 @@ class StagePrediction:
 
     ``seconds`` per micro-batch: forward, backward (recomputation included), compute, communication
     (not overlapped), states (gathering parameters, summing gradients), hidden_states (the
-    overlapped part of states), send (to later stages), receive, and for split backwards
-    weight_gradients (the part that can wait). Per step: parameter_gather, gradient_sync,
-    exposed_sync (the part of both that lengthens the step), slowed_share (fraction of compute lost
-    beside them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations,
-    transient, buffers, reserve as the search prices them. In a finished plan they are the bytes of
-    its rank's peak, with master (the copy that the optimizer steps), gathered, inputs,
-    communication, communicators and fragmentation; its transient and recomputation bytes come from
-    running stages on fake tensors, and working has these bytes as the rules of ops predict them.
+    overlapped part of states), hidden_exchanges (of tokens with experts, beside compute, if any),
+    send (to later stages), receive, and for split backwards weight_gradients (the part that can
+    wait). Per step: parameter_gather, gradient_sync, exposed_sync (the part of both that lengthens
+    the step), slowed_share (fraction of compute lost beside them), optimizer. ``memory_bytes``:
+    parameters, gradients, optimizer, activations, transient, buffers, reserve as the search prices
+    them. In a finished plan they are the bytes of its rank's peak, with master (the copy that the
+    optimizer steps), gathered, inputs, communication, communicators and fragmentation; its
+    transient and recomputation bytes come from running stages on fake tensors, and working has
+    these bytes as the rules of ops predict them.
     """
 
     seconds: Mapping[str, float]

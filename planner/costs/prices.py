@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from ...cost_model.cluster.cluster import Link, Source
 from ...cost_model.cluster.tf32 import TFLOAT32, product_dtype
@@ -56,6 +57,17 @@ COUNT_BYTES = 8
 
 Inner = Sequence[tuple[int, InnerCollective]]
 """Collectives that an op runs itself, each with its mesh axis."""
+
+
+class Exchanges(NamedTuple):
+    """Seconds (forward, backward) in which an expert layer exchanges tokens: ``exposed``, while
+    nothing is computed, and ``hidden``, beside compute."""
+
+    exposed: tuple[float, float]
+    hidden: tuple[float, float]
+
+
+NO_EXCHANGES = Exchanges((0.0, 0.0), (0.0, 0.0))
 
 
 class Prices(MeshPrices):
@@ -242,7 +254,7 @@ class Prices(MeshPrices):
         """Return the seconds of an op; ``inner``: (axis, collective) that the op runs itself;
         ``beside``: seconds (forward, backward) of ops that run while it exchanges tokens."""
         own = self._priced(node, inputs, layout)
-        sent = self._sent(node, inputs, layout, inner, beside)
+        sent = list(self.exchanges(node, inputs, layout, inner, beside).exposed)
         whole = (*layout.inputs, *layout.outputs)
         for axis, item in inner:
             if item.kind == "dispatch":
@@ -278,58 +290,61 @@ class Prices(MeshPrices):
         seconds = sum(copy.seconds(0.0, 3 * size) for size in sizes)
         return self._counted(Priced(seconds, 0.0, "spec")).forward
 
-    def _sent(
+    def exchanges(
         self,
         node: Node,
         inputs: Sequence[TensorSpec],
         layout: NodeLayout,
         inner: Inner,
         beside: tuple[float, float],
-    ) -> list[float]:
-        """Return the seconds, forward and backward, in which an expert layer exchanges tokens and
-        nothing is computed; see ``op``."""
+    ) -> Exchanges:
+        """Return the seconds in which an expert layer exchanges tokens and results, also beside
+        compute; see ``op``. Which share runs beside compute follows from the seconds of all
+        sources."""
         axes, parts = _dispatching_axes(inner), 1 + is_halved(layout)
-        sent = [0.0, 0.0]
-        for axis, item in inner:
-            if axes and axis == axes[0]:  # a message travels over all of these axes
-                sent[item.backward] += parts * self._dispatch(item, inputs, layout, axes)
-        for at, hidden in enumerate(self.hidden_shares(node, inputs, layout, inner, beside)):
-            sent[at] *= 1 - hidden
-        if axes and self.assumptions.dispatcher == "alltoall":
+        if not axes:
+            return NO_EXCHANGES
+        exposed, hidden = [0.0, 0.0], [0.0, 0.0]
+        for backward in (False, True):
+            # A message travels over all of these axes.
+            items = [i for axis, i in inner if axis == axes[0] and i.backward == backward]
+            if items:
+                share = self._hidden_share(node, inputs, layout, items, axes, beside[backward])
+                sent = sum(parts * self._dispatch(item, inputs, layout, axes) for item in items)
+                hidden[backward] = share * sent
+                exposed[backward] = sent - hidden[backward]
+        if self.assumptions.dispatcher == "alltoall":
             # Ranks first tell each other how many tokens of each expert they send.
             counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0] * parts
-            sent[0] += self.collective("all_to_all", counts, *axes)
-        return sent
+            exposed[0] += self.collective("all_to_all", counts, *axes)
+        return Exchanges((exposed[0], exposed[1]), (hidden[0], hidden[1]))
 
-    def hidden_shares(
+    def _hidden_share(
         self,
         node: Node,
         inputs: Sequence[TensorSpec],
         layout: NodeLayout,
-        inner: Inner,
-        beside: tuple[float, float],
-    ) -> tuple[float, float]:
-        """Return the share, forward and backward, of the exchanges of an expert layer that runs
-        beside compute; see ``op``. It is taken from all sources of seconds together."""
-        axes, shares = _dispatching_axes(inner), [0.0, 0.0]
-        if not axes or not self.assumptions.hides_exchanges:
-            return 0.0, 0.0
+        items: Sequence[InnerCollective],
+        axes: Sequence[int],
+        beside: float,
+    ) -> float:
+        """Return the share of an expert layer's exchanges in one direction that runs beside
+        compute. ``items``: the exchanges of tokens and of results, or of their gradients."""
+        halved = is_halved(layout)
+        if not self.assumptions.hides_exchanges or not (halved or beside):
+            return 0.0
         every = self if self.only is None else self.unrecorded
-        own, halved = every._priced(node, inputs, layout), is_halved(layout)
-        for at, compute in enumerate((own.forward, own.backward)):
-            items = [item for axis, item in inner if axis == axes[0] and item.backward == bool(at)]
-            if items:
-                first, last = (every._dispatch(item, inputs, layout, axes) for item in items)
-                hidden = hidden_seconds(
-                    first,
-                    compute / 2,
-                    last,
-                    others=beside[at],
-                    slowed_share=self._slowed_share("all_to_all"),
-                    halved=halved,
-                )
-                shares[at] = hidden / ((1 + halved) * (first + last)) if hidden else 0.0
-        return shares[0], shares[1]
+        first, last = (every._dispatch(item, inputs, layout, axes) for item in items)
+        own = every._priced(node, inputs, layout)
+        hidden = hidden_seconds(
+            first,
+            (own.backward if items[0].backward else own.forward) / 2,
+            last,
+            others=beside,
+            slowed_share=self._slowed_share("all_to_all"),
+            halved=halved,
+        )
+        return hidden / ((1 + halved) * (first + last)) if hidden else 0.0
 
     def _dispatch(
         self,

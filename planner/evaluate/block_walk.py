@@ -75,7 +75,8 @@ class BlockCost:
     ``receive_seconds``: forward and backward. ``late_seconds``: computing weight gradients, if the
     backward is split; ``late_bytes`` are kept for it. ``gathered_bytes``: gathered parameters and
     recomputed values. ``batch_bytes``: the part of ``kept_bytes`` that depends on the batch.
-    ``values``: layouts of ``Reads.values``.
+    ``values``: layouts of ``Reads.values``. ``hidden_seconds``: exchanges of tokens with experts
+    beside compute.
     """
 
     seconds: Seconds
@@ -88,6 +89,7 @@ class BlockCost:
     gathered_bytes: float
     batch_bytes: float
     values: tuple[Layout, ...]
+    hidden_seconds: float
 
 
 def block_cost(reads: Reads, layouts: Layouts, mode: Recompute, setting: StageFacts) -> BlockCost:
@@ -107,6 +109,7 @@ class _BlockWalk:
     late: list[float] = field(default_factory=lambda: [0.0, 0.0])
     working_bytes: float = 0.0
     batch_bytes: float = 0.0
+    hidden_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.graph, self.prices = self.setting.graph, self.setting.prices
@@ -140,6 +143,7 @@ class _BlockWalk:
             GATHERED_BLOCKS * total.gathered + again_bytes,
             self.batch_bytes,
             tuple(self.made[ref] for ref in self.reads.values),
+            self.hidden_seconds,
         )
 
     def _add(self, seconds: Seconds) -> None:
@@ -213,6 +217,7 @@ class _BlockWalk:
         beside = seconds_beside(node, self.reads.block.nodes, self.graph, self.prices)
         own = self.prices.op(node, specs, layout, inner, beside)
         self._add(own)
+        self.hidden_seconds += sum(self.prices.exchanges(node, specs, layout, inner, beside).hidden)
         if self.mode == "none":
             return
         is_skipped = node.name in self.skipped
