@@ -235,17 +235,16 @@ def _localize_node(
         count=values.counts.get(count_key(node.name)),
         has_others_beside=add_beside is not None,
     )
-    args = call.args
-    if call.start is not None and add_beside is not None:
-        args = (
-            body.call_function(call.start.target, call.start.args, dict(call.start.kwargs)),
-            *args,
-        )
+    args, start = call.args, call.start
+    if start is not None and add_beside is not None:
+        name = _identifier(f"{node.name}_sent")
+        given = start.args, dict(start.kwargs)
+        args = (body.create_node("call_function", start.target, *given, name=name), *args)
         add_beside()
     result = body.create_node(
         "call_function", call.target, args, dict(call.kwargs), name=_identifier(node.name)
     )
-    result.meta |= {MADE_BY: node, WAITS: call.start is not None}
+    result.meta |= {MADE_BY: node, WAITS: start is not None}
     results = [result]
     scale = 0 if _sums_no_rows(layout, rank) else call.scale
     if scale != 1.0:

@@ -6,6 +6,10 @@ from the meaning of a gradient in each placement (a partial sum in R, whole else
 example, leaves the value and divides the gradient by n, because the n equal gradients of I must add
 up to a single gradient.
 
+An exchange of rows runs beside other work: ``send`` starts it and ``arrived`` waits for it. In the
+backward ``arrived`` starts the exchange of the gradients and ``send`` waits for it. Autograd runs
+the backward of later calls first, so this exchange runs beside the backward of the same work.
+
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
 """
 
@@ -279,6 +283,68 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
     for axis in axes:
         tensor = _Swap.apply(tensor, axis, communicator)  # type: ignore[no-untyped-call]
     return tensor
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Exchange of rows among ranks along mesh axes ``axes`` together, or of their gradients in the
+    backward. ``under_way`` is the one that was started and not yet waited for; ``token`` is an
+    empty tensor that stands for the rows in autograd until they have arrived."""
+
+    rank: Rank
+    parts: Parts
+    axes: tuple[int, ...]
+    under_way: UnderWay | None = None
+    token: Tensor | None = None
+
+    def start(self, rows: Tensor, parts: Parts) -> None:
+        assert self.under_way is None
+        self.under_way = self.rank.communicator.exchange(rows.contiguous(), parts, self.axes)
+
+    def wait(self) -> Tensor:
+        under_way, self.under_way = self.under_way, None
+        assert under_way is not None
+        return under_way.wait()
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(rows, exchange.parts)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        ctx.exchange.start(gradient, ctx.exchange.parts.back())
+        return gradient.new_empty(0), None
+
+
+def send(rank: Rank, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Exchange:
+    """Start to send consecutive rows to the ranks along mesh axes ``axes`` together, as many to
+    each as ``parts`` says; ``arrived`` returns the received rows."""
+    exchange = Exchange(rank, parts, axes)
+    exchange.token = _Send.apply(rows, exchange)  # type: ignore[no-untyped-call]
+    return exchange
+
+
+def arrived(exchange: Exchange) -> Tensor:
+    """Wait for an exchange and return the received rows, in rank order."""
+    token, exchange.token = exchange.token, None
+    rows: Tensor = _Arrived.apply(token, exchange)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:

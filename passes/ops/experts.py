@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activation import activate
-from .collectives import Rank
-from .exchanges import Exchange, arrived, send
+from .collectives import Exchange, Rank, arrived, send
 from .local_loss import part_of
 
 SCHEMA = (
@@ -201,8 +200,9 @@ def finish_experts(
     """Compute for each of the tokens that this rank sent (``send_tokens``) the weighted sum of its
     experts' outputs. While the experts compute the rows of one exchange, the rows of the next are
     under way to them, and the results of the one before on their way back."""
-    assert weights[0] is not None
-    first, _ = part_of(rank, weights[0].shape[0], axes)
+    up = weights[0]
+    assert up is not None
+    first, _ = part_of(rank, up.shape[0], axes)
     returning = []
     for exchange, counts in zip(tokens.exchanges, tokens.received.unbind(1), strict=True):
         rows = arrived(exchange)

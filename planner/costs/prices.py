@@ -22,8 +22,7 @@ from typing import NamedTuple
 from ...cost_model.cluster.cluster import Link, Source
 from ...cost_model.cluster.tf32 import TFLOAT32, product_dtype
 from ...cost_model.collectives.collectives import Group, Library, p2p_seconds
-from ...cost_model.collectives.dispatch import ROW_COPIES, dispatch_seconds
-from ...cost_model.collectives.hidden import hidden_seconds
+from ...cost_model.collectives.dispatch import ROW_COPIES, dispatch_seconds, hidden_seconds
 from ...cost_model.ops.compute import OpWork, eight_bit_seconds, host_seconds, rate, work_seconds
 from ...cost_model.profile.lookup import Profile, level_of
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from autoparallel.cost_model.collectives.hidden import hidden_seconds
+from autoparallel.cost_model.collectives.dispatch import hidden_seconds
 
 
 @dataclass

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
+import numpy as np
 import pytest
 
 from autoparallel.analysis.sharding import axis_lines
 from autoparallel.cost_model.cluster.shorthand import parse_cluster
-from autoparallel.cost_model.collectives.hidden import hidden_seconds
+from autoparallel.cost_model.collectives.dispatch import hidden_seconds
 from autoparallel.options.parse import parse_parallel
 from autoparallel.options.plan_options import PlanOptions
 from autoparallel.passes.programs.program import Program
@@ -86,6 +87,24 @@ def test_the_shared_experts_are_the_ops_beside_the_exchange() -> None:
             assert all(module.split(".")[3] == "mlp" for module in modules)
             found = {module.rpartition("shared_expert.")[2] for module in modules}
             assert found >= {"gate_proj", "act_fn", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("cluster", ["8xH100", "cpu:8"])
+def test_no_layout_computes_the_others_faster_than_their_bound(cluster: str) -> None:
+    graph, on = program().graph.with_batch_size(ROWS), parse_cluster(cluster)
+    for mesh in (Mesh(("dp",), (8,)), Mesh(("dp", "tp"), (2, 4))):
+        prices = Prices(mesh, on, tuple(range(8)), "fp32", "adamw", rules)
+        block = next(b for b in program().blocks.blocks if ops_beside(b.nodes, graph))
+        ((layer, names),) = ops_beside(block.nodes, graph).items()
+        fastest = [0.0, 0.0]
+        for name in names:
+            found = node_strategies(graph[name], graph, prices, Restriction())
+            specs = input_specs(graph[name], graph)
+            pairs = [prices.compute(graph[name], specs, each.layout) for each in found]
+            fastest = [sum(each) for each in zip(fastest, np.min(pairs, axis=0), strict=True)]
+        bound = seconds_beside(graph[layer], block.nodes, graph, prices)
+        assert 0.3 * fastest[0] < bound[0] <= fastest[0]
+        assert 0.1 * fastest[1] < bound[1] <= fastest[1]
 
 
 @pytest.mark.parametrize("halved", [False, True])
