@@ -150,11 +150,10 @@ class Prices(MeshPrices):
                 for spec, each in zip(node.outputs, layout.outputs, strict=True)
             )
             run = as_run(node, layout, sizes)
+            found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
             if is_halved(layout):
                 half = self._compute(as_half(run), local_inputs, local_outputs, is_sent=True)
-                found = half.times(2)
-            else:
-                found = self._compute(run, local_inputs, local_outputs, is_sent=run is not node)
+                found = found.at_least_twice(half)
             self.cache.ops[key] = found
         return self._counted(found)
 

@@ -102,14 +102,14 @@ class Priced(NamedTuple):
     forward_issue: float = 0.0
     backward_issue: float = 0.0
 
-    def times(self, count: int) -> Priced:
-        """Return the price of running the op ``count`` times."""
+    def at_least_twice(self, half: Priced) -> Priced:
+        """Return the price of running two halves of the op, which is at least that of the whole."""
         return Priced(
-            count * self.forward,
-            count * self.backward,
+            max(self.forward, 2 * half.forward),
+            max(self.backward, 2 * half.backward),
             self.source,
-            count * self.forward_issue,
-            count * self.backward_issue,
+            2 * half.forward_issue,
+            2 * half.backward_issue,
         )
 
 

@@ -139,6 +139,7 @@ def test_nothing_is_hidden_on_cpus_and_in_other_systems() -> None:
     assert priced("cpu:8").beside == priced("cpu:8").alone
     once, halves = (priced("cpu:8", halved=halved).alone for halved in (False, True))
     assert halves.forward_communication > once.forward_communication
+    assert halves.forward_compute >= once.forward_compute
     for name in ("megatron", "torchtitan", "deepspeed"):
         own = priced("8xH100", system(name).assumptions)
         assert own.beside == own.alone
