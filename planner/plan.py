@@ -13,7 +13,7 @@ from ..cost_model.cluster.tf32 import has_tf32
 from ..cost_model.ops.memory import GradientDtype, StateOptions
 from ..cost_model.simulator.consistency import Consistency
 from .graph.graph import Blocks
-from .graph.layout import INVARIANT, SENT, SLICED, Layout, Mesh, NodeLayout
+from .graph.layout import INVARIANT, SLICED, Layout, Mesh, NodeLayout, sent_axes
 
 SCHEMA = 6
 OMITTED = {"omitted": True}
@@ -108,7 +108,7 @@ class StagePlan:
     @property
     def expert_axes(self) -> tuple[int, ...]:
         """Return the mesh axes over which experts are spread."""
-        sent = {axis for each in self.layouts.values() for axis in _sent_axes(each)}
+        sent = {axis for each in self.layouts.values() for axis in sent_axes(each)}
         return tuple(a for a, name in enumerate(self.mesh.axes) if name == "ep" or a in sent)
 
     @property
@@ -146,12 +146,8 @@ def joint_axes(stages: Iterable[StagePlan]) -> tuple[tuple[int, ...], ...]:
     the same mesh: those of states, and those over which tokens are sent to experts."""
     found = set[tuple[int, ...]]()
     for stage in stages:
-        found.update(stage.state_axes, map(_sent_axes, stage.layouts.values()))
+        found.update(stage.state_axes, map(sent_axes, stage.layouts.values()))
     return tuple(sorted(axes for axes in found if len(axes) > 1))
-
-
-def _sent_axes(layout: NodeLayout) -> tuple[int, ...]:
-    return _axes_of(layout, SENT)
 
 
 def _axes_of(layout: NodeLayout, label: str) -> tuple[int, ...]:
@@ -164,14 +160,15 @@ class StagePrediction:
 
     ``seconds`` per micro-batch: forward, backward (recomputation included), compute, communication
     (not overlapped), states (gathering parameters, summing gradients), hidden_states (the
-    overlapped part of states), send (to later stages), receive, and for split backwards
-    weight_gradients (the part that can wait). Per step: parameter_gather, gradient_sync,
-    exposed_sync (the part of both that lengthens the step), slowed_share (fraction of compute lost
-    beside them), optimizer. ``memory_bytes``: parameters, gradients, optimizer, activations,
-    transient, buffers, reserve as the search prices them. In a finished plan they are the bytes of
-    its rank's peak, with master (the copy that the optimizer steps), gathered, inputs,
-    communication, communicators and fragmentation; its transient and recomputation bytes come from
-    running stages on fake tensors, and working has these bytes as the rules of ops predict them.
+    overlapped part of states), hidden_exchanges (of tokens with experts, beside compute, if any),
+    send (to later stages), receive, and for split backwards weight_gradients (the part that can
+    wait). Per step: parameter_gather, gradient_sync, exposed_sync (the part of both that lengthens
+    the step), slowed_share (fraction of compute lost beside them), optimizer. ``memory_bytes``:
+    parameters, gradients, optimizer, activations, transient, buffers, reserve as the search prices
+    them. In a finished plan they are the bytes of its rank's peak, with master (the copy that the
+    optimizer steps), gathered, inputs, communication, communicators and fragmentation; its
+    transient and recomputation bytes come from running stages on fake tensors, and working has
+    these bytes as the rules of ops predict them.
     """
 
     seconds: Mapping[str, float]

@@ -10,8 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoparallel.options.words import held_text
-from autoparallel.planner.graph.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
+from autoparallel.options.words import held_text, seconds_text
+from autoparallel.planner.graph.layout import (
+    Layout,
+    Mesh,
+    NodeLayout,
+    balanced_axes,
+    is_halved,
+    sent_axes,
+    split_axes,
+)
 from autoparallel.planner.plan import Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
@@ -171,9 +179,18 @@ def _axis_line(stage: StagePlan, axis: str) -> str:
     reason = f": {AXIS_REASONS[axis]}" if axis in AXIS_REASONS and num_split else ""
     sums = f"; {num_sums} op{'' if num_sums == 1 else 's'} with partial sums" if num_sums else ""
     swaps = "; causal attention balanced by swapping queries" if is_balanced else ""
+    sends = _hidden_text(stage) if any(place in sent_axes(node) for node in ops) else ""
     states = f"; {ZERO_WORDS[stage.zero]}" if axis != "tp" and stage.zero else ""
     split = f"{axis}={stage.mesh.shape[place]} shards {num_split} of {len(ops)} ops"
-    return f"{split}{reason}{sums}{swaps}{states}"
+    return f"{split}{reason}{sums}{swaps}{sends}{states}"
+
+
+def _hidden_text(stage: StagePlan) -> str:
+    """Describe how long the stage's exchanges with experts run beside compute."""
+    hidden = stage.prediction.seconds.get("hidden_exchanges", 0.0)
+    halves = " in halves" if any(is_halved(node) for node in _ops(stage)) else ""
+    beside = f", {seconds_text(hidden)} of a micro-batch beside compute" if hidden else ""
+    return f"; tokens sent to experts{halves}{beside}" if halves or beside else ""
 
 
 def _makes_sum(node: NodeLayout, axis: int) -> bool:

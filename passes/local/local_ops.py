@@ -13,6 +13,7 @@ ops run unchanged on their parts, except that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,13 +21,13 @@ import torch
 
 from ...planner.errors import PlanError
 from ...planner.graph.graph import Node, Ref, TensorSpec, map_refs
-from ...planner.graph.layout import NodeLayout, balanced_axes, local_region
+from ...planner.graph.layout import NodeLayout, balanced_axes, is_halved, local_region
 from ...planner.ops.catalog import spec_of
 from ...planner.ops.experts import column_order
 from ..ops.batch_norm import BATCH_NORM_WITH_BUFFERS, batch_norm, batch_norm_with_buffers
 from ..ops.collectives import Rank
 from ..ops.eight_bits import eight_bit_linear
-from ..ops.experts import Slices, sent_experts, split_experts
+from ..ops.experts import Slices, finish_experts, send_tokens, sent_experts, split_experts
 from ..ops.local_loss import MEAN, cross_entropy, nll_loss
 from ..ops.nf4 import nf4_linear
 from ..ops.random_ops import DROPOUT, dropout_part, uniform_part
@@ -52,11 +53,12 @@ def local_call(
     values: Any,
     batch_dim: int | None = None,
     count: Any = None,
+    has_others_beside: bool = False,
 ) -> Call:
     """Return the call that computes one rank's part of ``node``'s outputs. ``values`` are the
     rank's shards of the inputs, in the layouts ``layout.inputs``; ``specs`` are the inputs' global
     shapes and dtypes; ``batch_dim`` is the first output's batch dimension, ``count`` the divisor of
-    a classification loss."""
+    a classification loss, ``has_others_beside``: see ``LocalOp``."""
     overload = resolve(node.op)
     feed = iter(values)
     args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda _: next(feed))
@@ -74,6 +76,7 @@ def local_call(
         _positions(node, schema),
         batch_dim,
         count,
+        has_others_beside,
     )
     spec = spec_of(node)
     if spec.is_counted:
@@ -226,9 +229,16 @@ def _experts(op: LocalOp) -> Call:
     if sliced:
         halves = column_order(op["activation"]) == "halves"
         options["slices"] = Slices(sliced, gathered, halves)
-    if sent or gathered:
-        return op.by_rank(sent_experts, *(op[name] for name in names), **options, sent=sent)
-    return op.by_rank(split_experts, *(op[name] for name in names), **options)
+    if not (sent or gathered):
+        return op.by_rank(split_experts, *(op[name] for name in names), **options)
+    sending = {"sent": sent, **({"num_parts": 2} if is_halved(op.layout) else {})}
+    if not op.has_others_beside:
+        return op.by_rank(sent_experts, *(op[name] for name in names), **options, **sending)
+    held = op.local_specs()[0][op.positions["up"]].shape[0]
+    sending |= {"axes": axes, "gathered": gathered}
+    start = op.by_rank(send_tokens, op["x"], op["ids"], held=held, **sending)
+    rest = op.by_rank(finish_experts, *(op[name] for name in names[2:]), **options)
+    return replace(rest, start=start)
 
 
 def _batch_norm(op: LocalOp) -> Call:

@@ -5,20 +5,23 @@ node, and a rank. Out: an ``fx.GraphModule`` whose ``forward`` takes the block's
 the tuple of its outputs. Each node's inputs are converted from their producer's layout to the
 wanted layout; a value that several nodes want in one layout is converted once.
 
-In a recomputed block, ops that do not simply run again are marked (``replayed``).
+Ops that do not depend on a layer of experts run while its tokens are sent (``ops_beside``). In a
+recomputed block, ops that do not simply run again are marked (``replayed``).
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import fx, nn
 
 from ...planner.errors import PlanError
+from ...planner.graph.beside import ops_beside
 from ...planner.graph.graph import Graph, Node, Ref, TensorSpec
 from ...planner.graph.layout import (
     INVARIANT,
@@ -27,7 +30,9 @@ from ...planner.graph.layout import (
     conversion_steps,
     format_layout,
     local_shape,
+    sent_axes,
 )
+from ..backward.compiled_runs import WAITS
 from ..backward.replayed import Replayed
 from ..ops.collectives import Rank, apply_steps, format_steps, local_tensor
 from ..ops.torch_ops import returns_several
@@ -133,15 +138,8 @@ def localize_block(
         values.made[Ref(name)] = (part, layout)
     for key in interface.counts:
         values.counts[key] = _placeholder(body, key)
-    for name in interface.nodes:
-        made = _localize_node(body, values, graph, graph[name], layout=layouts[name], rank=rank)
-        if num_microbatches > 1 and name in graph.accumulation.sums:
-            summed, layout = values.made[Ref(name)]
-            scaled = body.call_function(torch.ops.aten.mul.Scalar, (summed, num_microbatches))
-            values.made[Ref(name)] = (scaled, layout)
-            made.append(scaled)
-        if replayed is not None:
-            replayed.mark(graph[name], made)
+    ops = _Ops(body, values, graph, layouts, rank, num_microbatches, replayed)
+    ops.add_all(interface.nodes)
     if replayed is not None:
         replayed.mark_unread(values.uses)
     results = [
@@ -153,11 +151,69 @@ def localize_block(
     return fx.GraphModule(_holder(graph, interface, rank), body, class_name="Block")
 
 
+@dataclass(frozen=True, slots=True)
+class _Ops:
+    """Ops of a block, which are added one by one to its fx graph ``body``."""
+
+    body: fx.Graph
+    values: _Values
+    graph: Graph
+    layouts: Mapping[str, NodeLayout]
+    rank: Rank
+    num_microbatches: int
+    replayed: Replayed | None
+
+    def add_all(self, names: Sequence[str]) -> None:
+        """Add the ops in order, but those that run beside an exchange of tokens while its layer is
+        added."""
+        beside = {
+            name: others
+            for name, others in ops_beside(names, self.graph).items()
+            if sent_axes(self.layouts[name])
+        }
+        moved = {other for others in beside.values() for other in others}
+        for name in names:
+            if name not in moved:
+                self._add(name, beside.get(name, ()))
+
+    def _add(self, name: str, beside: Sequence[str] = ()) -> None:
+        values, node = self.values, self.graph[name]
+        made = _localize_node(
+            self.body,
+            values,
+            self.graph,
+            node,
+            layout=self.layouts[name],
+            rank=self.rank,
+            add_beside=partial(self._add_each, beside) if beside else None,
+        )
+        if self.num_microbatches > 1 and name in self.graph.accumulation.sums:
+            summed, layout = values.made[Ref(name)]
+            count = self.num_microbatches
+            scaled = self.body.call_function(torch.ops.aten.mul.Scalar, (summed, count))
+            values.made[Ref(name)] = (scaled, layout)
+            made.append(scaled)
+        if self.replayed is not None:
+            self.replayed.mark(node, made)
+
+    def _add_each(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._add(name)
+
+
 def _localize_node(
-    body: fx.Graph, values: _Values, graph: Graph, node: Node, *, layout: NodeLayout, rank: Rank
+    body: fx.Graph,
+    values: _Values,
+    graph: Graph,
+    node: Node,
+    *,
+    layout: NodeLayout,
+    rank: Rank,
+    add_beside: Callable[[], None] | None,
 ) -> list[fx.Node]:
     """Add the layout conversions of a node's inputs, and the rank's call of its op, to the fx graph
-    ``body``; return the fx nodes of the call and of its scaling."""
+    ``body``; return the fx nodes of the call and of its scaling. ``add_beside`` adds the ops that
+    run between the two calls of an op that exchanges tokens."""
     _check(graph, node, layout, rank)
     refs = node.inputs
     inputs = [
@@ -177,11 +233,18 @@ def _localize_node(
         values=inputs,
         batch_dim=next(iter(batch_dims), None),
         count=values.counts.get(count_key(node.name)),
+        has_others_beside=add_beside is not None,
     )
+    args, start = call.args, call.start
+    if start is not None and add_beside is not None:
+        name = _identifier(f"{node.name}_sent")
+        given = start.args, dict(start.kwargs)
+        args = (body.create_node("call_function", start.target, *given, name=name), *args)
+        add_beside()
     result = body.create_node(
-        "call_function", call.target, call.args, dict(call.kwargs), name=_identifier(node.name)
+        "call_function", call.target, args, dict(call.kwargs), name=_identifier(node.name)
     )
-    result.meta[MADE_BY] = node
+    result.meta |= {MADE_BY: node, WAITS: start is not None}
     results = [result]
     scale = 0 if _sums_no_rows(layout, rank) else call.scale
     if scale != 1.0:

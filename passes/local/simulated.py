@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Mesh
-from ..ops.collectives import Parts, place_along
+from ..ops.collectives import Parts, Received, parts_of, place_along
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 60.0
@@ -87,7 +87,7 @@ class ThreadCommunicator:
 
     def parts(
         self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
-    ) -> tuple[Parts, Tensor]:
+    ) -> tuple[tuple[Parts, ...], Tensor]:
         self.calls.append(("parts", axes, *([gathered] if gathered else [])))
         received = counts
         if axes:
@@ -98,14 +98,14 @@ class ThreadCommunicator:
         if gathered:
             whole = self.groups[gathered].exchange(place, ("parts gathered",), received)
             received = torch.cat(whole)
-        sums = torch.cat((counts, received)).sum(-1)
-        return Parts.of(sums.tolist, len(counts), place), received
+        sums = torch.cat((counts, received)).sum(-1).t()
+        return parts_of(sums.tolist, len(sums), len(counts), place), received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
         self.calls.append(("exchange", axes))
         group, mine = self.groups[axes], place_along(self, axes)
         every = group.exchange_any(mine, torch.split(rows.detach().clone(), list(parts.sent)))
-        return torch.cat([each[mine] for each in every])
+        return Received(torch.cat([each[mine] for each in every]))
 
 
 def make_communicators(mesh: Mesh) -> list[ThreadCommunicator]:

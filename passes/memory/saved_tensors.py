@@ -32,7 +32,7 @@ from ...planner.plan import Plan
 from ..backward.recomputing import Recomputing
 from ..backward.weight_gradients import WeightGradients, defer
 from ..local.stage_program import BlockProgram, StageProgram, build_stage
-from ..ops.collectives import Parts
+from ..ops.collectives import UNKNOWN, Parts, Received
 from .state_traffic import GRADIENTS, Library, StateTraffic, gradient_of, set_gradient
 from .storages import OTHER, SAVED, LiveBytes
 
@@ -119,12 +119,13 @@ class FakeRanks:
 
     def parts(
         self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
-    ) -> tuple[Parts, Tensor]:
+    ) -> tuple[tuple[Parts, ...], Tensor]:
         """Return no numbers of rows: as many rows are received as are sent."""
-        return Parts(lambda: ((), (), ())), counts.repeat(prod(map(self.size, gathered)), 1)
+        received = counts.repeat(prod(map(self.size, gathered)), 1, 1)
+        return (UNKNOWN,) * counts.shape[1], received
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(rows)
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Received:
+        return Received(torch.empty_like(rows))
 
 
 class GroupedProducts(TorchFunctionMode):

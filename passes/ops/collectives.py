@@ -6,6 +6,10 @@ from the meaning of a gradient in each placement (a partial sum in R, whole else
 example, leaves the value and divides the gradient by n, because the n equal gradients of I must add
 up to a single gradient.
 
+An exchange of rows runs beside other work: ``send`` starts it and ``arrived`` waits for it. In the
+backward ``arrived`` starts the exchange of the gradients and ``send`` waits for it. Autograd runs
+the backward of later calls first, so this exchange runs beside the backward of the same work.
+
 Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are I→R and P→I.
 """
 
@@ -68,6 +72,37 @@ class Parts:
         return Parts(lambda: ((sum(self.received),) * len(self.totals), self.totals, ()))
 
 
+def parts_of(
+    read: Callable[[], list[list[int]]], num: int, ranks: int, place: int
+) -> tuple[Parts, ...]:
+    """Return the numbers of rows by rank for each of ``num`` exchanges. ``read`` waits for the
+    device, and returns for each exchange the numbers that ``Parts.of`` reads."""
+    once = cache(read)
+    return tuple(Parts.of(lambda at=at: once()[at], ranks, place) for at in range(num))  # type: ignore[misc]
+
+
+UNKNOWN = Parts(lambda: ((), (), ()))
+"""Numbers of rows where none are sent."""
+
+
+class UnderWay(Protocol):
+    """Exchange that runs beside other work."""
+
+    def wait(self) -> Tensor:
+        """Return the received rows, when they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Exchange that is over: ``wait`` returns its ``rows`` at once."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
+
+
 class Communicator(Protocol):
     """Interface of one rank's collectives along a mesh axis, that is, among the ranks that differ
     from it only in their coordinate on this axis. They do not record autograd; each returns a new
@@ -106,16 +141,18 @@ class Communicator(Protocol):
 
     def parts(
         self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
-    ) -> tuple[Parts, Tensor]:
+    ) -> tuple[tuple[Parts, ...], Tensor]:
         """Tell each rank along mesh axes ``axes`` together, in row-major order, how many rows of
-        each of M classes it will get: ``counts[i]`` (M) for rank i. Return the rows by rank, and
-        the counts that were told to each rank along mesh axes ``gathered`` (ranks of ``gathered``
-        × ranks, M). The host waits for the device when it first uses the rows by rank."""
+        each of M classes it will get in each of N exchanges: ``counts[i]`` (N, M) for rank i.
+        Return the rows by rank for each exchange, and the counts that were told to each rank along
+        mesh axes ``gathered`` (ranks of ``gathered`` × ranks, N, M). The host waits for the device
+        when it first uses the rows by rank."""
         ...
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        """Send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
-        together, the next to the second, and so on; return the received rows in rank order."""
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+        """Start to send the first ``parts.sent[0]`` rows to the first rank along mesh axes ``axes``
+        together, the next to the second, and so on. Its ``wait`` returns the received rows in rank
+        order; until then ``rows`` must not change."""
         ...
 
 
@@ -154,11 +191,11 @@ class Alone:
 
     def parts(
         self, counts: Tensor, axes: tuple[int, ...], gathered: tuple[int, ...] = ()
-    ) -> tuple[Parts, Tensor]:
-        return Parts(lambda: ((), (), ())), counts
+    ) -> tuple[tuple[Parts, ...], Tensor]:
+        return (UNKNOWN,) * counts.shape[1], counts
 
-    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
-        return rows.clone()
+    def exchange(self, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> UnderWay:
+        return Received(rows.clone())
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,29 +338,72 @@ def swap(tensor: Tensor, axes: tuple[int, ...], communicator: Communicator) -> T
     return tensor
 
 
-class _Exchange(torch.autograd.Function):
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Exchange of rows among ranks along mesh axes ``axes`` together, or of their gradients in the
+    backward. ``under_way`` is the one that was started and not yet waited for; ``token`` is an
+    empty tensor that stands for the rows in autograd until they have arrived."""
+
+    rank: Rank
+    parts: Parts
+    axes: tuple[int, ...]
+    under_way: UnderWay | None = None
+    token: Tensor | None = None
+
+    def start(self, rows: Tensor, parts: Parts) -> None:
+        assert self.under_way is None
+        self.under_way = self.rank.communicator.exchange(rows.contiguous(), parts, self.axes)
+
+    def wait(self) -> Tensor:
+        under_way, self.under_way = self.under_way, None
+        assert under_way is not None
+        return under_way.wait()
+
+
+class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
-    ) -> Tensor:
-        ctx.parts, ctx.axes, ctx.communicator = parts, axes, communicator
-        return communicator.exchange(rows.contiguous(), parts, axes)
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(rows, exchange.parts)
+        return rows.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        own = gradients[0].contiguous()
-        return ctx.communicator.exchange(own, ctx.parts.back(), ctx.axes), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
 
 
-def exchange(
-    rows: Tensor, parts: Parts, axes: tuple[int, ...], communicator: Communicator
-) -> Tensor:
-    """Send rows to the ranks along mesh axes ``axes`` together (``Communicator.exchange``),
-    differentiably. Without axes nothing is sent."""
-    if not axes:
-        return rows
-    made: Tensor = _Exchange.apply(rows, parts, axes, communicator)  # type: ignore[no-untyped-call]
-    return made
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        ctx.exchange.start(gradient, ctx.exchange.parts.back())
+        return gradient.new_empty(0), None
+
+
+def send(rank: Rank, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Exchange:
+    """Start to send consecutive rows to the ranks along mesh axes ``axes`` together, as many to
+    each as ``parts`` says; ``arrived`` returns the received rows. Without axes nothing is sent."""
+    exchange = Exchange(rank, parts, axes)
+    exchange.token = _Send.apply(rows, exchange) if axes else rows  # type: ignore[no-untyped-call]
+    return exchange
+
+
+def arrived(exchange: Exchange) -> Tensor:
+    """Wait for an exchange and return the received rows, in rank order."""
+    token, exchange.token = exchange.token, None
+    assert token is not None
+    rows: Tensor = _Arrived.apply(token, exchange) if exchange.axes else token  # type: ignore[no-untyped-call]
+    return rows
+
+
+def exchange(rank: Rank, rows: Tensor, parts: Parts, axes: tuple[int, ...]) -> Tensor:
+    """Send rows to the ranks along mesh axes ``axes`` together, and return the received rows."""
+    return arrived(send(rank, rows, parts, axes))
 
 
 def format_steps(steps: tuple[Step, ...], axes: tuple[str, ...]) -> str:

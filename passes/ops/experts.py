@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activation import activate
-from .collectives import Parts, Rank, exchange, place_along
+from .collectives import Exchange, Parts, Rank, arrived, exchange, place_along, send
 from .local_loss import part_of
 
 SCHEMA = (
@@ -169,7 +170,7 @@ def _matching_halves(rank: Rank, axes: tuple[int, ...], columns: Tensor) -> Tens
     if targets[0] > targets[1]:
         blocks = blocks.flip(0)
     sent, received = (tuple(each.count(of) for of in range(count)) for each in (targets, sources))
-    blocks = exchange(blocks, Parts(lambda: (sent, received, ())), axes, rank.communicator)
+    blocks = exchange(rank, blocks, Parts(lambda: (sent, received, ())), axes)
     return blocks.flatten(0, 1).t()
 
 
@@ -193,6 +194,86 @@ def split_experts(
     return run_experts(x, ids, scores, *weights, first=first, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class SentTokens:
+    """Tokens of one layer on their way to their experts, as N rows (token and expert) that travel
+    in P exchanges. ``order`` (N) has the number of each sent row among the rows in the order of the
+    tokens. Received rows come in C classes for each of R ranks: ``experts`` (R · C) has the expert
+    of each class, ``received`` (R, P, C) its number of rows."""
+
+    order: Tensor
+    exchanges: tuple[Exchange, ...]
+    experts: Tensor
+    received: Tensor
+
+
+def send_tokens(
+    rank: Rank,
+    x: Tensor,
+    ids: Tensor,
+    *,
+    held: int,
+    axes: tuple[int, ...],
+    sent: tuple[int, ...],
+    gathered: tuple[int, ...] = (),
+    num_parts: int = 1,
+) -> SentTokens:
+    """Start to send each of this rank's tokens to its experts; ``finish_experts`` waits for them.
+    Experts are split over mesh axes ``axes``, ``held`` on each rank, and tokens over the axes
+    ``sent`` among them. The rows travel in ``num_parts`` exchanges of equally many rows. Ranks
+    along ``gathered`` have slices of the same experts, so they tell each other their counts."""
+    places, place = _by_rank(rank, held, axes, sent, ids.device)
+    num_ranks, num_places = places.shape
+    count, num_rows, width = places.numel(), ids.numel(), x.shape[-1]
+    every = torch.arange(num_parts * count, device=ids.device)
+    slots = torch.empty_like(every[:count]).index_copy(0, places.reshape(-1), every[:count])
+    part = torch.arange(num_rows, device=ids.device) * num_parts // max(num_rows, 1)
+    wanted, order = (part * count + slots[ids.reshape(-1)]).sort(stable=True)
+    ends = torch.searchsorted(wanted, every, right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1)).view(num_parts, num_ranks, num_places)
+    parts, received = rank.communicator.parts(counts.transpose(0, 1).contiguous(), sent, gathered)
+    rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)[order]
+    starts = [-(-num_rows * at // num_parts) for at in range(num_parts + 1)]
+    sizes = [end - start for start, end in pairwise(starts)]
+    pieces = torch.split(rows, sizes) if num_parts > 1 else (rows,)
+    pairs = zip(pieces, parts, strict=True)
+    exchanges = tuple(send(rank, own, of_ranks, sent) for own, of_ranks in pairs)
+    return SentTokens(order, exchanges, places[place].repeat(len(received)), received)
+
+
+def finish_experts(
+    rank: Rank,
+    tokens: SentTokens,
+    scores: Tensor,
+    *weights: Tensor | None,
+    axes: tuple[int, ...],
+    slices: Slices | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute for each of the tokens that this rank sent (``send_tokens``) the weighted sum of its
+    experts' outputs. While the experts compute the rows of one exchange, the rows of the next are
+    under way to them, and the results of the one before on their way back."""
+    gathered = () if slices is None else slices.gathered
+    copies = prod(map(rank.communicator.size, gathered))
+    returning = []
+    for sending, counts in zip(tokens.exchanges, tokens.received.unbind(1), strict=True):
+        rows = arrived(sending)
+        if gathered:
+            rows = exchange(rank, rows.repeat(copies, 1), sending.parts.copies(), gathered)
+        own = tokens.experts.repeat_interleave(counts.reshape(-1), output_size=rows.shape[0])
+        own = own.unsqueeze(-1)
+        made = split_experts(rank, rows, own, None, *weights, axes=axes, slices=slices, **options)
+        if gathered:
+            made = exchange(rank, made, sending.parts.copies().back(), gathered)
+            made = made.view(copies, -1, made.shape[-1]).sum(0)
+        returning.append(send(rank, made, sending.parts.back(), sending.axes))
+    results = [arrived(each) for each in returning]
+    made = results[0] if len(results) == 1 else torch.cat(results)
+    made = torch.empty_like(made).index_copy(0, tokens.order, made)
+    weighted = made.view(*scores.shape, made.shape[-1]) * scores.unsqueeze(-1)
+    return weighted.sum(-2).to(made.dtype)
+
+
 def sent_experts(
     rank: Rank,
     x: Tensor,
@@ -202,38 +283,26 @@ def sent_experts(
     axes: tuple[int, ...],
     sent: tuple[int, ...],
     slices: Slices | None = None,
+    num_parts: int = 1,
     **options: Any,
 ) -> Tensor:
     """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
-    their experts in one exchange; over the others the results are partial sums. The ranks that hold
-    ``slices`` of the same experts then gather each other's rows, and sum the results."""
+    their experts in ``num_parts`` exchanges; over the others the results are partial sums. The
+    ranks that hold ``slices`` of the same experts then gather each other's rows, and sum the
+    results."""
     assert weights[0] is not None
-    held, width = weights[0].shape[0], x.shape[-1]
-    places, place = _by_rank(rank, held, axes, sent, ids.device)
-    num_ranks, num_places = places.shape
-    every = torch.arange(places.numel(), device=ids.device)
-    slots = torch.empty_like(every).index_copy(0, places.reshape(-1), every)
-    wanted, order = slots[ids.reshape(-1)].sort(stable=True)
-    ends = torch.searchsorted(wanted, every, right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1)).view(num_ranks, num_places)
-    gathered = () if slices is None else slices.gathered
-    parts, received = rank.communicator.parts(counts, sent, gathered)
-    rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)
-    rows = exchange(rows[order], parts, sent, rank.communicator)
-    copies = prod(map(rank.communicator.size, gathered))
-    if gathered:
-        rows = exchange(rows.repeat(copies, 1), parts.copies(), gathered, rank.communicator)
-    own = places[place].repeat(received.shape[0])
-    own = own.repeat_interleave(received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
-    made = split_experts(rank, rows, own, None, *weights, axes=axes, slices=slices, **options)
-    if gathered:
-        made = exchange(made, parts.copies().back(), gathered, rank.communicator)
-        made = made.view(copies, -1, made.shape[-1]).sum(0)
-    made = exchange(made, parts.back(), sent, rank.communicator)
-    made = torch.empty_like(made).index_copy(0, order, made)
-    weighted = made.view(*ids.shape, made.shape[-1]) * scores.unsqueeze(-1)
-    return weighted.sum(-2).to(x.dtype)
+    tokens = send_tokens(
+        rank,
+        x,
+        ids,
+        held=weights[0].shape[0],
+        axes=axes,
+        sent=sent,
+        gathered=() if slices is None else slices.gathered,
+        num_parts=num_parts,
+    )
+    return finish_experts(rank, tokens, scores, *weights, axes=axes, slices=slices, **options)
 
 
 def _by_rank(

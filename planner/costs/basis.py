@@ -146,15 +146,16 @@ class CostAssumptions:
     compute beside collectives of states, if not the device's; infinite if they do not overlap
     compute. ``cast_bytes``: memory traffic of casting an element to 8 bits: 2 bytes read to find
     the largest value, 2 read and 1 written for each of two layouts, as torchao does with one scale
-    per tensor. ``scaling``: scaling of 8-bit products, from
-    ``SCALINGS``. ``keeps_casts``: an 8-bit product keeps its cast input for the backward instead of
-    the input (TransformerEngine). ``regathers``: a linear layer whose weight is split by rows keeps
-    its input as split before the gather, and gathers it again in the backward (Megatron-LM's
-    sequence parallelism: arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of
-    experts are 8-bit, too. ``expert_kernels``: kernels of experts
-    (``planner.ops.experts``); unless separate, experts keep only inputs of products and
-    activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
-    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
+    per tensor. ``scaling``: scaling of 8-bit products, from ``SCALINGS``. ``keeps_casts``: an 8-bit
+    product keeps its cast input for the backward instead of the input (TransformerEngine).
+    ``regathers``: a linear layer whose weight is split by rows keeps its input as split before the
+    gather, and gathers it again in the backward (Megatron-LM's sequence parallelism:
+    arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of experts are 8-bit, too.
+    ``expert_kernels``: kernels of experts (``planner.ops.experts``); unless separate, experts keep
+    only inputs of products and activations. ``dispatcher``: transport of tokens to experts.
+    ``imbalance``: tokens of the fullest rank of experts divided by the mean. ``hides_exchanges``:
+    tokens are sent while other ops run, and perhaps in halves
+    (``cost_model.collectives.dispatch``). ``routing``: experts that a token may visit.
     ``plain_slices``: as in Megatron-LM, slices of experts have the same columns of both halves of
     their first product, and one message has the counts of all ranks that share experts; else ranks
     exchange columns (``planner.ops.experts``), gather counts, and gather rows by exchanges.
@@ -173,6 +174,7 @@ class CostAssumptions:
     expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
+    hides_exchanges: bool = False
     routing: Routing = "any"
     plain_slices: bool = False
     copies_states: bool = True
@@ -193,7 +195,7 @@ class CostAssumptions:
         return self.dispatcher != "gather"
 
 
-RUNTIME = CostAssumptions(dispatcher="alltoall")
+RUNTIME = CostAssumptions(dispatcher="alltoall", hides_exchanges=True)
 """Assumptions that hold for this package's own runtime."""
 
 

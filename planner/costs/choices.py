@@ -3,7 +3,7 @@
 In: a node, the rules, a mesh, and restrictions of its axes. Out: the node's layouts with the
 collectives they need inside. Only combinations whose splits divide every tensor are offered; of two
 with equal layouts the first in the rules' order is kept, but causal attention is offered both
-balanced and not.
+balanced and not, and tokens are offered sent to experts at once and in halves.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..graph.expert_dims import (
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
+    HALVED,
     INVARIANT,
     REPLICATE,
     SENT,
@@ -39,6 +40,7 @@ from ..graph.layout import (
     balanced_axes,
     combine,
     divides,
+    is_halved,
     keeps_groups,
     shard,
 )
@@ -146,7 +148,8 @@ def _matching_strategies(
     found: dict[tuple[object, ...], NodeStrategy] = {}
     for chosen in product(*per_axis):
         strategies = tuple(strategy for _, strategy in chosen)
-        if not keeps_groups(strategies, sizes):
+        labels = {strategy.label for strategy in strategies}
+        if not keeps_groups(strategies, sizes) or labels >= {SENT, HALVED}:
             continue
         layout = combine(strategies)
         if not specs:
@@ -154,7 +157,7 @@ def _matching_strategies(
         if not _divides(layout, specs, node.outputs, sizes):
             continue
         num_inner = sum(len(each.collectives) for each in strategies)
-        key = (layout.inputs, layout.outputs, balanced_axes(layout))
+        key = (layout.inputs, layout.outputs, balanced_axes(layout), is_halved(layout))
         if key not in found or num_inner < found[key].num_inner:
             found[key] = NodeStrategy(layout, tuple(number for number, _ in chosen), num_inner)
     return tuple(found.values())
@@ -229,9 +232,10 @@ def strategies_of(node: Node, graph: Graph, size: int, prices: Prices) -> tuple[
         found = prices.rules.axis_strategies(node, graph, size)
         if not own.sends_tokens:
             return found
-        return (*sent_strategies(node, input_specs(node, graph), size, limit), *found)
+        specs, in_halves = input_specs(node, graph), own.hides_exchanges
+        return (*sent_strategies(node, specs, size, limit, in_halves=in_halves), *found)
 
-    return find(prices.cache.strategies, (form, size, limit), make)
+    return find(prices.cache.strategies, (form, size, limit, own.hides_exchanges), make)
 
 
 def _form(node: Node, graph: Graph, prices: Prices) -> int:
@@ -277,7 +281,7 @@ def _axis_strategies(
     if axis in restriction.split_experts:
         by_rows = batch_split(node, batch_dims(graph, prices), strategies)
         found = by_experts(node, strategies, by_rows, experts_on(graph, size, prices))
-        return tuple(each for each in found if each.label == SENT) or found
+        return tuple(each for each in found if each.label in (SENT, HALVED)) or found
     if axis in restriction.split_parameters:
         fitting = batch_whole(node, graph, strategies)
         if restriction.sequence_parallel is None:
@@ -300,11 +304,12 @@ def expert_strategies(
         is_few = graph.spec(node.inputs[FIRST_WEIGHT]).shape[0] % ranks > 0
         slices = is_few and axis not in restriction.given
         return tuple(each for each in strategies if slices or each.label != SLICED)
-    label = SENT if axis in restriction.folded else SLICED if axis in restriction.sliced else None
-    own = tuple(each for each in strategies if each.label == label)
-    if label == SLICED and restriction.sequence_parallel:
+    sliced = (SLICED,) if axis in restriction.sliced else ()
+    labels = (SENT, HALVED) if axis in restriction.folded else sliced
+    own = tuple(each for each in strategies if each.label in labels)
+    if sliced and restriction.sequence_parallel:
         own = tuple(each for each in own if each.inputs[0].is_shard)
-    return own or tuple(each for each in strategies if each.label not in (SENT, SLICED))
+    return own or tuple(each for each in strategies if each.label not in (SENT, HALVED, SLICED))
 
 
 def routers_of(graph: Graph, prices: Prices) -> frozenset[str]:

@@ -99,9 +99,10 @@ class PriceCache:
     numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     classes: dict[str, int] = field(default_factory=dict)
     forms: dict[tuple[int, int], int] = field(default_factory=dict)
-    strategies: dict[tuple[int, int, GroupLimit], tuple[AxisStrategy, ...]] = field(
+    strategies: dict[tuple[int, int, GroupLimit, bool], tuple[AxisStrategy, ...]] = field(
         default_factory=dict
     )
+    beside: dict[tuple[str, ...], Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     rows_apart: dict[int, Mapping[str, tuple[int | None, ...]]] = field(default_factory=dict)
     classes_of: ByIdentity[list[str]] = field(default_factory=ByIdentity)
     offers: ByIdentity[int] = field(default_factory=ByIdentity)

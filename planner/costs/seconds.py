@@ -102,6 +102,16 @@ class Priced(NamedTuple):
     forward_issue: float = 0.0
     backward_issue: float = 0.0
 
+    def at_least_twice(self, half: Priced) -> Priced:
+        """Return the price of running two halves of the op, which is at least that of the whole."""
+        return Priced(
+            max(self.forward, 2 * half.forward),
+            max(self.backward, 2 * half.backward),
+            self.source,
+            2 * half.forward_issue,
+            2 * half.backward_issue,
+        )
+
 
 class StateBytes(NamedTuple):
     """Bytes on a rank of a parameter, its gradient and its optimizer states, and ``gathered``:

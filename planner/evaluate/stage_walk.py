@@ -147,6 +147,7 @@ class StageWalk:
             late if self.setting.splits else None,
             self._groups(),
             self.prices.shares_links,
+            sum(each.hidden_seconds for each in self.found),
         )
 
     def _groups(self) -> Groups:

@@ -4,11 +4,12 @@ In: a layer of experts (``passes.ops.experts``), an axis. Out: strategies in whi
 own tokens, and a rank's call of the layer with its received tokens.
 
 In ``SENT`` each rank also has its own experts. Tokens are sent to their experts and results back,
-and so are their gradients. In ``SLICED`` each rank has a slice of each expert's inner width: the
-ranks of the axis gather the tokens that any of them received, and sum the results; on an axis whose
-ranks have the same tokens, the results are partial sums. The columns that the activation reads
-together must be in one slice (``column_order``): if one half of the columns follows the other, the
-ranks first exchange columns of the first product.
+and so are their gradients; in ``HALVED`` in two exchanges, each beside the compute of the other
+half. In ``SLICED`` each rank has a slice of each expert's inner width: the ranks of the axis gather
+the tokens that any of them received, and sum the results; on an axis whose ranks have the same
+tokens, the results are partial sums. The columns that the activation reads together must be in one
+slice (``column_order``): if one half of the columns follows the other, the ranks first exchange
+columns of the first product.
 
 Memory traffic, beside that of the products, of a layer at local shapes and its division into
 kernels: for each (token, expert) pair, a row as wide as the token is copied to the expert and the
@@ -31,6 +32,7 @@ from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Graph, Node, TensorSpec
 from ..graph.layout import (
     BALANCED,
+    HALVED,
     PARTIAL,
     REPLICATE,
     SENT,
@@ -53,20 +55,26 @@ Megatron-LM if experts have biases. ``activation``: all ops between the products
 ``one``: they are part of the products' kernels, as in cuDNN's grouped products with an
 activation."""
 
-LOCAL_KERNELS, SENT_KERNELS = (23, 16), (46, 23)
+KERNELS = ((23, 16), (46, 23), (35, 20))
 """Kernels (forward, backward) of a layer without biases, beside its activation: of this package's
-op on the rank's own tokens, and with tokens that are sent."""
+op on the rank's own tokens, on tokens that are sent, and on each half of them."""
 
 
 def sent_strategies(
-    node: Node, inputs: Sequence[TensorSpec], axis_size: int, limit: GroupLimit = (1, 1)
+    node: Node,
+    inputs: Sequence[TensorSpec],
+    axis_size: int,
+    limit: GroupLimit = (1, 1),
+    *,
+    in_halves: bool = False,
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies of an expert layer with tokens sent to experts; none for other
-    nodes."""
+    """Return the strategies of an expert layer with tokens sent to experts; none for other nodes.
+    ``in_halves``: tokens may be sent in two exchanges."""
     if axis_size == 1 or not is_expert_layer(node):
         return ()
     own = [shard(dim) for dim, size in enumerate(inputs[0].shape[:-1]) if size % axis_size == 0]
     sent = [each for at in own for each in _sent(node, inputs, axis_size, limit, at)]
+    sent = [each for each in sent if in_halves or each.label != HALVED]
     return (*sent, *_sliced(node, inputs, axis_size, own))
 
 
@@ -107,8 +115,9 @@ def _sent(
             for backward in _directions(tokens)
             for spec in (tokens, node.spec)
         )
-        held = (shard(0) for _ in weights)
-        yield AxisStrategy(SENT, (*(own,) * FIRST_WEIGHT, *held), (own,), sent)
+        held = tuple(shard(0) for _ in weights)
+        for label in (SENT, HALVED):
+            yield AxisStrategy(label, (*(own,) * FIRST_WEIGHT, *held), (own,), sent)
 
 
 def _sliced(
@@ -212,6 +221,12 @@ def as_received(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> No
     return replace(node, kwargs={**node.kwargs, "num_experts": count})
 
 
+def as_half(node: Node) -> Node:
+    """Return a layer of experts with half as many (token, expert) pairs."""
+    count = 2 * argument(node, 8, "num_experts")
+    return replace(node, kwargs={**node.kwargs, "num_experts": count})
+
+
 def num_senders(node: Node, layout: NodeLayout, mesh_shape: Sequence[int]) -> int:
     """Return the number of ranks that send tokens to each other's experts; 1 for other nodes."""
     if not is_expert_layer(node):
@@ -269,13 +284,14 @@ def expert_traffic(
     return pairs * forward, pairs * backward
 
 
-def num_kernels(node: Node, kernels: ExpertKernels, *, is_sent: bool) -> tuple[int, int] | None:
+def num_kernels(node: Node, kernels: ExpertKernels, num_parts: int) -> tuple[int, int] | None:
     """Return the numbers of kernels (forward, backward) that the host issues for a layer of experts
-    of this package's own form; None if another program fuses them. ``is_sent``: the layer sends its
-    tokens to their experts."""
+    of this package's own form; None if another program fuses them. ``num_parts``: exchanges in
+    which its tokens are sent, of each of which the kernels are meant; 0 for the rank's own
+    tokens."""
     if kernels != "separate":
         return None
-    forward, backward = SENT_KERNELS if is_sent else LOCAL_KERNELS
+    forward, backward = KERNELS[num_parts]
     inside = sum(not _is_view(target) for target, *_ in _calls(node))
     biases = len(node.inputs) - FIRST_WEIGHT - 2
     return forward + inside + 2 * biases, backward + 2 * inside + 2 * biases

@@ -59,6 +59,8 @@ class StageCost:
     ``late_seconds``: part of the backward for deferred weight gradients, None if unknown.
     Collectives of states overlap the compute of the blocks in ``groups``, and other collectives
     unless both use the same links (``shares_links``). Without groups the stage counts as one block.
+    ``hidden_exchanges``: seconds per micro-batch of exchanges with experts beside compute, for a
+    plan's report.
     """
 
     seconds: Seconds
@@ -68,6 +70,7 @@ class StageCost:
     late_seconds: float | None = None
     groups: Groups | None = field(default=None, compare=False)
     shares_links: bool = True
+    hidden_exchanges: float = field(default=0.0, compare=False)
 
     @property
     def compute_seconds(self) -> tuple[float, float]:

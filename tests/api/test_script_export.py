@@ -169,6 +169,7 @@ def test_a_script_of_every_kind_of_plan_equals_one_device(tmp_path: Path, parall
         ("tests/models/mixtral", "dp=4,ep=4,zero=3,microbatches=2"),
         ("tests/models/mixtral", "dp=2,ep=2,tp=2,etp=2,zero=2"),
         ("tests/zoo/gpt_oss", "tp=2,etp=2"),
+        ("tests/zoo/qwen2_moe", "dp=2,ep=2"),
         ("tests/models/llama", "dp=2,cp=2,zero=3"),
         ("tests/models/gpt_dropout.py", "dp=2,microbatches=2,recompute=full"),
         ("tests/models/gpt_dropout.py", "tp=2,pp=2,microbatches=2,schedule=1f1b"),

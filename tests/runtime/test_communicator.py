@@ -103,7 +103,7 @@ class Logged(TorchFunctionMode):
 
     CALLS: ClassVar = {
         (torch.Tensor.__getitem__, (8, 4)): "order",
-        (torch.Tensor.tolist, (6,)): "read",
+        (torch.Tensor.tolist, (1, 6)): "read",
     }
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):

@@ -39,36 +39,38 @@ EXPERTS = (
     "whole, losses, counts and biases of routers that equal the model alone"
 )
 
+HIDDEN = "exchanges of tokens with experts beside compute: in halves, and beside other ops"
+
 DOORS = "three doors in the README: files, commands, a decorator and a script, each run by a test"
 
 CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
-    ("cost_model: lines", 8760, STATED),
+    ("cost_model: lines", 8799, HIDDEN),
     ("cost_model: files", 46, FOLDERS),
     ("cost_model: flat files", 0, PRICES),
     ("cost_model: imports inside functions", 0),
     ("cost_model: collections of op names", 0),
-    ("planner: lines", 31563, EXPERTS),
-    ("planner: files", 138, SYSTEMS),
+    ("planner: lines", 31645, HIDDEN),
+    ("planner: files", 140, HIDDEN),
     ("planner: flat files", 5),
     ("planner: imports inside functions", 0),
     ("planner: collections of op names", 0, KERNELS),
-    ("passes: lines", 16930, EXPERTS),
+    ("passes: lines", 17026, HIDDEN),
     ("passes: files", 95, EXPERTS),
     ("passes: flat files", 0),
     ("passes: imports inside functions", 1),
     ("passes: collections of op names", 2, FORMS),
-    ("runtime: lines", 19456, EXPERTS),
+    ("runtime: lines", 19451, HIDDEN),
     ("runtime: files", 87, FOLDERS),
     ("runtime: flat files", 0, WEIGHTS),
     ("runtime: imports inside functions", 0),
     ("runtime: collections of op names", 0),
-    ("api: lines", 33287, EXPERTS),
+    ("api: lines", 33293, HIDDEN),
     ("api: files", 191, EXPERTS),
     ("api: flat files", 2),
     ("api: imports inside functions", 12, CALLS),
     ("api: collections of op names", 2),
-    ("all packages: lines", 109996, EXPERTS),
-    ("all packages: files", 557, EXPERTS),
+    ("all packages: lines", 110214, HIDDEN),
+    ("all packages: files", 559, HIDDEN),
     ("all packages: flat files", 7),
     ("all packages: imports inside functions", 13, CALLS),
     ("all packages: collections of op names", 4, KERNELS),
@@ -82,11 +84,11 @@ CEILINGS: tuple[tuple[str, int] | tuple[str, int, str], ...] = (
     ('function docstrings with "what"', 10, STATED),
     ("exceptions from formatting (fmt: skip, fmt: off)", 0, KERNELS),
     ("pages of docs/ without docs/adr/", 19),
-    ("words of docs/ without docs/adr/ and generated pages", 28023, EXPERTS),
+    ("words of docs/ without docs/adr/ and generated pages", 28122, HIDDEN),
     ("words of CHANGELOG.md", 309, EXPERTS),
     ("words of README.md", 1447, DOORS),
-    ("tests: lines", 73400, EXPERTS),
-    ("tests: files", 465, EXPERTS),
+    ("tests: lines", 73643, HIDDEN),
+    ("tests: files", 468, HIDDEN),
     ("tests: flat files", 20),
 )
 """Name, ceiling, and the reason if it rose."""

@@ -99,9 +99,13 @@ def test_the_experts_of_ranks_on_two_axes_add_up_to_all() -> None:
 
 @pytest.mark.parametrize("sent", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("hit", [8, 1], ids=["all experts", "one expert"])
-def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: int) -> None:
+@pytest.mark.parametrize(("num_parts", "chosen"), [(1, 2), (2, 2), (2, 1)])
+def test_tokens_are_sent_to_their_experts_and_back(
+    sent: tuple[int, ...], hit: int, num_parts: int, chosen: int
+) -> None:
     """On 2 x 2 ranks with two of eight experts each: values and gradients are those of one rank,
-    where tokens are split; over the other axis the results add up."""
+    where tokens are split; over the other axis the results add up. In parts, which one expert of
+    all tokens has in turn, whatever their number."""
     torch.manual_seed(0)
     mesh, options = (
         Mesh(("dp", "tp"), (2, 2)),
@@ -110,9 +114,10 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
             "transposed": False,
         },
     )
-    whole = [torch.randn(8, 4), torch.rand(8, 2), torch.randn(8, 6, 4), torch.randn(8, 4, 6)]
+    whole = [torch.randn(12, 4), torch.rand(12, chosen)]
+    whole += [torch.randn(8, 6, 4), torch.randn(8, 4, 6)]
     x, scores, up, down = (each.double().requires_grad_() for each in whole)
-    ids = torch.rand(8, hit).argsort(-1)[:, :2].expand(8, 2)
+    ids = torch.rand(12, hit).argsort(-1)[:, :chosen].expand(12, chosen)
     expected = run_experts(x, ids, scores, up, down, **options)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
@@ -120,14 +125,14 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
     def on_rank(communicator: ThreadCommunicator) -> tuple[Tensor, ...]:
         place = communicator.coordinates
         at = sum(place[axis] * (2 if sent == (0, 1) and axis == 0 else 1) for axis in sent)
-        tokens = slice(8 // 2 ** len(sent) * at, 8 // 2 ** len(sent) * (at + 1))
+        size = 12 // 2 ** len(sent)  # 3 or 6 tokens
+        tokens = slice(size * at, size * (at + 1))
         number = 2 * place[0] + place[1]
         own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
         held = [each.detach()[2 * number : 2 * number + 2].requires_grad_() for each in (up, down)]
         rank: Any = SimpleNamespace(communicator=communicator)
-        made = sent_experts(
-            rank, own[0], ids[tokens], own[1], *held, axes=(0, 1), sent=sent, **options
-        )
+        how = {"axes": (0, 1), "sent": sent, "num_parts": num_parts}
+        made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **how, **options)
         made.backward(gradient[tokens])
         return made.detach(), *(each.grad for each in (*own, *held))
 
