@@ -85,6 +85,26 @@ class GradientSum:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedExpert:
+    """An expert that other ranks than its owner compute: ``ranks``, numbered along the axes that
+    spread experts, each compute an equal share of its tokens."""
+
+    expert: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Placement of the hot experts of a layer, by node name. ``busiest``: tokens of the busiest
+    rank / the mean if each expert were computed by its owner; ``placed``: as placed."""
+
+    layer: str
+    busiest: float
+    placed: float
+    experts: tuple[PlacedExpert, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """A stage: consecutive blocks on a mesh of devices, with all its decisions.
 
@@ -94,6 +114,7 @@ class StagePlan:
     parameters have their own names. ``shares``: rows of a micro-batch at each index along
     mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
+    ``placements``: of experts, as measured loads want them.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -104,6 +125,7 @@ class StagePlan:
     prediction: StagePrediction
     shares: tuple[int, ...] = ()
     gradient_sums: tuple[GradientSum, ...] = ()
+    placements: tuple[ExpertPlacement, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def expert_axes(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from autoparallel.planner.requests.request import Forced, check_schedule_name
 from autoparallel.planner.schedules.schedules import ScheduleInfo, find_schedule
 from autoparallel.planning.capture import capture_target, captured_seq
 from autoparallel.planning.plan import basis_for, find_cluster
+from autoparallel.planning.routing import loads_of
 from autoparallel.planning.tf32 import with_choice
 from autoparallel.report import Details, print_report
 from autoparallel.target.load import load_target
@@ -84,6 +85,10 @@ def simulate(
         program = capture_target(loaded, options, observe, cache.values)
         observe("simulate", 0, 1)
         basis = replace(basis_for(found, options, loaded), assumptions=trained.assumptions)
+        if options.routing is not None:
+            loads = loads_of(program, options.routing)
+            loads = loads if trained.name == "run" else loads.without_copies()
+            basis = replace(basis, assumptions=replace(trained.assumptions, loads=loads))
         seq = options.seq if options.seq is not None else captured_seq(program)
         model = ModelInfo(
             loaded.name, loaded.settings, "", 0, 0, seq, options.precision, options.optimizer

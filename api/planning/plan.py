@@ -36,6 +36,7 @@ from autoparallel.planner.requests.request import Request
 from autoparallel.planner.search.problem import SharedTables
 from autoparallel.planning.capture import captured_seq
 from autoparallel.planning.objectives import plan_for
+from autoparallel.planning.routing import loads_of
 from autoparallel.runtime.profile.ops import own_name
 from autoparallel.runtime.servers.server import served_optimizer
 from autoparallel.target.target import Target
@@ -114,6 +115,9 @@ def priced(
     wanted, else specifications)."""
     graph = priced_graph(program, compiled=options.compiled)
     basis = basis_for(cluster, options, target)
+    if options.routing is not None:
+        loads = loads_of(program, options.routing)
+        basis = replace(basis, assumptions=replace(basis.assumptions, loads=loads))
     if not options.compiled:  # whole blocks are measured as they run eagerly
         basis = whole_blocks(graph, program.blocks, cluster, basis, precision=options.precision)
     return graph, basis
@@ -216,6 +220,7 @@ def what_servers_lack(options: RunOptions, asked: Mapping[str, Any]) -> list[str
         "clipping by norm or value": options.clip_norm or options.clip_value,
         "accumulation": options.accumulate > 1,
         "a loss scale": options.loss_scale is not None,
+        "--count-routing": options.count_routing is not None,
         "--on-nan": options.on_nan != "ignore",
         "--save": asked.get("saving") is not None,
         "--resume": asked.get("resume") is not None,

@@ -217,11 +217,22 @@ def _experts(op: LocalOp) -> Call:
     names = ("x", "ids", "scores", "up", "down", "up_bias", "down_bias")
     options = {"activation": op["activation"], "transposed": op["transposed"]}
     options["axes"] = op.axes("up", 0)
+    options["counted"] = _counted_layer(op)
     tokens = op.input_layout("x")
     sent = tuple(axis for axis in options["axes"] if tokens[axis].is_shard)
     if sent:
+        if sent == options["axes"]:
+            options["placed"] = op.rank.placements.get(op.node.name, ())
         return op.by_rank(sent_experts, *(op[name] for name in names), **options, sent=sent)
     return op.by_rank(split_experts, *(op[name] for name in names), **options)
+
+
+def _counted_layer(op: LocalOp) -> tuple[str, int] | None:
+    """Return the name and the number of experts of a layer of experts if this rank counts its
+    tokens: of the ranks with the same tokens the first does."""
+    pairs = zip(op.input_layout("ids"), op.rank.coordinates, strict=True)
+    is_first = all(held.is_shard or place == 0 for held, place in pairs)
+    return (op.node.name, op["num_experts"]) if is_first else None
 
 
 def _batch_norm(op: LocalOp) -> Call:

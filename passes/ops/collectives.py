@@ -11,7 +11,7 @@ Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are Iâ†’R and Pâ†
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Kind, Mesh, Placement, Step, parse_placement
+from ...planner.plan import PlacedExpert
 from ...planner.variants.shares import RowShare
 from .random_ops import Draws
 
@@ -119,13 +120,14 @@ class Alone:
 class Rank:
     """Rank that executes a program: its coordinates on a mesh, its communicator, and its state of
     random ops (``draws``). ``share``: its part of the rows if mesh axis 0 splits the batch
-    unevenly."""
+    unevenly; ``placements``: of hot experts, by layer."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
     communicator: Communicator
     draws: Draws = field(default_factory=Draws, repr=False)
     share: RowShare | None = None
+    placements: Mapping[str, tuple[PlacedExpert, ...]] = field(default_factory=dict, repr=False)
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:

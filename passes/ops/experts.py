@@ -19,6 +19,7 @@ no expert computes a row that is not its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -26,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...planner.plan import PlacedExpert
 from .activation import activate
-from .collectives import Rank, exchange
+from .collectives import Communicator, Parts, Rank, exchange
 from .local_loss import part_of
 
 SCHEMA = (
@@ -127,6 +129,18 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     return rows.dtype in dtypes and rows.shape[0] > 0 and aligned
 
 
+def count_routed(rank: Rank, ids: Tensor, layer: str, num_experts: int) -> None:
+    """Add the tokens of each expert among ``ids`` (experts) to the counts of ``layer``, if the rank
+    counts them. A forward that a backward repeats is not counted again. The host never waits."""
+    routed, is_backward = rank.draws.routed, torch._C._current_graph_task_id() != -1
+    if routed is None or is_backward:
+        return
+    if layer not in routed:
+        routed[layer] = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    chosen = ids.reshape(-1)
+    routed[layer].index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
+
+
 def split_experts(
     rank: Rank,
     x: Tensor,
@@ -134,10 +148,14 @@ def split_experts(
     scores: Tensor,
     *weights: Tensor | None,
     axes: tuple[int, ...],
+    counted: tuple[str, int] | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute for each token the weighted sum of the outputs of this rank's experts. Experts are
-    split over mesh axes ``axes``, so the results are partial sums."""
+    split over mesh axes ``axes``, so the results are partial sums. ``counted``: name and number of
+    experts of the layer if this rank counts its tokens."""
+    if counted is not None:
+        count_routed(rank, ids, *counted)
     assert weights[0] is not None
     first, _ = part_of(rank, weights[0].shape[0], axes)
     return run_experts(x, ids, scores, *weights, first=first, **options)
@@ -151,26 +169,39 @@ def sent_experts(
     *weights: Tensor | None,
     axes: tuple[int, ...],
     sent: tuple[int, ...],
+    counted: tuple[str, int] | None = None,
+    placed: tuple[PlacedExpert, ...] = (),
     **options: Any,
 ) -> Tensor:
     """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
     split over mesh axes ``axes``. Tokens are split over the axes ``sent`` among them, and sent to
-    their experts in one exchange; over the others the results are partial sums."""
+    their experts in one exchange; over the others the results are partial sums. ``counted``: as for
+    ``split_experts``. ``placed``: experts that not only their owner computes (see ``_Placed``)."""
+    if counted is not None:
+        count_routed(rank, ids, *counted)
     assert weights[0] is not None
     held, width = weights[0].shape[0], x.shape[-1]
     places, place = _by_rank(rank, held, axes, sent, ids.device)
+    first, _ = part_of(rank, held, axes)
     num_ranks, num_places = places.shape
-    every = torch.arange(places.numel(), device=ids.device)
-    slots = torch.empty_like(every).index_copy(0, places.reshape(-1), every)
-    wanted, order = slots[ids.reshape(-1)].sort(stable=True)
+    if placed:
+        placing = _Placed.of(placed, num_ranks, held, place)
+        weights = tuple(placing.weight(each, sent, rank.communicator) for each in weights)
+        num_places, first = placing.size, 0
+        slots, own = placing.slots(ids), torch.arange(num_places, device=ids.device)
+    else:
+        every = torch.arange(places.numel(), device=ids.device)
+        slots = torch.empty_like(every).index_copy(0, places.reshape(-1), every)
+        slots, own = slots[ids], places[place]
+    every = torch.arange(num_ranks * num_places, device=ids.device)
+    wanted, order = slots.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(wanted, every, right=True)
     counts = ends.diff(prepend=ends.new_zeros(1)).view(num_ranks, num_places)
     parts, received = rank.communicator.parts(counts, sent)
     rows = x.unsqueeze(-2).expand(*ids.shape, width).reshape(-1, width)
     rows = exchange(rows[order], parts, sent, rank.communicator)
-    own = places[place].repeat(num_ranks)
+    own = own.repeat(num_ranks)
     own = own.repeat_interleave(received.reshape(-1), output_size=rows.shape[0]).unsqueeze(-1)
-    first, _ = part_of(rank, held, axes)
     made = run_experts(rows, own, None, *weights, first=first, **options)
     made = exchange(made, parts.back(), sent, rank.communicator)
     made = torch.empty_like(made).index_copy(0, order, made)
@@ -193,6 +224,79 @@ def _by_rank(
     for axis in sent:
         place = place * rank.communicator.size(axis) + rank.communicator.coordinate(axis)
     return of_ranks.reshape(prod(sizes[each] for each in outer), -1), place
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Placement of a layer's experts on ranks that each own equal, consecutive parts of them: the
+    slots of each expert among the ``size`` slots of each rank. This rank keeps the experts
+    ``kept``, numbered among its own, and sends the experts ``moved``.
+
+    Parameters stay with the owners. Each forward sends copies of their weights, and the backward
+    sends the gradients back, which add up at the owner.
+    """
+
+    of_expert: tuple[tuple[int, ...], ...]
+    size: int
+    kept: tuple[int, ...]
+    moved: tuple[int, ...]
+    parts: Parts
+
+    @staticmethod
+    @cache
+    def of(placed: tuple[PlacedExpert, ...], num_ranks: int, held: int, place: int) -> _Placed:
+        """Return the placement for rank ``place`` of ``num_ranks``, which own ``held`` experts
+        each. All experts but ``placed`` are computed by their owners."""
+        places = {each.expert: each.ranks for each in placed}
+        ranks = [places.get(expert, (expert // held,)) for expert in range(num_ranks * held)]
+        # By owner and rank, the experts that the rank computes; it has its own ones first.
+        moved = [
+            [
+                [e for e in range(owner * held, (owner + 1) * held) if rank in ranks[e]]
+                for rank in range(num_ranks)
+            ]
+            for owner in range(num_ranks)
+        ]
+        of_expert: list[list[int]] = [[] for _ in ranks]
+        size = max(sum(len(moved[o][rank]) for o in range(num_ranks)) for rank in range(num_ranks))
+        for rank in range(num_ranks):
+            owners = sorted(range(num_ranks), key=lambda owner, rank=rank: owner != rank)
+            for at, expert in enumerate(e for owner in owners for e in moved[owner][rank]):
+                of_expert[expert].append(rank * size + at)
+        others = [rank for rank in range(num_ranks) if rank != place]
+        sent = tuple(len(moved[place][rank]) * (rank != place) for rank in range(num_ranks))
+        received = tuple(len(moved[rank][place]) * (rank != place) for rank in range(num_ranks))
+        return _Placed(
+            tuple(map(tuple, of_expert)),
+            size,
+            tuple(expert - place * held for expert in moved[place][place]),
+            tuple(expert - place * held for rank in others for expert in moved[place][rank]),
+            Parts(sent, received),
+        )
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """Return for each token (tokens, k) the slots of its experts ``ids``, numbered over all
+        ranks. Tokens take the slots of an expert in turn."""
+        longest = max(map(len, self.of_expert))
+        padded = [[*each, *[0] * (longest - len(each))] for each in self.of_expert]
+        table = torch.tensor(padded, device=ids.device)
+        lengths = torch.tensor([len(each) for each in self.of_expert], device=ids.device)
+        tokens = torch.arange(ids[..., 0].numel(), device=ids.device).view(*ids.shape[:-1], 1)
+        return table[ids, tokens % lengths[ids]]
+
+    def weight(
+        self, weight: Tensor | None, axes: tuple[int, ...], communicator: Communicator
+    ) -> Tensor | None:
+        """Return the weights of the experts in this rank's slots; ``weight`` has those that it
+        owns. ``axes``: mesh axes of the ranks."""
+        if weight is None:
+            return None
+        rows = weight[torch.tensor(self.moved, dtype=torch.int64, device=weight.device)]
+        rows = exchange(rows.flatten(1), self.parts, axes, communicator)
+        kept = weight
+        if len(self.kept) < weight.shape[0]:
+            kept = weight[torch.tensor(self.kept, dtype=torch.int64, device=weight.device)]
+        return torch.cat((kept, rows.view(-1, *weight.shape[1:])))
 
 
 @torch.library.custom_op("autoparallel::experts", mutates_args=(), schema=SCHEMA)

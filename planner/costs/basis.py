@@ -21,6 +21,7 @@ from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
 from ..ops.experts import ExpertKernels
 from ..plan import Mode, Precision
+from .expert_loads import ExpertLoads
 from .precision import EIGHT_BITS
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
@@ -154,7 +155,8 @@ class CostAssumptions:
     experts are 8-bit, too. ``expert_kernels``: kernels of experts
     (``planner.ops.experts``); unless separate, experts keep only inputs of products and
     activations. ``dispatcher``: transport of tokens to experts. ``imbalance``: tokens of the
-    fullest rank of experts divided by the mean. ``routing``: experts that a token may visit.
+    fullest rank of experts divided by the mean; with measured ``loads`` they say it for each layer.
+    ``routing``: experts that a token may visit.
     ``copies_states``: parameters and gradients pass through buffers in ZeRO 2 and 3 (not in XLA).
     ``attention``: kernel of fused attention, if a device has an efficiency for it.
     """
@@ -170,6 +172,7 @@ class CostAssumptions:
     expert_kernels: ExpertKernels = "separate"
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
+    loads: ExpertLoads | None = None
     routing: Routing = "any"
     copies_states: bool = True
     attention: AttentionKernel = "flash"

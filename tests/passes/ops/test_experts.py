@@ -20,6 +20,7 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.hf_experts import capturable_experts
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.ops import axis_strategies
+from autoparallel.planner.plan import PlacedExpert
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -132,6 +133,47 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
         made = made.sum(left) if left else made
         torch.testing.assert_close(made.reshape(want.shape), want)
     for place, want in enumerate((up.grad, down.grad), 3):
+        torch.testing.assert_close(torch.cat([each[place] for each in found]), want)
+
+
+PLACED = (
+    PlacedExpert(0, (0, 1, 3)),
+    PlacedExpert(1, (2,)),
+    PlacedExpert(5, (0,)),
+    PlacedExpert(7, (1, 3)),
+)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("hit", [8, 2], ids=["all experts", "two experts"])
+def test_placed_experts_are_computed_by_other_ranks(biased: bool, hit: int) -> None:
+    """Of four ranks, two of which share an axis, each owns two of eight experts: expert 0 is
+    computed by three ranks, 1 and 5 by others than their owner. Values and gradients, summed at
+    the owner, are those of one rank, and an expert's tokens are divided evenly."""
+    torch.manual_seed(0)
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    options = {"activation": describe(nn.Module(), torch.relu), "transposed": False}
+    shapes = [(24, 4), (24, 2), (8, 6, 4), (8, 4, 6), *([(8, 6), (8, 4)] if biased else [])]
+    whole = [torch.randn(shape).double().requires_grad_() for shape in shapes]
+    x, scores, *weights = whole
+    ids = torch.rand(24, hit).argsort(-1)[:, :2]
+    expected = run_experts(x, ids, scores, *weights, **options)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+
+    def on_rank(communicator: ThreadCommunicator) -> tuple[Any, ...]:
+        number = 2 * communicator.coordinates[0] + communicator.coordinates[1]
+        tokens, part = (slice(n * number, n * number + n) for n in (6, 2))
+        own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
+        held = [each.detach()[part].requires_grad_() for each in weights]
+        rank: Any = SimpleNamespace(communicator=communicator)
+        split = {"axes": (0, 1), "sent": (0, 1), "placed": PLACED}
+        made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **split, **options)
+        made.backward(gradient[tokens])
+        return made.detach(), *(each.grad for each in (*own, *held))
+
+    found = run_ranks(mesh, on_rank)
+    for place, want in enumerate((expected.detach(), *(each.grad for each in whole))):
         torch.testing.assert_close(torch.cat([each[place] for each in found]), want)
 
 
