@@ -103,6 +103,11 @@ class ExpertPlacement:
     placed: float
     experts: tuple[PlacedExpert, ...]
 
+    @property
+    def pairs(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return each placed expert with its ranks."""
+        return tuple((each.expert, each.ranks) for each in self.experts)
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ...planner.graph.layout import Kind, Mesh, Placement, Step, parse_placement
-from ...planner.plan import PlacedExpert
 from ...planner.variants.shares import RowShare
 from .random_ops import Draws
 
@@ -116,6 +115,10 @@ class Alone:
         return rows.clone()
 
 
+Placed = tuple[tuple[int, tuple[int, ...]], ...]
+"""Experts that not only their owner computes, each with the ranks that do."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rank:
     """Rank that executes a program: its coordinates on a mesh, its communicator, and its state of
@@ -127,7 +130,7 @@ class Rank:
     communicator: Communicator
     draws: Draws = field(default_factory=Draws, repr=False)
     share: RowShare | None = None
-    placements: Mapping[str, tuple[PlacedExpert, ...]] = field(default_factory=dict, repr=False)
+    placements: Mapping[str, Placed] = field(default_factory=dict, repr=False)
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:

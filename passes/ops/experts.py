@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...planner.plan import PlacedExpert
 from .activation import activate
-from .collectives import Communicator, Parts, Rank, exchange
+from .collectives import Communicator, Parts, Placed, Rank, exchange
 from .local_loss import part_of
 
 SCHEMA = (
@@ -170,7 +169,7 @@ def sent_experts(
     axes: tuple[int, ...],
     sent: tuple[int, ...],
     counted: tuple[str, int] | None = None,
-    placed: tuple[PlacedExpert, ...] = (),
+    placed: Placed = (),
     **options: Any,
 ) -> Tensor:
     """Compute for each of this rank's tokens the weighted sum of its experts' outputs. Experts are
@@ -244,10 +243,10 @@ class _Placed:
 
     @staticmethod
     @cache
-    def of(placed: tuple[PlacedExpert, ...], num_ranks: int, held: int, place: int) -> _Placed:
+    def of(placed: Placed, num_ranks: int, held: int, place: int) -> _Placed:
         """Return the placement for rank ``place`` of ``num_ranks``, which own ``held`` experts
         each. All experts but ``placed`` are computed by their owners."""
-        places = {each.expert: each.ranks for each in placed}
+        places = dict(placed)
         ranks = [places.get(expert, (expert // held,)) for expert in range(num_ranks * held)]
         # By owner and rank, the experts that the rank computes; it has its own ones first.
         moved = [

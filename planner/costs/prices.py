@@ -362,7 +362,7 @@ class Prices(MeshPrices):
         own, busiest = self.assumptions, self.spread(node, inputs, layout).busiest_sent
         num_bytes = item.num_bytes / self.num_parts(layout.inputs[0])
         if own.dispatcher == "alltoall":
-            return busiest * self.collective("all_to_all", num_bytes * item.copies, *axes)
+            return self.collective("all_to_all", busiest * num_bytes * item.copies, *axes)
         seconds = dispatch_seconds(
             num_bytes,
             item.copies,

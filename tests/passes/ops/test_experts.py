@@ -20,7 +20,6 @@ from autoparallel.passes.programs.program import Program
 from autoparallel.passes.tracing.hf_experts import capturable_experts
 from autoparallel.planner.graph.layout import Mesh
 from autoparallel.planner.ops import axis_strategies
-from autoparallel.planner.plan import PlacedExpert
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -137,10 +136,10 @@ def test_tokens_are_sent_to_their_experts_and_back(sent: tuple[int, ...], hit: i
 
 
 PLACED = (
-    PlacedExpert(0, (0, 1, 3)),
-    PlacedExpert(1, (2,)),
-    PlacedExpert(5, (0,)),
-    PlacedExpert(7, (1, 3)),
+    (0, (0, 1, 3)),
+    (1, (2,)),
+    (5, (0,)),
+    (7, (1, 3)),
 )
 
 
