@@ -155,7 +155,23 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
                 f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
                 f"speed: {rows_text(stage.shares)}"
             )
+        if stage.placements:
+            lines.append(placement_line(stage))
     return lines
+
+
+def placement_line(stage: StagePlan) -> str:
+    """Describe the placement of a stage's hot experts: their number, and the busiest rank."""
+    num_experts = sum(len(each.experts) for each in stage.placements)
+    before, after = (
+        sum(getattr(each, name) for each in stage.placements) / len(stage.placements)
+        for name in ("busiest", "placed")
+    )
+    layers = f"{len(stage.placements)} layer{'' if len(stage.placements) == 1 else 's'}"
+    return (
+        f"{num_experts} experts in {layers} are also or only computed by other ranks than their "
+        f"owners: the busiest rank gets {after:.2f} times the mean, not {before:.2f}"
+    )
 
 
 def _ops(stage: StagePlan) -> list[NodeLayout]:

@@ -259,7 +259,7 @@ class _Placed:
         of_expert: list[list[int]] = [[] for _ in ranks]
         size = max(sum(len(moved[o][rank]) for o in range(num_ranks)) for rank in range(num_ranks))
         for rank in range(num_ranks):
-            owners = sorted(range(num_ranks), key=lambda owner, rank=rank: owner != rank)
+            owners = (rank, *(owner for owner in range(num_ranks) if owner != rank))
             for at, expert in enumerate(e for owner in owners for e in moved[owner][rank]):
                 of_expert[expert].append(rank * size + at)
         others = [rank for rank in range(num_ranks) if rank != place]
