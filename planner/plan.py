@@ -95,10 +95,13 @@ class PlacedExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """Placement of the hot experts of a layer, by node name. ``busiest``: tokens of the busiest
-    rank / the mean if each expert were computed by its owner; ``placed``: as placed."""
+    """Placement of the experts of a layer, by node name. ``counts``: measured tokens of each
+    expert; ``busiest``: tokens of the busiest rank / the mean if each expert were computed by its
+    owner; ``placed``: as placed. ``copies``: most experts that a rank computes for others."""
 
     layer: str
+    counts: tuple[int, ...]
+    copies: int
     busiest: float
     placed: float
     experts: tuple[PlacedExpert, ...]
@@ -119,7 +122,7 @@ class StagePlan:
     parameters have their own names. ``shares``: rows of a micro-batch at each index along
     mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
-    ``placements``: of experts, as measured loads want them.
+    ``placements``: of experts by measured loads, () without these.
     """
 
     blocks: tuple[BlockPlan, ...]

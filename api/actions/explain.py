@@ -30,7 +30,6 @@ def explain(
     what_if: list[str] | None,
     measured: str | None,
     database: str | None,
-    routing: str | None,
     time_limit: float,
     trust: bool,
     json: bool,
@@ -51,7 +50,7 @@ def explain(
         return
 
     with plan_cache() as cache:
-        model = load_plan_model(loaded, plan, trust=trust, routing=routing, cache=cache.values)
+        model = load_plan_model(loaded, plan, trust=trust, cache=cache.values)
         if why_not is not None:
             other = forced_plan(model, why_not, time_limit, cache.values)
             if json:

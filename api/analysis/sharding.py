@@ -161,17 +161,19 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
 
 
 def placement_line(stage: StagePlan) -> str:
-    """Describe the placement of a stage's hot experts: their number, and the busiest rank."""
-    num_experts = sum(len(each.experts) for each in stage.placements)
+    """Describe the busiest rank of a stage's experts by measured loads, and the placement of hot
+    experts."""
+    placements = stage.placements
     before, after = (
-        sum(getattr(each, name) for each in stage.placements) / len(stage.placements)
+        sum(getattr(each, name) for each in placements) / len(placements)
         for name in ("busiest", "placed")
     )
-    layers = f"{len(stage.placements)} layer{'' if len(stage.placements) == 1 else 's'}"
-    return (
-        f"{num_experts} experts in {layers} are also or only computed by other ranks than their "
-        f"owners: the busiest rank gets {after:.2f} times the mean, not {before:.2f}"
-    )
+    text = f"experts by measured loads: the busiest rank gets {after:.2f} times the mean"
+    num_experts = sum(len(each.experts) for each in placements)
+    if not num_experts:
+        return text
+    others = "expert is" if num_experts == 1 else "experts are"
+    return f"{text}, not {before:.2f}: {num_experts} {others} computed by other ranks (too)"
 
 
 def _ops(stage: StagePlan) -> list[NodeLayout]:

@@ -83,12 +83,6 @@ def explain(
         typer.Option("--measured", metavar="FILE", help="a file of run --metrics to compare with"),
     ] = None,
     database: DatabaseOption = None,
-    routing: Annotated[
-        str | None,
-        typer.Option(
-            "--routing", metavar="FILE", help="price experts by what run --count-routing counted"
-        ),
-    ] = None,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=0.1, help="seconds for planning again")
     ] = 20.0,

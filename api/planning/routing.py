@@ -22,6 +22,7 @@ from autoparallel.planner.costs.expert_loads import ExpertLoads
 from autoparallel.planner.errors import UsageError
 from autoparallel.planner.graph.expert_dims import is_expert_layer
 from autoparallel.planner.ops.case import argument
+from autoparallel.planning.plan_files import load_plan
 from autoparallel.runtime.messages.shared_objects import gather_on_first
 from autoparallel.runtime.step.rank_model import RankModel
 
@@ -32,7 +33,7 @@ COUNT = "autoparallel run PLAN --count-routing FILE"
 @dataclass(frozen=True, slots=True)
 class RoutedLayer:
     """Layer of experts in a routing file: the tokens that it got, ``chosen`` experts of each, and
-    ``counts``, the tokens of each expert."""
+    ``counts``, the tokens of each expert. Of a plan, ``chosen`` and ``tokens`` are 0, unknown."""
 
     name: str
     num_experts: int
@@ -94,9 +95,9 @@ def _form(program: Program, node: Any) -> tuple[int, int]:
 
 
 def loads_of(program: Program, path: str) -> ExpertLoads:
-    """Return the loads of a model's experts in the routing file ``path``. Raises UsageError AP176
-    if there is no such file, or if it is of another model, and AP177 if the model has no
-    experts."""
+    """Return the loads of a model's experts in the routing file ``path``, or in a plan made by
+    one. Raises UsageError AP176 if there is no such file, or if it is of another model, and AP177
+    if the model has no experts."""
     check_has_experts(program, "--routing")
     given = _read(path)
     wanted = {node.name: _form(program, node) for node in filter(is_expert_layer, program.graph)}
@@ -104,11 +105,11 @@ def loads_of(program: Program, path: str) -> ExpertLoads:
         if name not in given:
             known = ", ".join(given) or "none"
             raise _unusable(path, f"it has no layer {name}; its layers: {known}")
-        found = given[name].num_experts, given[name].chosen
+        found = given[name].num_experts, given[name].chosen or chosen
         if found != (num_experts, chosen):
             text = f"in {name} the file has {found[1]} of {found[0]} experts for each token"
             raise _unusable(path, f"{text}, the model {chosen} of {num_experts}")
-        if not given[name].tokens:
+        if not any(given[name].counts):
             raise _unusable(path, f"no tokens of {name} were counted")
     unknown = [name for name in given if name not in wanted]
     if unknown:
@@ -118,13 +119,16 @@ def loads_of(program: Program, path: str) -> ExpertLoads:
 
 
 def _read(path: str) -> dict[str, RoutedLayer]:
-    """Return the layers of a routing file by name."""
+    """Return the layers of a routing file, or of a plan, by name."""
     try:
         table = parse_json(read_text(Path(path)))
         check_texts(table)
     except (OSError, ValueError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unusable(path, why) from error
+    if isinstance(table, dict) and "stages" in table:
+        placements = [each for stage in load_plan(path).stages for each in stage.placements]
+        return {p.layer: RoutedLayer(p.layer, len(p.counts), 0, 0, p.counts) for p in placements}
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise _unusable(path, f"its format is not {FORMAT}")
     if table.get("version") != VERSION:

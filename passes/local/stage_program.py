@@ -228,7 +228,7 @@ def build_stage(
             communicator,
             draws,
             share,
-            {each.layer: each.pairs for each in own.placements},
+            {each.layer: each.pairs for each in own.placements if each.experts},
         ),
         plan.num_microbatches,
         uses,

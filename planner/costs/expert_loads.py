@@ -22,9 +22,9 @@ import numpy as np
 
 from ..graph.expert_dims import is_expert_layer
 from ..graph.graph import Blocks, Graph
-from ..plan import ExpertPlacement, PlacedExpert
+from ..plan import ExpertPlacement, PlacedExpert, Plan
 
-MOST_COPIES = (1, 2, 4)
+MOST_COPIES = (0, 1, 2, 4)
 """Numbers of experts that a rank may compute for other ranks. A copy takes the memory of an expert
 in each layer, and its weights travel in each micro-batch."""
 
@@ -63,6 +63,16 @@ class ExpertLoads:
         alike = {name: tuple(kinds[blocks.template.get(name, name)]) for name in layers}
         return ExpertLoads(counts, alike)
 
+    @staticmethod
+    def of_plan(plan: Plan, graph: Graph, blocks: Blocks) -> ExpertLoads | None:
+        """Return the loads by which a plan was made, and the copies of its experts; None without
+        loads."""
+        found = [each for stage in plan.stages for each in stage.placements]
+        if not found:
+            return None
+        own = ExpertLoads.of({each.layer: each.counts for each in found}, graph, blocks)
+        return replace(own, most_copies=(max(each.copies for each in found),))
+
     def balance(self, layer: str, sizes: Sequence[int], sent: Sequence[int]) -> Balance:
         """Return the mean balance of the layers like ``layer`` over the ranks along the axes at
         ``sent``, of several axes of ``sizes`` over which experts are split."""
@@ -91,11 +101,11 @@ class ExpertLoads:
         before, after = (
             _busiest(rank_loads(counts, each, num_ranks)) for each in (by_owner, places)
         )
-        return ExpertPlacement(layer, before, after, placed)
+        return ExpertPlacement(layer, counts, copies, before, after, placed)
 
     def without_copies(self) -> ExpertLoads:
         """Return the same loads for a training system that computes each expert on its owner."""
-        return replace(self, most_copies=())
+        return replace(self, most_copies=(0,))
 
 
 def _part_loads(counts: Sequence[int], sizes: Sequence[int], sent: Sequence[int]) -> Sequence[int]:
@@ -160,7 +170,7 @@ def place_experts(counts: tuple[int, ...], num_ranks: int, copies: int) -> Place
     concerns then have less than the busiest had.
 
     >>> place_experts((8, 1, 1, 2), 2, 1)
-    ((0, 1), (0,), (1,), (1,))
+    ((0, 1), (0,), (1,), (1, 0))
     """
     places: list[tuple[int, ...]] = [(owner,) for owner in owners(len(counts), num_ranks)]
     loads = rank_loads(counts, tuple(places), num_ranks)

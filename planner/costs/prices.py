@@ -176,14 +176,15 @@ class Prices(MeshPrices):
             loads.balance(node.name, sizes, range(len(axes))).busiest,
             loads.balance(node.name, sizes, sent).busiest,
         )
-        if not axes or len(sent) < len(axes) or self.own or not loads.most_copies:
+        if not axes or len(sent) < len(axes) or self.own:
             return plain
         own = self._evenly_priced(node, inputs, layout)
         rows = inputs[1].shape[-1] * inputs[0].num_bytes / self.num_parts(tokens)
         trips = 4 if inputs[0].requires_grad else 2
         even = own.forward + own.backward + trips * self.collective("all_to_all", rows, *axes)
         options = [
-            self._with_copies(loads, node, inputs, axes, copies) for copies in loads.most_copies
+            self._with_copies(loads, node, inputs, axes, copies) if copies else plain
+            for copies in loads.most_copies
         ]
         twice = 2 if inputs[FIRST_WEIGHT].requires_grad else 1
         seconds = [
@@ -192,9 +193,7 @@ class Prices(MeshPrices):
             + twice * self.collective("all_to_all", each.moved_bytes, *axes)
             for each in options
         ]
-        best = min(range(len(options)), key=seconds.__getitem__)
-        saved = plain.busiest * even - seconds[best]
-        return options[best]._replace(saved_seconds=saved) if saved > 0 else plain
+        return options[min(range(len(options)), key=seconds.__getitem__)]
 
     def _with_copies(
         self,

@@ -109,7 +109,7 @@ class ExpertSpread(NamedTuple):
 
     Each rank computes up to ``copies`` experts of other ranks, in an operand of ``copied_bytes``
     that takes ``copying_seconds`` to fill; ``moved_bytes``: size of an all-to-all of the copies'
-    weights; ``saved_seconds``: forward and backward, of all this.
+    weights.
     """
 
     busiest: float
@@ -118,7 +118,6 @@ class ExpertSpread(NamedTuple):
     copied_bytes: int = 0
     moved_bytes: float = 0.0
     copying_seconds: float = 0.0
-    saved_seconds: float = 0.0
 
 
 class StateBytes(NamedTuple):

@@ -18,7 +18,15 @@ from ..dims.batch import meeting, meeting_text
 from ..evaluate.step import prediction_of, send_seconds
 from ..graph.expert_dims import FIRST_WEIGHT, is_expert_layer
 from ..graph.graph import Blocks, Graph, Node
-from ..graph.layout import INVARIANT, Layout, NodeLayout, boundary_layout, conversion_steps
+from ..graph.layout import (
+    INVARIANT,
+    REPLICATE,
+    Layout,
+    NodeLayout,
+    boundary_layout,
+    conversion_steps,
+    shard,
+)
 from ..intra_op.intra_op import StageAnswer
 from ..plan import (
     Alternative,
@@ -208,17 +216,21 @@ def stage_placements(
     layouts: Mapping[str, NodeLayout],
     blocks: tuple[int, int],
 ) -> tuple[ExpertPlacement, ...]:
-    """Return the placements of a stage's experts for which its layouts are priced."""
+    """Return the placements of a stage's experts for which its layouts are priced; none without
+    measured loads."""
     graph, prices, template = model.structure.graph, model.prices, structure.blocks.template
     found, loads = [], prices.assumptions.loads
+    if loads is None:
+        return ()
     for block in structure.blocks.blocks[slice(*blocks)]:
         for name in filter(lambda each: is_expert_layer(graph[each]), block.nodes):
             node, layout = graph[template[name]], layouts[template[name]]
             copies = prices.spread(node, input_specs(node, graph), layout).copies
-            if loads is not None and copies:
-                num_ranks = prices.num_parts(layout.inputs[FIRST_WEIGHT])
-                found.append(loads.placement(name, num_ranks, copies))
-    return tuple(each for each in found if each.experts)
+            split = tuple(
+                held if held == shard(0) else REPLICATE for held in layout.inputs[FIRST_WEIGHT]
+            )
+            found.append(loads.placement(name, prices.num_parts(split), copies))
+    return tuple(found)
 
 
 def _add_leaves(

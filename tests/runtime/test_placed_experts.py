@@ -59,7 +59,8 @@ def planned(parallel: str, num_ranks: int = 4, is_placed: bool = True) -> str:
         replace(
             stage,
             placements=tuple(
-                ExpertPlacement(name, 2.0, 1.0, PLACES[stage.expert_degree]) for name in layers
+                ExpertPlacement(name, (1,) * 4, 2, 2.0, 1.0, PLACES[stage.expert_degree])
+                for name in layers
             ),
         )
         for stage in plan.stages
