@@ -12,7 +12,7 @@ from typing import Any
 
 from autoparallel.options.words import held_text
 from autoparallel.planner.graph.layout import Layout, Mesh, NodeLayout, balanced_axes, split_axes
-from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.planner.plan import ExpertPlacement, Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
 
@@ -140,7 +140,8 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
     """Return a line of text per mesh axis of stages on one mesh: the number of ops that it shards,
     and its purpose, both of the stage with the most ops.
 
-    Further lines say the samples per rank of stages with unequal shares.
+    Further lines say the samples per rank of stages with unequal shares, and the balance of experts
+    by measured loads.
     """
     counted: dict[str, StagePlan] = {}
     for stage in members:
@@ -155,15 +156,13 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
                 f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
                 f"speed: {rows_text(stage.shares)}"
             )
-        if stage.placements:
-            lines.append(placement_line(stage))
-    return lines
+    placements = [each for stage in members for each in stage.placements if each.busiest > 1]
+    return [*lines, placement_line(placements)] if placements else lines
 
 
-def placement_line(stage: StagePlan) -> str:
-    """Describe the busiest rank of a stage's experts by measured loads, and the placement of hot
+def placement_line(placements: Sequence[ExpertPlacement]) -> str:
+    """Describe the busiest rank of layers of experts by measured loads, and the placement of hot
     experts."""
-    placements = stage.placements
     before, after = (
         sum(getattr(each, name) for each in placements) / len(placements)
         for name in ("busiest", "placed")

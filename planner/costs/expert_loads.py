@@ -31,6 +31,9 @@ in each layer, and its weights travel in each micro-batch."""
 HOTTEST = 4
 """Number of a rank's experts, by tokens, that a step of ``place_experts`` considers."""
 
+LEAST_RELIEF = 0.01
+"""Fraction of the busiest rank's tokens of which a change must relieve it."""
+
 Places = tuple[tuple[int, ...], ...]
 """Ranks of each expert, its owner first if the owner computes it."""
 
@@ -207,7 +210,7 @@ class _Search:
     def _take(self, changes: Iterable[Change], load: float) -> bool:
         """Make the permitted change after which the ranks that it concerns have the least; return
         whether this is less than ``load``."""
-        best, least = None, load * (1 - 1e-9)
+        best, least = None, load * (1 - LEAST_RELIEF)
         for change in changes:
             loads, room = self._after(change)
             if max(loads.values()) < least and min(room.values()) >= 0 and self._keeps_all(change):

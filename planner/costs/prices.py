@@ -181,14 +181,15 @@ class Prices(MeshPrices):
         own = self._evenly_priced(node, inputs, layout)
         rows = inputs[1].shape[-1] * inputs[0].num_bytes / self.num_parts(tokens)
         trips = 4 if inputs[0].requires_grad else 2
-        even = own.forward + own.backward + trips * self.collective("all_to_all", rows, *axes)
+        twice = 2 if inputs[FIRST_WEIGHT].requires_grad else 1
         options = [
             self._with_copies(loads, node, inputs, axes, copies) if copies else plain
             for copies in loads.most_copies
         ]
-        twice = 2 if inputs[FIRST_WEIGHT].requires_grad else 1
         seconds = [
-            each.busiest * even
+            max(each.busiest * own.forward, own.forward_issue)
+            + max(each.busiest * own.backward, own.backward_issue)
+            + trips * self.collective("all_to_all", each.busiest * rows, *axes)
             + 3 * each.copying_seconds
             + twice * self.collective("all_to_all", each.moved_bytes, *axes)
             for each in options
