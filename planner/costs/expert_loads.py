@@ -6,8 +6,8 @@ that spread a layer's experts own equal, consecutive parts of them, in the model
 also compute copies of other ranks' experts, or leave an expert of its own to other ranks. Each rank
 of an expert gets an equal share of its tokens.
 
-Source: He et al. 2022, "FasterMoE" (PPoPP, section 4.2), which copies hot experts in each step
-instead of holding them twice; equal parts of n items by their longest first: Graham 1969.
+Source: He et al. 2022, "FasterMoE" (PPoPP, section 4.2), which sends hot experts in each step
+instead of holding them on several ranks.
 """
 
 from __future__ import annotations
