@@ -362,7 +362,10 @@ class Prices(MeshPrices):
         own, busiest = self.assumptions, self.spread(node, inputs, layout).busiest_sent
         num_bytes = item.num_bytes / self.num_parts(layout.inputs[0])
         if own.dispatcher == "alltoall":
-            return self.collective("all_to_all", busiest * num_bytes * item.copies, *axes)
+            sent_bytes = num_bytes * item.copies
+            if own.loads is None:  # validated as a factor of the seconds, latency included
+                return busiest * self.collective("all_to_all", sent_bytes, *axes)
+            return self.collective("all_to_all", busiest * sent_bytes, *axes)
         seconds = dispatch_seconds(
             num_bytes,
             item.copies,
