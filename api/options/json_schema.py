@@ -47,7 +47,8 @@ def json_schema(kind: Any, known: Mapping[Any, Schema] = PLAIN) -> Schema:
             return {"anyOf": [schema_of(each) for each in inner]}
         if origin is None:
             hints = get_type_hints(kind)
-            rare = omitted_fields(kind) if is_dataclass(kind) else ()
+            is_class = isinstance(kind, type) and is_dataclass(kind)
+            rare = omitted_fields(kind) if is_class else frozenset[str]()
             always = [
                 name
                 for name, hint in hints.items()
