@@ -85,6 +85,34 @@ class GradientSum:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedExpert:
+    """An expert that other ranks than its owner compute: ``ranks``, numbered along the axes that
+    spread experts, each compute an equal share of its tokens."""
+
+    expert: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """Placement of the experts of a layer, by node name. ``counts``: measured tokens of each
+    expert; ``busiest``: tokens of the busiest rank / the mean if each expert were computed by its
+    owner; ``placed``: as placed. ``copies``: most experts that a rank computes for others."""
+
+    layer: str
+    counts: tuple[int, ...]
+    copies: int
+    busiest: float
+    placed: float
+    experts: tuple[PlacedExpert, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return each placed expert with its ranks."""
+        return tuple((each.expert, each.ranks) for each in self.experts)
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """A stage: consecutive blocks on a mesh of devices, with all its decisions.
 
@@ -94,6 +122,7 @@ class StagePlan:
     parameters have their own names. ``shares``: rows of a micro-batch at each index along
     mesh axis 0; () for an even split. ``gradient_sums``: all-reduces of a stage that shards no
     states, in the order in which they start; with () the runtime sums its buckets by the library.
+    ``placements``: of experts by measured loads, () without these.
     """
 
     blocks: tuple[BlockPlan, ...]
@@ -104,6 +133,7 @@ class StagePlan:
     prediction: StagePrediction
     shares: tuple[int, ...] = ()
     gradient_sums: tuple[GradientSum, ...] = ()
+    placements: tuple[ExpertPlacement, ...] = field(default=(), metadata=OMITTED)
 
     @property
     def expert_axes(self) -> tuple[int, ...]:

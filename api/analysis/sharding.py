@@ -20,7 +20,7 @@ from autoparallel.planner.graph.layout import (
     sent_axes,
     split_axes,
 )
-from autoparallel.planner.plan import Plan, StagePlan, rows_text
+from autoparallel.planner.plan import ExpertPlacement, Plan, StagePlan, rows_text
 from autoparallel.planner.summary import mesh_text
 
 
@@ -148,7 +148,8 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
     """Return a line of text per mesh axis of stages on one mesh: the number of ops that it shards,
     and its purpose, both of the stage with the most ops.
 
-    Further lines say the samples per rank of stages with unequal shares.
+    Further lines say the samples per rank of stages with unequal shares, and the balance of experts
+    by measured loads.
     """
     counted: dict[str, StagePlan] = {}
     for stage in members:
@@ -163,7 +164,23 @@ def axis_lines(members: Sequence[StagePlan]) -> list[str]:
                 f"samples of a micro-batch by rank of {stage.mesh.axes[0]}, in proportion to "
                 f"speed: {rows_text(stage.shares)}"
             )
-    return lines
+    placements = [each for stage in members for each in stage.placements if each.busiest > 1]
+    return [*lines, placement_line(placements)] if placements else lines
+
+
+def placement_line(placements: Sequence[ExpertPlacement]) -> str:
+    """Describe the busiest rank of layers of experts by measured loads, and the placement of hot
+    experts."""
+    before, after = (
+        sum(getattr(each, name) for each in placements) / len(placements)
+        for name in ("busiest", "placed")
+    )
+    text = f"experts by measured loads: the busiest rank gets {after:.2f} times the mean"
+    num_experts = sum(len(each.experts) for each in placements)
+    if not num_experts:
+        return text
+    others = "expert is" if num_experts == 1 else "experts are"
+    return f"{text}, not {before:.2f}: {num_experts} {others} computed by other ranks (too)"
 
 
 def _ops(stage: StagePlan) -> list[NodeLayout]:

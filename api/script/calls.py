@@ -32,6 +32,10 @@ from autoparallel.script.writer import MOVES, Writer, unwritable
 NAMED_AXES = ("axes", "balanced", "gathered", "row_axes", "sent")
 """Arguments of this package's functions that are mesh axes."""
 
+ONLY_HERE = ("counted", "placed")
+"""Options that change no result, and that scripts lack: counts of the tokens of experts, and copies
+of experts on other ranks."""
+
 
 def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Expression:
     """Return the call of an op of this package as Python text; the script's ``mesh`` takes the
@@ -51,6 +55,7 @@ def own_call(writer: Writer, node: fx.Node, args: list[Any], kwargs: dict[str, A
     if not can_copy(function):
         raise unwritable(writer, node, f"{function.__name__} has no equal in plain PyTorch")
     writer.uses.add(function.__name__)
+    kwargs = {name: each for name, each in kwargs.items() if name not in ONLY_HERE}
     if "activation" in kwargs:
         kwargs = {**kwargs, "activation": _activation(writer, str(kwargs["activation"]))}
     if "slices" in kwargs:

@@ -226,12 +226,18 @@ def _experts(op: LocalOp) -> Call:
     sent, gathered = (
         tuple(axis for axis in every if tokens[axis].is_shard) for every in (axes, sliced)
     )
+    counted = _counted_layer(op)
     if sliced:
         halves = column_order(op["activation"]) == "halves"
         options["slices"] = Slices(sliced, gathered, halves)
     if not (sent or gathered):
-        return op.by_rank(split_experts, *(op[name] for name in names), **options)
-    sending = {"sent": sent, **({"num_parts": 2} if is_halved(op.layout) else {})}
+        arguments = (op[name] for name in names)
+        return op.by_rank(split_experts, *arguments, **options, counted=counted)
+    sending: dict[str, Any] = {"sent": sent, "counted": counted}
+    if is_halved(op.layout):
+        sending["num_parts"] = 2
+    if sent == axes and not sliced:
+        sending["placed"] = op.rank.placements.get(op.node.name, ())
     if not op.has_others_beside:
         return op.by_rank(sent_experts, *(op[name] for name in names), **options, **sending)
     held = op.local_specs()[0][op.positions["up"]].shape[0]
@@ -239,6 +245,14 @@ def _experts(op: LocalOp) -> Call:
     start = op.by_rank(send_tokens, op["x"], op["ids"], held=held, **sending)
     rest = op.by_rank(finish_experts, *(op[name] for name in names[2:]), **options)
     return replace(rest, start=start)
+
+
+def _counted_layer(op: LocalOp) -> tuple[str, int] | None:
+    """Return the name and the number of experts of a layer of experts if this rank counts its
+    tokens: of the ranks with the same tokens the first does."""
+    pairs = zip(op.input_layout("ids"), op.rank.coordinates, strict=True)
+    is_first = all(held.is_shard or place == 0 for held, place in pairs)
+    return (op.node.name, op["num_experts"]) if is_first else None
 
 
 def _batch_norm(op: LocalOp) -> Call:

@@ -15,7 +15,7 @@ Source: Megatron-LM's f and g (Shoeybi et al. 2019, section 3) are Iâ†’R and Pâ†
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, Protocol
@@ -198,17 +198,22 @@ class Alone:
         return Received(rows.clone())
 
 
+Placed = tuple[tuple[int, tuple[int, ...]], ...]
+"""Experts that not only their owner computes, each with the ranks that do."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rank:
     """Rank that executes a program: its coordinates on a mesh, its communicator, and its state of
     random ops (``draws``). ``share``: its part of the rows if mesh axis 0 splits the batch
-    unevenly."""
+    unevenly; ``placements``: of hot experts, by layer."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
     communicator: Communicator
     draws: Draws = field(default_factory=Draws, repr=False)
     share: RowShare | None = None
+    placements: Mapping[str, Placed] = field(default_factory=dict, repr=False)
     _bound: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict, repr=False)
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ from ..kernels.fusion import with_fusion
 from ..kernels.product_kernels import by_masks, with_product_kernels
 from ..plan import (
     BlockPlan,
+    ExpertPlacement,
     ModelInfo,
     Plan,
     Prediction,
@@ -56,7 +57,7 @@ from ..requests.pins import Pin, by_template, check_priced, pinned_blocks
 from ..requests.request import Forced
 from ..schedules.held import MessageBytes, messages_held, sends_kept
 from ..schedules.schedules import parts_of_ranks
-from ..search.report_plan import stage_layouts
+from ..search.report_plan import stage_layouts, stage_placements
 from ..stage.stage_cost import StageCost, combine_bytes
 from ..stage.stage_model import StageModel
 from ..stage.structure import Run, Structure
@@ -210,6 +211,7 @@ class ConfigurationPricer:
         here, before = ranks[index] * size, ranks[index - 1] * size
         devices = tuple(range(here, here + size))
         blocks = structure.blocks.blocks[slice(*bounds)]
+        layouts, placements = self._layouts(cluster, own, structure, (before, here), bounds)
         return StagePlan(
             tuple(
                 BlockPlan(block.name, block.kind, mode)
@@ -218,8 +220,9 @@ class ConfigurationPricer:
             devices,
             own.mesh,
             own.zero,
-            self._layouts(cluster, own, structure, (before, here), bounds),
+            layouts,
             StagePrediction({}, {}),
+            placements=placements,
         )
 
     @property
@@ -249,14 +252,16 @@ class ConfigurationPricer:
         structure: Structure,
         firsts: tuple[int, int],
         bounds: tuple[int, int],
-    ) -> Mapping[str, NodeLayout]:
-        """Return the best layouts of a stage, by node. ``firsts``: first ranks of the previous
-        stage and of this stage; ``bounds``: the stage's blocks."""
+    ) -> tuple[Mapping[str, NodeLayout], tuple[ExpertPlacement, ...]]:
+        """Return the best layouts of a stage, by node, and the placements of its experts.
+        ``firsts``: first ranks of the previous stage and of this stage; ``bounds``: the stage's
+        blocks."""
         solver, run = self._solver(cluster, own, structure, firsts), structure.run(*bounds)
         answer = solver.best(run, own.num_microbatches, 1)
         assert answer is not None, "no limit of memory or time can be exceeded"
         check_priced([answer.cost.seconds.forward_compute], self.pins)
-        return stage_layouts(structure, solver.model, answer, bounds)
+        layouts = stage_layouts(structure, solver.model, answer, bounds)
+        return layouts, stage_placements(structure, solver.model, layouts, bounds)
 
     def _solver(
         self, cluster: Cluster, own: Configuration, structure: Structure, firsts: tuple[int, int]

@@ -21,6 +21,7 @@ from ..graph.graph import Blocks
 from ..kernels.recompute import RecomputedPart
 from ..ops.experts import ExpertKernels
 from ..plan import Mode, Precision
+from .expert_loads import ExpertLoads
 from .precision import EIGHT_BITS
 
 Kind = CollectiveKind | Literal["p2p", "zero_gather", "zero_scatter"]
@@ -153,8 +154,8 @@ class CostAssumptions:
     arXiv:2205.05198, section 4.2.2). ``casts_experts``: in fp8 products of experts are 8-bit, too.
     ``expert_kernels``: kernels of experts (``planner.ops.experts``); unless separate, experts keep
     only inputs of products and activations. ``dispatcher``: transport of tokens to experts.
-    ``imbalance``: tokens of the fullest rank of experts divided by the mean. ``hides_exchanges``:
-    tokens are sent while other ops run, and perhaps in halves
+    ``imbalance``: tokens of the fullest rank of experts divided by the mean; measured ``loads`` say
+    it for each layer. ``hides_exchanges``: tokens are sent while other ops run, maybe in halves
     (``cost_model.collectives.dispatch``). ``routing``: experts that a token may visit.
     ``plain_slices``: as in Megatron-LM, slices of experts have the same columns of both halves of
     their first product, and one message has the counts of all ranks that share experts; else ranks
@@ -175,6 +176,7 @@ class CostAssumptions:
     dispatcher: Dispatcher = "gather"
     imbalance: float = 1.0
     hides_exchanges: bool = False
+    loads: ExpertLoads | None = None
     routing: Routing = "any"
     plain_slices: bool = False
     copies_states: bool = True

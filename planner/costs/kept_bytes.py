@@ -67,6 +67,9 @@ def saved_parts(node: Node, layout: NodeLayout, graph: Graph, prices: Prices) ->
     extra = prices.rules.saved_extra_bytes(run, *local)
     if is_expert_layer(node) and prices.assumptions.expert_kernels != "separate":
         extra = int(_fused_experts_bytes(run, local[0], prices))
+    if is_expert_layer(node):
+        spread = prices.spread(node, input_specs(node, graph), layout)
+        extra = int(spread.busiest * extra) + spread.copied_bytes
     if extra:
         found[f"{node.name}:extra", int(extra)] = None
     return tuple(found)
@@ -81,7 +84,7 @@ def _fused_experts_bytes(node: Node, inputs: Sequence[TensorSpec], prices: Price
     factor = prices.cast_element_bytes if prices.casts_experts else tokens.itemsize
     made = 0 if "moe_act" in prices.assumptions.recomputed else made
     row = factor * (tokens.shape[-1] + made) + tokens.itemsize * read
-    return prices.assumptions.imbalance * expert_pairs(node, inputs) * row
+    return expert_pairs(node, inputs) * row
 
 
 def _gathered_over(ref: Ref, node: Node, layout: NodeLayout, prices: Prices) -> int:

@@ -21,7 +21,7 @@ from ..graph.layout import AxisStrategy, Layout, Mesh
 from ..graph.positions import Dims
 from ..integer_programs.program import Floats, Ints
 from ..kernels.recompute import Replay
-from .seconds import Priced
+from .seconds import ExpertSpread, Priced
 
 if TYPE_CHECKING:
     from ..intra_op.elimination import Order
@@ -90,6 +90,7 @@ class PriceCache:
     routers: dict[int, frozenset[str]] = field(default_factory=dict)
     ops: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     collectives: dict[tuple[object, ...], Priced] = field(default_factory=dict)
+    spreads: dict[tuple[object, ...], ExpertSpread] = field(default_factory=dict)
     messages: dict[tuple[int, Group, Profile | None], Priced] = field(default_factory=dict)
     updates: dict[tuple[object, ...], Priced] = field(default_factory=dict)
     conversions: dict[MeshKey, ConversionCache] = field(default_factory=dict)

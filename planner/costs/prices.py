@@ -36,15 +36,17 @@ from ..graph.layout import (
     held_layout,
     is_halved,
     local_shape,
+    shard,
 )
 from ..ops import Rules as Rules
 from ..ops.experts import as_half, as_run, expert_traffic, num_kernels, num_senders
 from .basis import SCALINGS, QueriedOp
+from .expert_loads import ExpertLoads
 from .mesh_prices import MeshPrices
 from .op_case import op_case
 from .precision import EIGHT_BITS
 from .price_cache import PriceCache, find
-from .seconds import Priced
+from .seconds import ExpertSpread, Priced
 from .seconds import Seconds as Seconds
 from .seconds import StateBytes as StateBytes
 
@@ -122,7 +124,9 @@ class Prices(MeshPrices):
         the whole tensors."""
         return self._priced(node, inputs, layout)[:2]
 
-    def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
+    def _evenly_priced(
+        self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout
+    ) -> Priced:
         sizes = self.mesh.shape
         key = (
             node.name,
@@ -157,6 +161,94 @@ class Prices(MeshPrices):
             self.cache.ops[key] = found
         return self._counted(found)
 
+    def _priced(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> Priced:
+        """Return an op's price on the busiest rank."""
+        found = self._evenly_priced(node, inputs, layout)
+        if not is_expert_layer(node):
+            return found
+        spread = self.spread(node, inputs, layout)
+        copying = spread.copying_seconds * self.has_spec
+        return found._replace(
+            forward=spread.busiest * found.forward + copying,
+            backward=spread.busiest * found.backward + 2 * copying if found.backward else 0.0,
+        )
+
+    def spread(self, node: Node, inputs: Sequence[TensorSpec], layout: NodeLayout) -> ExpertSpread:
+        """Return the balance of a layer of experts between ranks: as assumed, or by its measured
+        loads, with the number of copies of experts that makes forward and backward shortest."""
+        loads = self.assumptions.loads
+        if loads is None:
+            return ExpertSpread(self.assumptions.imbalance, self.assumptions.imbalance)
+        places = (self.mesh, self.groups, self.own)
+        key = (node.name, inputs[0], layout, places, self.speed, self.profile)
+
+        def choose() -> ExpertSpread:
+            return replace(self, only=None)._spread_of(loads, node, inputs, layout)
+
+        return find(self.cache.spreads, key, choose)
+
+    def _spread_of(
+        self,
+        loads: ExpertLoads,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        layout: NodeLayout,
+    ) -> ExpertSpread:
+        tokens, weights = layout.inputs[0], layout.inputs[FIRST_WEIGHT]
+        axes = [axis for axis, held in enumerate(weights) if held == shard(0)]
+        is_sliced = any(held.is_shard and held != shard(0) for held in weights)
+        sizes = [self.mesh.shape[axis] for axis in axes]
+        sent = [at for at, axis in enumerate(axes) if tokens[axis].is_shard]
+        plain = ExpertSpread(
+            loads.balance(node.name, sizes, range(len(axes))).busiest,
+            loads.balance(node.name, sizes, sent).busiest,
+        )
+        if not axes or len(sent) < len(axes) or is_sliced or self.own:
+            return plain
+        own = self._evenly_priced(node, inputs, layout)
+        rows = inputs[1].shape[-1] * inputs[0].num_bytes / self.num_parts(tokens)
+        trips = 4 if inputs[0].requires_grad else 2
+        twice = 2 if inputs[FIRST_WEIGHT].requires_grad else 1
+        options = [
+            self._with_copies(loads, node, inputs, axes, copies) if copies else plain
+            for copies in loads.most_copies
+        ]
+        seconds = [
+            max(each.busiest * own.forward, own.forward_issue)
+            + max(each.busiest * own.backward, own.backward_issue)
+            + trips * self.collective("all_to_all", each.busiest * rows, *axes)
+            + 3 * each.copying_seconds
+            + twice * self.collective("all_to_all", each.moved_bytes, *axes)
+            for each in options
+        ]
+        return options[min(range(len(options)), key=seconds.__getitem__)]
+
+    def _with_copies(
+        self,
+        loads: ExpertLoads,
+        node: Node,
+        inputs: Sequence[TensorSpec],
+        axes: Sequence[int],
+        copies: int,
+    ) -> ExpertSpread:
+        """Return the balance if each rank along ``axes`` computes up to ``copies`` experts of other
+        ranks. The exchange of weights takes as long as the rank that sends or receives most."""
+        num_ranks = self.mesh.num_ranks(tuple(axes))
+        num_experts = inputs[FIRST_WEIGHT].shape[0]
+        balance = loads.placed(node.name, num_ranks, copies)
+        expert_bytes = sum(each.num_bytes for each in inputs[FIRST_WEIGHT:]) / num_experts
+        moved = balance.moved * expert_bytes * num_ranks / (num_ranks - 1)
+        held_bytes = int((num_experts // num_ranks + copies) * expert_bytes)
+        copying = 2 * held_bytes * rate(self.device, "copy", node.spec.dtype).seconds_per_byte
+        return ExpertSpread(
+            balance.busiest,
+            balance.busiest,
+            copies,
+            held_bytes,
+            moved,
+            copying,
+        )
+
     def _compute(
         self,
         node: Node,
@@ -170,9 +262,8 @@ class Prices(MeshPrices):
         forward, backward = self._analytic(node, work)
         if is_expert_layer(node):
             around = self._around_experts(node, inputs, is_sent=num_parts > 0)
-            more = self.assumptions.imbalance
-            forward = more * (forward + around[0])
-            backward = more * (backward + around[1]) if backward else 0.0
+            forward = forward + around[0]
+            backward = backward + around[1] if backward else 0.0
         analytic = self._with_dequantized(Priced(forward, backward, "spec", *issue), inputs)
         has_no_case = node.fused is not None or node.product_dtype
         if (self.profile is None and self.asked is None) or has_no_case:
@@ -349,13 +440,18 @@ class Prices(MeshPrices):
             items = [i for axis, i in inner if axis == axes[0] and i.backward == backward]
             if items:
                 share = self._hidden_share(node, inputs, layout, items, axes, beside[backward])
-                sent = sum(parts * self._dispatch(item, inputs, layout, axes) for item in items)
+                each = (self._dispatch(item, node, inputs, layout, axes) for item in items)
+                sent = parts * sum(each)
                 hidden[backward] = share * sent
                 exposed[backward] = sent - hidden[backward]
         if self.assumptions.dispatcher == "alltoall":
             # Ranks first tell each other how many tokens of each expert they send.
             counts = COUNT_BYTES * inputs[FIRST_WEIGHT].shape[0] * parts
             exposed[0] += self.collective("all_to_all", counts, *axes)
+        if moved_bytes := self.spread(node, inputs, layout).moved_bytes:
+            moved = self.collective("all_to_all", moved_bytes, *axes)
+            exposed[0] += moved
+            exposed[1] += moved * inputs[FIRST_WEIGHT].requires_grad
         return Exchanges((exposed[0], exposed[1]), (hidden[0], hidden[1]))
 
     def _hidden_share(
@@ -373,7 +469,7 @@ class Prices(MeshPrices):
         if not self.assumptions.hides_exchanges or not (halved or beside):
             return 0.0
         every = self if self.only is None else self.unrecorded
-        first, last = (every._dispatch(item, inputs, layout, axes) for item in items)
+        first, last = (every._dispatch(item, node, inputs, layout, axes) for item in items)
         own = every._priced(node, inputs, layout)
         hidden = hidden_seconds(
             first,
@@ -388,16 +484,20 @@ class Prices(MeshPrices):
     def _dispatch(
         self,
         item: InnerCollective,
+        node: Node,
         inputs: Sequence[TensorSpec],
         layout: NodeLayout,
         axes: Sequence[int],
     ) -> float:
         """Return the seconds of one exchange that sends tokens to their experts over mesh axes, or
         back: of all tokens, or of half of them."""
-        own = self.assumptions
+        own, busiest = self.assumptions, self.spread(node, inputs, layout).busiest_sent
         num_bytes = item.num_bytes / self.num_parts(layout.inputs[0]) / (1 + is_halved(layout))
         if own.dispatcher == "alltoall":
-            return own.imbalance * self.collective("all_to_all", num_bytes * item.copies, *axes)
+            sent_bytes = num_bytes * item.copies
+            if own.loads is None:  # validated as a factor of the seconds, latency included
+                return busiest * self.collective("all_to_all", sent_bytes, *axes)
+            return self.collective("all_to_all", busiest * sent_bytes, *axes)
         seconds = dispatch_seconds(
             num_bytes,
             item.copies,
@@ -407,7 +507,7 @@ class Prices(MeshPrices):
             own.routing,
             item.limit,
         )
-        return self._counted(Priced(own.imbalance * seconds, 0.0, "spec")).forward
+        return self._counted(Priced(busiest * seconds, 0.0, "spec")).forward
 
     def transfer(self, spec: TensorSpec, layout: Layout, link: Link) -> tuple[float, float]:
         """Return the seconds in which a rank receives its part of a value over ``link``: forward,

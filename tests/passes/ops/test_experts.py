@@ -238,6 +238,47 @@ def test_columns_that_an_activation_reads_together_are_known(
     assert column_order(text) == order
 
 
+PLACED = (
+    (0, (0, 1, 3)),
+    (1, (2,)),
+    (5, (0,)),
+    (7, (1, 3)),
+)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("hit", [8, 2], ids=["all experts", "two experts"])
+def test_placed_experts_are_computed_by_other_ranks(biased: bool, hit: int) -> None:
+    """Of four ranks, two of which share an axis, each owns two of eight experts: expert 0 is
+    computed by three ranks, 1 and 5 by others than their owner. Values and gradients, summed at
+    the owner, are those of one rank, and an expert's tokens are divided evenly."""
+    torch.manual_seed(0)
+    mesh = Mesh(("dp", "tp"), (2, 2))
+    options = {"activation": describe(nn.Module(), torch.relu), "transposed": False}
+    shapes = [(24, 4), (24, 2), (8, 6, 4), (8, 4, 6), *([(8, 6), (8, 4)] if biased else [])]
+    whole = [torch.randn(shape).double().requires_grad_() for shape in shapes]
+    x, scores, *weights = whole
+    ids = torch.rand(24, hit).argsort(-1)[:, :2]
+    expected = run_experts(x, ids, scores, *weights, **options)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+
+    def on_rank(communicator: ThreadCommunicator) -> tuple[Any, ...]:
+        number = 2 * communicator.coordinates[0] + communicator.coordinates[1]
+        tokens, part = (slice(n * number, n * number + n) for n in (6, 2))
+        own = [each.detach()[tokens].requires_grad_() for each in (x, scores)]
+        held = [each.detach()[part].requires_grad_() for each in weights]
+        rank: Any = SimpleNamespace(communicator=communicator)
+        split = {"axes": (0, 1), "sent": (0, 1), "placed": PLACED}
+        made = sent_experts(rank, own[0], ids[tokens], own[1], *held, **split, **options)
+        made.backward(gradient[tokens])
+        return made.detach(), *(each.grad for each in (*own, *held))
+
+    found = run_ranks(mesh, on_rank)
+    for place, want in enumerate((expected.detach(), *(each.grad for each in whole))):
+        torch.testing.assert_close(torch.cat([each[place] for each in found]), want)
+
+
 def program_of(name: str, **settings: Any) -> Program:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **settings})
